@@ -1,4 +1,4 @@
-"""`fnet bundle show | check | renew FILE`: describes, checks and renews bundles, which `fnet.export` writes."""
+"""`fnet bundle show | check | renew FILE`: describes, checks and renews bundles (files that `fnet.export` writes)."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Forward(NamedTuple):
     """The forward function of a custom_vjp equation.
 
     Attributes:
-        closed: the closed jaxpr from the inputs to residuals and outputs.
+        closed: the closed jaxpr. It maps the inputs to the residuals and the outputs.
         residuals: the number of residuals that the jaxpr returns.
         forwarded: for each residual that the backward function needs, the index of the input that is this residual, or
             None if the jaxpr returns the residual.

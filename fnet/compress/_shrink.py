@@ -82,8 +82,8 @@ class Shrunk:
 
     Attributes:
         f: a function with the same arguments as the original function. Call it with `params` and `state` of this
-            object. Other batch sizes and other keyword arguments are allowed. The function can be differentiated,
-            compiled and batched.
+            object. The batch size and the keyword arguments may differ from those of the example arguments. The
+            function can be differentiated, compiled and batched.
         params, state: the parameters and the state without the removed indices. `state` is None if the original
             function was called without state.
         model: a model of the same class as the original model, with smaller values in its fields, that computes the
@@ -114,14 +114,14 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
         shrunk = compress.shrink(model, params, x, state=state, fraction=0.5)    # with BatchNorm
         y, state = shrunk.f(shrunk.params, x, state=shrunk.state, train=True)
 
-    f is traced, and axes of parameters that must have equal sizes form a group. Examples of groups are the channels
-    between two convolutions (and of the normalization in between), all channels that residual connections add to each
-    other, the heads in the four kernels of an attention, and the key/value heads with their query heads. From each
-    group, the indices with the lowest scores are removed in all parameters of the group. The result of the shrunk
-    function equals that of f with the removed parameters set to zero. If this is impossible for an axis, for example
-    for the features that a LayerNorm averages, the axis keeps all indices. Axes of arguments and results of f also keep
-    all indices. `report` states the reason for each of these axes. If an axis has several factors, such as the heads
-    and the features of a head, indices are removed from the first factor that allows it.
+    f is traced, and axes of parameters that must have equal sizes form a group. For example, the channels between two
+    convolutions and those of the normalization in between are one group. So are all channels that residual connections
+    add to each other, the heads in the four kernels of an attention, and the key/value heads with their query heads.
+    From each group, the indices with the lowest scores are removed in all parameters of the group. The result of the
+    shrunk function equals that of f with the removed parameters set to zero. If this is impossible for an axis, for
+    example for the features that a LayerNorm averages, the axis keeps all indices. Axes of arguments and results of f
+    also keep all indices. `report` states the reason for each of these axes. If an axis has several factors, such as
+    the heads and the features of a head, indices are removed from the first factor that allows it.
 
     Exactly one of `fraction`, `flops` and `seconds` is required.
 

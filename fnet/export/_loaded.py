@@ -204,7 +204,7 @@ class Bundle:
         return lines
 
     def checked_by_numpy(self, entry, inputs, wanted):
-        """Performs the check of one entry point with NumPy, which is part of `check` and needs no JAX."""
+        """Checks one entry point with NumPy. This part of `check` needs no JAX."""
         description = self._entry(entry)
         output = self.interpret(entry, **signature.named(description, inputs))
         return _compared(self.path, entry, "NumPy", description, output, wanted)

@@ -218,7 +218,7 @@ def _gelu(c, kinds):
 
 @_attempt
 def _attention(c, kinds):
-    """Finds an attention. The exp of its softmax is the start of the candidate."""
+    """Finds the equations of an attention. The exp of its softmax is the start of the candidate."""
     start, = c.equations[c.start][2]
     if "attention" not in kinds or not _floating(c, start) or len(c.shape(start)) < 4:
         return None
@@ -260,7 +260,8 @@ def _attention(c, kinds):
 
 
 def _order(c, dot, side, contracted_last):
-    """The axes of an operand of a product, in the order [batch, free, contracted] or [batch, contracted, free]."""
+    """Returns the axes of an operand of a product, in the order [batch, free, contracted] if `contracted_last` is true,
+    otherwise [batch, contracted, free]."""
     value, contract, batch = dot[1][side], dot[3]["contract"][side], dot[3]["batch"][side]
     free = [i for i in range(len(c.shape(value))) if i not in (*contract, *batch)]
     return [*batch, *free, *contract] if contracted_last else [*batch, *contract, *free]

@@ -222,7 +222,8 @@ def _info(name: str, kind: int) -> zipfile.ZipInfo:
 
 
 def _tensors(archive, name, arrays) -> dict:
-    """Writes a safetensors file, uncompressed and aligned, so that a reader can map it into memory."""
+    """Writes a safetensors file to the archive. It is uncompressed and aligned, so that a reader can map it into
+    memory."""
     order = sorted(arrays, key=lambda key: (-arrays[key].dtype.itemsize, key))
     header, end = {}, 0
     for key in order:

@@ -53,7 +53,7 @@ class Batcher:
         return len(self._queue)
 
     def submit(self, arrays: list[np.ndarray]) -> Future:
-        """Adds a request.
+        """Adds a request to the queue, and returns a Future of its outputs.
 
         Raises:
             Full: the queue is full, or the batcher is closed.

@@ -52,8 +52,8 @@ class Generator:
             self.characters = _characters(files["characters.json"])
 
     def read(self, body: dict) -> Request:
-        """Returns the request that a JSON object describes. Its fields are text_input or tokens, max_tokens,
-        temperature, top_k and seed.
+        """Returns the request that the JSON object `body` describes. The keys of `body` are text_input or tokens,
+        max_tokens, temperature, top_k and seed.
 
         Raises:
             Invalid: the request is not valid.
