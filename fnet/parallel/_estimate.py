@@ -20,7 +20,8 @@ from fnet.parallel._ledger import Ledger, Transfer
 
 
 class Held(NamedTuple):
-    """An array that is live at the peak: its bytes on a chip, a description, and the source line that creates it."""
+    """An array that is live at the peak. `bytes` is its size on a chip, `what` is a description, and `line` is the
+    source line that creates it."""
 
     bytes: int
     what: str

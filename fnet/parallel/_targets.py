@@ -36,7 +36,7 @@ class Target(NamedTuple):
     """The devices of a plan.
 
     Attributes:
-        name: the name of the devices that the user passed.
+        name: the name that the user passed for the devices, or a text that describes a list of devices.
         chip: the chip, with its peaks and memory.
         count: number of JAX devices.
         groups: number of slices or machines that contain the devices. A slower network connects the groups.

@@ -1,7 +1,7 @@
 """Reads the folder of a run. The run may be finished or in progress.
 
 Files are untrusted: they may be damaged, written by another program, or malicious. They are read as text or JSON of a
-limited size, and no content is executed. Content that cannot be used is omitted, with a note.
+limited size, and no content is executed. Content that cannot be used is omitted, and `Run.notes` lists it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Run:
         checkpoints: a list of (step, metrics, bytes), in the order of the steps.
         damaged: the names of damaged checkpoints, which were renamed.
         events: a list of (step, time, text). The time is a Unix time, or None if it is unknown.
-        predictions: a dict {"classes", "confusion", "mistakes"}, or {}.
-        summary: the rows of `introspect.summary`, or [].
+        predictions: a dict with the keys "classes", "confusion" and "mistakes", or {} if no predictions were saved.
+        summary: a list of the rows of `introspect.summary`, which is empty if no summary was saved.
         samples: the text samples, a dict {file name: text}.
-        plan: the comparison of strategies, as printed by `parallel.Plan.explain`, or "".
+        plan: the text of `parallel.Plan.explain`, which compares strategies, or "" if there was no plan.
         profiles: a dict of the profiles. A key is the range of the profiled steps, such as "100-105". A value contains
             the rows of `introspect.profile`.
         notes: messages about files and values that could not be used.

@@ -22,8 +22,8 @@ class Halving:
 
     Attributes:
       state: the population of the m members that were trained to the end, best first.
-      scores: the scores of these members, [m].
-      indices: the indices of these members in the hyperparameters that were passed to `halving`, [m].
+      scores: the scores of these members, an array [m].
+      indices: the indices of these members in the hyperparameters that were passed to `halving`, an array [m].
       rungs: a tuple (members, steps, best score) for each rung (stage of the search).
       member_steps: the total number of steps, summed over all members and rungs.
 
@@ -120,8 +120,8 @@ def hyperband(init_n: Callable, step_n: Callable, space: Space, batches: Callabl
       seed: the seed of the random points and of the PRNG keys of the members.
       most: the largest number of brackets. Default None: as many as possible. Their number is limited, because the
         first rung of each bracket must have at least one step.
-      fixed: further hyperparameters, with the same value for all members; or None.
-      workdir: a folder that receives one folder for each bracket; or None.
+      fixed: a dict of further hyperparameters that have the same value for all members, or None.
+      workdir: a folder for the checkpoints, with one subfolder for each bracket, or None.
 
     Returns:
       A list with a `Halving` for each bracket. In each of them, the best member is first. The best member of all is the

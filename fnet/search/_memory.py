@@ -44,7 +44,7 @@ def fits(init: Callable, step: Callable, hyper: Any, batch: Any, *, devices: Any
 
     Args:
       init, step: the functions of one member, as for `population`.
-      hyper: the hyperparameters of one member, arrays or `jax.ShapeDtypeStruct`s.
+      hyper: the hyperparameters of one member, a tree of arrays or `jax.ShapeDtypeStruct`s.
       batch: the batch of one step.
       devices: "local" for this device, or the name of a chip, such as "v5e:1x1" or "T4". The chip does not have to be
         attached.

@@ -24,7 +24,7 @@ def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, frac
 
     Args:
       state: a population, whose `hyper` is a dict.
-      scores: the scores of the members, [n]; larger is better, NaN is the worst.
+      scores: the scores of the members, an array [n]. Larger is better, NaN is the worst.
       space: the ranges of the hyperparameters that change. Hyperparameters that are not in it, such as seeds, are
         copied unchanged.
       key: a PRNG key. Pass a different key for each generation.

@@ -152,7 +152,7 @@ def take(state: Population, indices: Any) -> Population:
 
     Args:
       state: a population.
-      indices: the indices of the members, integers [m]. An index may be repeated.
+      indices: the indices of the members, an integer array [m]. An index may be repeated.
 
     >>> init_n, step_n = population(lambda key, hyper: {"w": 2 * hyper}, lambda state, batch, hyper: (state, {}))
     >>> search.take(init_n(jax.random.key(0), jnp.array([1.0, 3.0])), [1, 1]).members["w"].tolist()

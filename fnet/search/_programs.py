@@ -78,7 +78,7 @@ def feasible(points: Sequence[Mapping[str, Any]], program: Callable, *, flops: f
     this CPU.
 
     Args:
-      points: the hyperparameters, such as `space.sobol(16)`.
+      points: a list of points, each a dict of hyperparameters, such as `space.sobol(16)`.
       program: a function `program(point) -> (f, args)`. The limits apply to the cost of `f(*args)`.
       flops: the largest number of floating-point operations, or None for no limit.
       memory: the largest memory in bytes, or None for no limit.

@@ -52,7 +52,8 @@ class Trial:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """A dict {"status": "finished" or "failed", "value", "seconds", "reason"}, or None before the end."""
+        """The result of the trial, or None if it has not ended. A dict that contains "status" ("finished" or "failed"),
+        "value" and "seconds", and for a failed trial also "reason"."""
         try:
             return json.loads((self.folder / "result.json").read_text())
         except FileNotFoundError:

@@ -58,7 +58,7 @@ class Clients:
 
     Attributes:
       data: the examples, a tree of arrays [clients, longest, ...].
-      sizes: the number of examples of each client, int32 [clients].
+      sizes: the number of examples of each client, an int32 array [clients].
 
     >>> search.federated.clients([{"x": np.zeros((3, 2))}, {"x": np.ones((5, 2))}]).sizes.tolist()
     [3, 5]
@@ -72,8 +72,8 @@ def clients(parts: Sequence[Any]) -> Clients:
     """Combines the data of clients, which may have different numbers of examples.
 
     Args:
-      parts: the data of each client, a sequence of trees of arrays. The first axis of all arrays of a client has the
-        same length, the number of examples.
+      parts: the data of the clients, a sequence with one tree of arrays for each client. The length of the first axis
+        is the number of examples, and is the same for all arrays of a client.
 
     Raises:
       ValueError: there is no client, a client has no examples, or the arrays of a client have different lengths.
@@ -195,9 +195,10 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
            devices: Sequence[jax.Device] | None = None) -> Callable:
     """Returns one round of federated averaging as a step for `tr.fit`.
 
-    A round draws clients without replacement, and each client receives the parameters w of the server. The clients
-    train for their local epochs as a `search.population`. After that, client k has the parameters w_k. The server's
-    optimizer uses the mean of the differences w_k - w, weighted with the number of examples n_k of each client:
+    A round draws `sampled` different clients at random, and each of them receives the parameters w of the server. The
+    clients train for their local epochs as a `search.population`. After that, client k has the parameters w_k. The
+    server's optimizer uses the mean of the differences w_k - w, weighted with the number of examples n_k of each
+    client:
 
         delta = sum_k n_k (w_k - w) / sum_k n_k,        w = w + server.update(-delta)
 

@@ -1,4 +1,5 @@
-"""Command-line flags (absl) from a frozen dataclass: one flag for each field, with a help text and the allowed values.
+"""Command-line flags (absl) for the fields of a frozen dataclass. `option` declares the help text and the allowed
+values of a field.
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Config:

@@ -129,7 +129,7 @@ def confusion(
       label: the true classes, integers [batch].
       prediction: the predicted classes, integers [batch].
       classes: the number of classes.
-      weight: the weight of each example, [batch]. Default None: every weight is 1.
+      weight: the weight of each example, an array [batch]. Default None: every weight is 1.
 
     >>> tr.confusion(jnp.array([0, 1, 1]), jnp.array([0, 1, 0]), classes=2).total.tolist()
     [[1.0, 0.0], [1.0, 1.0]]
@@ -233,7 +233,8 @@ def evaluator(
       A function `evaluate(state)`, which returns a dict of floats and NumPy arrays.
 
     Raises:
-      ValueError: the arrays have different lengths, an array is named "weight", or a metric is a plain scalar.
+      ValueError: the arrays have different lengths, an array is named "weight", `batch_size` is less than 1, or a
+        metric is a plain scalar.
       TypeError: values are missing or are not numbers.
 
     >>> def measure(state, batch):

@@ -73,7 +73,7 @@ def schedule(
       A function of the step, for `optimizer` or any Optax optimizer.
 
     Raises:
-      ValueError: the name is unknown, or a fraction is out of range.
+      ValueError: the name is unknown, `warmup` is outside [0, 1), or `steps` is less than 1.
 
     Example:
       >>> rate = schedule("linear", 1.0, 10, warmup=0.2)

@@ -77,7 +77,7 @@ def confusion_matrix(counts: Any, classes: Sequence[str], path: str | os.PathLik
     count divided by the sum of the row.
 
     Args:
-      counts: the confusion matrix, [classes, classes]; rows are the true classes.
+      counts: the confusion matrix, an array [classes, classes] whose rows are the true classes.
       classes: the names of the classes.
       path: the path of a PNG file to write. Default None: no file.
       title: the title above the plot. Default "".

@@ -23,10 +23,11 @@ def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any
 
     Args:
       workdir: the run's folder, a local path.
-      probabilities: the predicted probabilities, [examples, classes].
+      probabilities: the predicted probabilities, an array [examples, classes].
       labels: the true classes, integers [examples].
       classes: the names of the classes. Default None: "0", "1", ...
-      images: the images of the examples, [examples, height, width, channels], as for `Image`. Default None: no images.
+      images: the images of the examples, an array [examples, height, width, channels] with values as for `Image`.
+        Default None: no images.
       worst: the number of wrong predictions to save. Those with the highest predicted probability are selected. Default
         24.
 

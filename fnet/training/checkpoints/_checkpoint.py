@@ -149,8 +149,8 @@ class Checkpoints(Reading):
 
     def save(self, step: int, tree: Any, *, metrics: Mapping[str, float] | None = None,
              notes: Mapping[str, Any] | None = None, sound: Any = None) -> None:
-        """Starts to save `tree` as the checkpoint of step `step`. Dispatches a copy of its arrays on the device and
-        returns; the copy is written in the background.
+        """Saves `tree` as the checkpoint of step `step`, in the background. Waits for the previous save, dispatches a
+        copy of the arrays on the device, and returns.
 
         An earlier checkpoint of the same step is replaced. An error of the background save is raised by the next
         `save`, by `wait` and by `close`.
@@ -198,7 +198,7 @@ class Checkpoints(Reading):
             self._saving.start()
 
     def wait(self) -> None:
-        """Waits until all saves are on the disk, and raises their errors."""
+        """Waits until all saves are complete, and raises their errors."""
         if self._saving is not None:
             self._saving.join()
             self._saving = None
@@ -207,7 +207,7 @@ class Checkpoints(Reading):
             raise error
 
     def close(self) -> None:
-        """Waits until all saves are on the disk, and unlocks the folder."""
+        """Waits until all saves are complete, and unlocks the folder."""
         try:
             self.wait()
         finally:
