@@ -18,7 +18,7 @@ from flax import nnx
 from benchmarks import _handwritten
 from benchmarks.peers import _linen, _nnx
 from benchmarks.peers import _workloads as spec
-from fnet import models
+from fnet import hardware, models
 from fnet import transforms as ft
 from fnet.models.text import _generate
 
@@ -68,7 +68,7 @@ def gpt(form, size, platform):
                 return optax.softmax_cross_entropy_with_integer_labels(model(params, x), y).mean()
             return model.cross_entropy(params, x, y).mean()
 
-        gradient = ft.autocast(jax.value_and_grad(loss), "bfloat16")
+        gradient = ft.autocast(jax.value_and_grad(loss), hardware.Policy(compute="bfloat16", residual="bfloat16"))
     tx = optax.adamw(6e-4)
     return (_handwritten.train_step(gradient, tx), (0, 1), (params, jax.eval_shape(tx.init, params), tokens))
 

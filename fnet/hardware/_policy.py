@@ -33,10 +33,14 @@ class Policy:
             used.
         reason: why these dtypes were selected.
         convolution: the dtype of the operands of convolutions. Default: `compute`.
-        logits: the dtype in which GPUs and TPUs store the large results of matrix products in the forward pass, such as
-            the logits of a large vocabulary. A result is large if it has at least 2^26 elements. It is stored in this
-            dtype if all operations that read it compute in float32. Default: `compute`, as in PyTorch's autocast. With
-            "float32", large results are not rounded.
+        activations: the dtype in which GPUs and TPUs store large activations: results of matrix products in the forward
+            pass and their gradients, with at least 2^22 elements, that are only read by operations in float32. An
+            example are the logits of a large vocabulary. Weight gradients are not rounded. Default: `compute`, as in
+            PyTorch's autocast. With "float32", activations are not rounded.
+        residual: the dtype of the residual stream of a transformer: of a sum of two arrays in the forward pass, of
+            which one is the result of a product plus a bias, or a multiple of it. The default "float32" does not change
+            such sums. With `compute`, they are computed and stored in 16 bits, as in models that are written in 16
+            bits. This reduces the memory traffic, and rounds the residual stream in each layer.
 
     >>> policy = hw.policy("Tesla T4")
     >>> str(policy.compute), bool(policy.loss_scale)
@@ -51,19 +55,21 @@ class Policy:
     rules: tuple[tuple[str, Any], ...] = ()
     reason: str = ""
     convolution: Any = None
-    logits: Any = None
+    activations: Any = None
+    residual: Any = "float32"
 
     def __post_init__(self):
-        for field in ("convolution", "logits"):
+        for field in ("convolution", "activations"):
             if getattr(self, field) is None:
                 object.__setattr__(self, field, self.compute)
-        for field in ("param", "compute", "accum", "output", "convolution", "logits"):
+        for field in ("param", "compute", "accum", "output", "convolution", "activations", "residual"):
             object.__setattr__(self, field, jnp.dtype(getattr(self, field)))
         object.__setattr__(self, "rules", tuple((pattern, jnp.dtype(dtype)) for pattern, dtype in self.rules))
 
     def __str__(self) -> str:
         scaling = f"dynamic loss scaling from {self.loss_scale:g}" if self.loss_scale else "no loss scaling"
         apart = f" (convolutions {self.convolution})" if self.convolution != self.compute else ""
+        apart += f", residual stream {self.residual}" if self.residual != jnp.float32 else ""
         return (f"parameters {self.param}, compute {self.compute}{apart}, sums {self.accum}, output {self.output}, "
                 f"{scaling}: {self.reason}")
 

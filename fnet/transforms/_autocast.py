@@ -7,7 +7,6 @@ inputs in the dtypes in which they were traced, so that it runs unchanged.
 from __future__ import annotations
 
 import difflib
-import functools
 import itertools
 import math
 import re
@@ -23,12 +22,12 @@ from jax import lax
 from fnet import _jax, hardware, jaxpr
 from fnet.hardware import Policy
 from fnet.jaxpr import Interpreter, Value, bind, description, plain, traits, wraps
+from fnet.transforms._autocast_notes import BRANCH, PRODUCT, VECTOR, Size, branch, fits
 from fnet.transforms._lowered import Saveable, lowered
 
 F32 = np.dtype("float32")
 _NAMES = ("float32", "bfloat16", "float16")
-_SMALL, _LARGE = 2.0**-10, 2.0**6    # bounds of constants: 1,000 times the largest does not overflow in float16
-_STORED_FROM = 1 << 26    # minimum elements of a result: 256 MiB in float32
+_STORED_FROM = 1 << 22    # minimum elements of a result: 16 MiB in float32
 _FULL = "__full_precision__"
 
 
@@ -115,9 +114,7 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
 
 class _Autocast(Interpreter):
     """The interpreter of autocast, which evaluates a jaxpr equation by equation. The note of a value is None, a `Size`,
-    "vector" or "product". A `Size` is the magnitude of a scalar constant, or of a value computed only from scalar
-    constants. Such a value gets the dtype of the other operands if it fits this dtype. "vector" marks an array that
-    repeats a smaller array. "product" marks the result of a low-precision product."""
+    VECTOR, PRODUCT or BRANCH (see `_autocast_notes`)."""
 
     def __init__(self, policy, rules, rows=None):
         super().__init__()
@@ -257,10 +254,11 @@ class _Autocast(Interpreter):
             dtype, reason = compute, reason + _WIDE * wide
             out = F32 if wide else compute
             if name in jaxpr.BILINEAR:
-                large = wide and self.policy.logits != F32 and _logits(eqn, at)
+                large = wide and self.policy.activations != F32 and _activation(eqn, at)
                 z = lowered(eqn.primitive, *(value.x for value in inputs), eqn.params, compute=compute, out=out,
                             stored=compute if large else out)
-                outputs, reason = [Value(z, None if wide else _PRODUCT)], reason + _STORED * large
+                note = PRODUCT if not wide else BRANCH if at.phase != "backward" else None
+                outputs, reason = [Value(z, note)], reason + _STORED * large
             else:
                 changes = description(eqn.primitive).lower(eqn.params, compute, out)
                 outputs = bind(eqn, [value.x for value in inputs], **changes)
@@ -269,7 +267,7 @@ class _Autocast(Interpreter):
             # reversal.
             outputs, dtype, reason = bind(eqn, [_to(inputs[0].x, compute)]), compute, "is the kernel of a convolution"
         elif kind == "follow":
-            outputs, dtype, reason = self._follow(eqn, inputs, wide, compute)
+            outputs, dtype, reason = self._follow(eqn, at, inputs, wide, compute)
         else:
             outputs = plain(eqn, inputs)
             if kind == "cast":    # masks and one-hot vectors are exact in any dtype
@@ -281,7 +279,16 @@ class _Autocast(Interpreter):
             self.rows.append(Row(scope, name, kind, dtype.name, reason))
         return outputs
 
-    def _follow(self, eqn, inputs, wide, compute):
+    def _follow(self, eqn, at, inputs, wide, compute):
+        follows = self.policy.residual != F32 and at.phase != "backward" and branch(eqn, inputs)
+        if follows and eqn.primitive.name == "add" and all(value.note in (None, PRODUCT, BRANCH) for value in inputs):
+            return bind(eqn, [_to(value.x, compute) for value in inputs]), compute, "adds to the residual stream"
+        outputs, dtype, reason = self._followed(eqn, inputs, wide, compute)
+        if follows:
+            outputs = [Value(y.x, y.note or BRANCH) for y in outputs]
+        return outputs, dtype, reason
+
+    def _followed(self, eqn, inputs, wide, compute):
         name = eqn.primitive.name
         if wide and traits(name).precision == "arithmetic":
             return plain(eqn, inputs), F32, "is only used in float32"
@@ -289,11 +296,11 @@ class _Autocast(Interpreter):
         strong = [value for value in floats if not isinstance(value.note, Size)]
         constants = [value.note for value in floats if isinstance(value.note, Size)]
         if name == "add" and not wide and {(value.note, value.x.dtype) for value in strong} == {
-                (_PRODUCT, compute), (_VECTOR, F32)}:
+                (PRODUCT, compute), (VECTOR, F32)}:
             # The bias is broadcast before the cast, so that its gradient is summed in float32.
             arrays = [_to(jnp.broadcast_to(value.x, eqn.outvars[0].aval.shape), compute) for value in inputs]
-            return [Value(bind(eqn, arrays)[0].x, _PRODUCT)], compute, "adds a bias to a product"
-        unfit = not all(_fits(name, note, compute) for note in constants)
+            return [Value(bind(eqn, arrays)[0].x, PRODUCT)], compute, "adds a bias to a product"
+        unfit = not all(fits(name, note, compute) for note in constants)
         if wide or unfit or not strong or any(value.x.dtype == F32 for value in strong):
             outputs = plain(eqn, inputs)
             if constants and not strong and (traits(name).precision == "exact" or name == "convert_element_type"):
@@ -301,7 +308,7 @@ class _Autocast(Interpreter):
                 outputs = [Value(y.x, Size(min(smallest), max(largest))) for y in outputs]
             elif name == "broadcast_in_dim" and strong and (inputs[0].x.ndim < outputs[0].x.ndim
                                                              or 1 in inputs[0].x.shape):
-                outputs = [Value(outputs[0].x, _VECTOR)]
+                outputs = [Value(outputs[0].x, VECTOR)]
             return outputs, F32, ("is only used in float32" if wide else "has a constant that does not fit the low "
                                   "dtype" if unfit else "is given float32")
         if name == "convert_element_type":
@@ -312,8 +319,8 @@ class _Autocast(Interpreter):
                 "is given the low dtype")
         arrays = [_to(value.x, compute) if _wide(v) else value.x for value, v in zip(inputs, eqn.invars)]
         outputs = bind(eqn, arrays)
-        if inputs[0].note == _PRODUCT and traits(name).kind in ("layout", "alias"):
-            outputs = [Value(y.x, _PRODUCT) for y in outputs]
+        if inputs[0].note == PRODUCT and traits(name).kind in ("layout", "alias"):
+            outputs = [Value(y.x, PRODUCT) for y in outputs]
         return outputs, compute, "is given the low dtype"
 
 
@@ -332,39 +339,17 @@ def _marked(eqn) -> bool:
     return jaxpr.call_name(eqn) == _FULL
 
 
-_PRODUCT, _VECTOR = "product", "vector"
+def _activation(eqn, at) -> bool:
+    """Whether a product computes a large activation: a result of the forward pass, or the gradient of one.
 
-
-def _logits(eqn, at) -> bool:
-    """Whether an equation computes a large result of the forward pass, such as the logits of a large vocabulary."""
-    product, aval = jaxpr.product(eqn), eqn.outvars[0].aval
-    return (product.op is jaxpr.DOT and not any(product.dimensions[1]) and at.phase != "backward"
-            and all(isinstance(size, int) for size in aval.shape) and math.prod(aval.shape) >= _STORED_FROM)
-
-
-class Size(NamedTuple):
-    """The smallest and largest magnitude of a constant's elements. Zeros and infinities are ignored, because every
-    dtype can represent them."""
-
-    smallest: float
-    largest: float
-
-    @classmethod
-    def of(cls, size: float) -> Size:
-        return cls(size or math.inf, 0.0 if size == math.inf else size)
-
-
-@functools.cache
-def _fits(name: str, magnitude: Size, dtype) -> bool:
-    """Whether a constant of this magnitude may be converted to the dtype. The constant must be a normal number of the
-    dtype. As a term of a sum, it must not be so large that the other term is lost. As a factor, it must not make the
-    product overflow or underflow; in float16, the product must be between 6e-5 and 65504."""
-    info, (smallest, largest) = jnp.finfo(dtype), magnitude
-    if smallest < float(info.tiny) or largest > float(info.max):
+    A weight gradient sums over the examples. In the backward pass, a product of an array with three axes or more and a
+    matrix that sums over one axis is therefore the gradient of an activation.
+    """
+    product, shape = jaxpr.product(eqn), eqn.outvars[0].aval.shape
+    if product.op is not jaxpr.DOT or any(product.dimensions[1]) or not all(isinstance(size, int) for size in shape):
         return False
-    if name in ("add", "sub"):
-        return largest <= _LARGE
-    return name not in ("mul", "div") or float(info.max) > 1e30 or (_SMALL <= smallest and largest <= _LARGE)
+    ranks, summed = sorted(v.aval.ndim for v in eqn.invars[:2]), len(product.dimensions[0][0])
+    return math.prod(shape) >= _STORED_FROM and (at.phase != "backward" or (summed == 1 and ranks[0] == 2 < ranks[1]))
 
 
 def _to(x, dtype):

@@ -9,6 +9,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from precision_cases import normal
 from precision_checks import BF16, F32
@@ -176,16 +177,74 @@ def loss_of_logits(w, x):
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize(("policy", "want"), [("bfloat16", "bf16"),
-                                              (hw.Policy(compute="bfloat16", logits="float32"), "f32")])
-def test_large_logits_are_stored_in_16_bits_but_no_gradients(policy, want, inside):
-    w, x = jax.ShapeDtypeStruct((8, 1 << 13), F32), jax.ShapeDtypeStruct((2, 1 << 12, 8), F32)
-    f = jax.grad(ft.autocast(loss_of_logits, policy)) if inside else ft.autocast(jax.grad(loss_of_logits), policy)
-    text = {platform: jax.jit(f).trace(w, x).lower(lowering_platforms=(platform,)).as_text()
-            for platform in ("cuda", "tpu", "cpu")}
-    results = lambda platform: re.findall(r"dot_general.* -> tensor<\S*x(\w+)>", text[platform])
-    assert results("cuda") == results("tpu") == [want, "f32"] and results("cpu") == ["f32", "f32"]
-    small = jax.jit(f).trace(w, jax.ShapeDtypeStruct((2, 1 << 11, 8), F32)).lower(lowering_platforms=("tpu",)).as_text()
-    assert re.findall(r"dot_general.* -> tensor<\S*x(\w+)>", small) == ["f32", "f32"]
+                                              (hw.Policy(compute="bfloat16", activations="float32"), "f32")])
+def test_large_activations_are_stored_in_16_bits_but_no_weight_gradients(policy, want, inside):
+    shapes = lambda width, size: (jax.ShapeDtypeStruct((width, size), F32),
+                                  jax.ShapeDtypeStruct((2, 1 << 10, width), F32))
+    grad = lambda f, policy: jax.grad(ft.autocast(f, policy), (0, 1)) if inside else ft.autocast(
+        jax.grad(f, (0, 1)), policy)
+
+    def results(platform, *shapes):
+        lowered = jax.jit(grad(loss_of_logits, policy)).trace(*shapes).lower(lowering_platforms=(platform,))
+        return sorted(re.findall(r"dot_general.* -> tensor<(\S*)x(\w+)>", lowered.as_text()))
+
+    for platform in ("cuda", "tpu"):
+        large = dict(results(platform, *shapes(8, 1 << 11)))              # 2^22 logits
+        assert large["2x1024x2048"] == want and large["2048x8"] == "f32"
+        large = dict(results(platform, *shapes(1 << 11, 8)))              # 2^22 elements of the gradient of x
+        assert large["2x1024x2048"] == ("f32" if inside else want) and large["8x2048"] == "f32"
+        assert {dtype for _, dtype in results(platform, *shapes(8, 1 << 10))} == {"f32"}
+    assert {dtype for _, dtype in results("cpu", *shapes(8, 1 << 11))} == {"f32"}
+
+
+RESIDUAL = hw.Policy(compute="bfloat16", residual="bfloat16")
+
+
+def layers(params, x):
+    for w, v, b in params:
+        x = x + 0.5 * (jax.nn.gelu(x @ w) @ v + b)
+    return x
+
+
+def residual_case():
+    params = [(0.1 * normal(i, 16, 32), 0.1 * normal(i + 3, 32, 16), 0.1 * normal(i + 6, 1, 1, 16)) for i in range(3)]
+    return params, normal(9, 2, 4, 16)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit])
+def test_a_residual_stream_in_16_bits(wrap, inside):
+    params, x = residual_case()
+    loss = wrap(lambda params, x: jnp.square(layers(params, x)).mean())
+    f = lambda policy: (jax.value_and_grad(ft.autocast(loss, policy)) if inside
+                        else ft.autocast(jax.value_and_grad(loss), policy))
+    added = lambda policy: [row.dtype for row in ft.explain(ft.autocast(loss, policy), params, x).rows
+                            if row.reason == "adds to the residual stream"]
+    assert added(RESIDUAL).count("bfloat16") >= 3 and not added("bfloat16")
+    (value, grads), (want, exact) = f(RESIDUAL)(params, x), jax.value_and_grad(loss)(params, x)
+    assert value.dtype == F32 and {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(F32)}
+    np.testing.assert_allclose(value, want, rtol=1e-2)
+    for got, leaf in zip(jax.tree.leaves(grads), jax.tree.leaves(exact)):
+        np.testing.assert_allclose(got, leaf, rtol=0, atol=3e-2 * np.abs(leaf).max())
+
+
+def test_parameters_and_sums_that_are_no_branches_stay_in_float32():
+    """A step that updates parameters by a sum, a sum of inputs, and a function with a rule."""
+    params, x = residual_case()
+
+    def step(params, x):
+        grads = jax.grad(lambda params: jnp.square(layers(params, x)).mean())(params)
+        return jax.tree.map(lambda p, g: p + -1e-4 * g, params, grads)
+
+    new, plain = ft.autocast(step, RESIDUAL)(params, x), ft.autocast(step, "bfloat16")(params, x)
+    for p, got, want in zip(*map(jax.tree.leaves, (params, new, plain))):
+        assert got.dtype == F32 and (got != got.astype(jnp.bfloat16).astype(F32)).any()
+        np.testing.assert_allclose(got - p, want - p, rtol=0, atol=0.05 * np.abs(want - p).max())
+    f = lambda x, w: (x + jnp.sin(x)) @ w
+    rows = ft.explain(ft.autocast(f, RESIDUAL), x, params[0][0]).rows
+    assert [row.dtype for row in rows if row.primitive == "add"] == ["float32"]
+    exact = ft.autocast(layers, RESIDUAL, rules={".*": "float32"})
+    np.testing.assert_array_equal(exact(params, x), layers(params, x))
 
 
 def convolution(w, x):

@@ -1,0 +1,49 @@
+"""Notes that autocast attaches to values while it evaluates a jaxpr."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from fnet.jaxpr import traits
+
+_SMALL, _LARGE = 2.0**-10, 2.0**6    # bounds of constants: 1,000 times the largest does not overflow in float16
+VECTOR = "vector"    # an array that repeats a smaller array, such as a broadcast bias
+PRODUCT = "product"    # the result of a product, in the low dtype
+BRANCH = "branch"    # a value of the forward pass that is the result of a product plus a bias, or a multiple of it
+
+
+def branch(eqn, inputs) -> bool:
+    """Whether the result is a `BRANCH`, unless it is the sum of a branch and the residual stream."""
+    results = [value for value in inputs if value.note in (PRODUCT, BRANCH)]
+    layout = traits(eqn.primitive.name).kind in ("layout", "alias")
+    return bool(results) and (layout or (eqn.primitive.name in ("add", "mul", "div", "select_n") and all(
+        value.x.shape == eqn.outvars[0].aval.shape for value in results)))
+
+
+class Size(NamedTuple):
+    """The smallest and largest magnitude of a constant's elements. Zeros and infinities are ignored, because every
+    dtype can represent them."""
+
+    smallest: float
+    largest: float
+
+    @classmethod
+    def of(cls, size: float) -> Size:
+        return cls(size or math.inf, 0.0 if size == math.inf else size)
+
+
+@functools.cache
+def fits(name: str, magnitude: Size, dtype) -> bool:
+    """Whether a constant of this magnitude may be converted to the dtype. The constant must be a normal number of the
+    dtype. As a term of a sum, it must not be so large that the other term is lost. As a factor, it must not make the
+    product overflow or underflow; in float16, the product must be between 6e-5 and 65504."""
+    info, (smallest, largest) = jnp.finfo(dtype), magnitude
+    if smallest < float(info.tiny) or largest > float(info.max):
+        return False
+    if name in ("add", "sub"):
+        return largest <= _LARGE
+    return name not in ("mul", "div") or float(info.max) > 1e30 or (_SMALL <= smallest and largest <= _LARGE)
