@@ -62,6 +62,7 @@ bench: .venv-bench/.installed
 pods: $(STAMP) .libtpu/.installed
 	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu FNET_TEST_COMPILER=default $(BIN)/python -m pytest tests/parallel/test_targets.py tests/notebooks/test_compile_notebooks.py tests/compress/test_compress_platforms.py $(ARGS)
 	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.pods
+	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.accelerators --check --chips=v5e
 
 # Also in a separate environment, with PyTorch for comparison and scikit-image for photos. These packages require others
 # (torchvision, librosa) that the checks do not need, so they are installed without the packages that they declare.

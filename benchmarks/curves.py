@@ -31,7 +31,8 @@ def losses(policy, text, seed, steps):
     """The loss of each step."""
     model = models.GPT(256, 128, 6, 4, context=LENGTH)
     params, _ = model.init(jax.random.key(seed), model.example())
-    tx = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 2e-3, steps // 10, steps))
+    rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 4, steps)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state, tokens):

@@ -142,34 +142,21 @@ def start(workdir, *outputs):
                 (workdir / name).unlink(missing_ok=True)
 
 
-def planned_chip():
-    """Returns the name of the chip of --plan, or None for the chip of this machine."""
-    if not only_planned():
-        return None
-    kind = flags.FLAGS.plan.partition(":")[0]
-    chip = hw.systems[kind].chip if kind in hw.systems else f"TPU {kind}" if f"TPU {kind}" in hw.chips else kind
-    return chip if chip != "local" else None
-
-
 def decided(config, *workdirs, restart=False):
     """Returns the precision policy, and the configuration with the dtype of the policy in place of "auto". A resumed
     run keeps the dtype with which it was started. With --plan, the policy is that of the chips in the plan."""
     if config.precision != "auto":
         return hw.policy(config.precision), config
-    policy = hw.policy(planned_chip())
-    begun = [] if restart or only_planned() else [
-        path for folder in workdirs if (path := folder / "config.json").exists()]
+    if only_planned():
+        kind = flags.FLAGS.plan.partition(":")[0]
+        chip = hw.systems[kind].chip if kind in hw.systems else f"TPU {kind}" if f"TPU {kind}" in hw.chips else kind
+        policy = hw.policy(chip if chip != "local" else None)
+        return policy, dataclasses.replace(config, precision=policy.compute.name)
+    policy = hw.policy()
+    begun = [] if restart else [path for folder in workdirs if (path := folder / "config.json").exists()]
     if begun and (precision := tr.load_config(type(config), begun[0]).precision) != policy.compute.name:
         policy = dataclasses.replace(hw.policy(precision), reason="the run in this folder was started with it")
     return policy, dataclasses.replace(config, precision=policy.compute.name)
-
-
-def low_residual(policy):
-    """Returns the policy with a residual stream in bfloat16 on GPUs and TPUs, where it takes a tenth of the traffic of
-    a transformer's step. float16 could overflow."""
-    chip = hw.detect(planned_chip())
-    return policy if chip.kind == "cpu" or policy.compute != "bfloat16" else dataclasses.replace(
-        policy, residual=policy.compute)
 
 
 def define_run_flags():

@@ -264,7 +264,6 @@ def main(argv):
     common.needs("matplotlib")
     workdir = common.user_path("workdir", flags.FLAGS.workdir or "runs/language_model")
     policy, config = common.decided(config, workdir, restart=flags.FLAGS.restart)
-    policy = common.low_residual(policy)
     if not common.only_planned() and not flags.FLAGS.restart:
         tr.same_config(config, workdir, but=("data_dir",))
 
