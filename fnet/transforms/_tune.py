@@ -337,12 +337,14 @@ class _Tuner(Interpreter):
 
     def __init__(self, rules, rows=None):
         super().__init__()
-        self.rows, self.all, self.rules = rows, rules, {}
-        self.suited = rules    # the rules that suit the last program
-        self.lost, self.warned = {}, False    # compiler options of the last program, which run() cannot set
-        for rule in rules:
-            for primitive in rule.primitives if rule.apply or rule.prepare else ():
-                self.rules.setdefault(primitive, []).append(rule)
+        self.rows, self.all = rows, rules
+        self.suited, self.rules = (), {}    # for the last program: its rules, {primitive: rules}
+        self.warned = False
+
+    @property
+    def lost(self) -> dict:
+        """The compiler options of the last program, which `run` cannot set."""
+        return _options(self.suited)
 
     def depends(self, at):
         return None if self.rows is None else object()    # explain needs every call
@@ -356,13 +358,16 @@ class _Tuner(Interpreter):
 
     def options(self, closed) -> dict:
         """Returns the compiler options for a program."""
-        return {name: value for rule in self.select(closed) for name, value in rule.options.items()}
+        return _options(self.select(closed))
 
     def argument(self, x):
         return Value(x, True)
 
     def opened(self, closed):
-        self.suited, self.lost = self.select(closed), self.options(closed)
+        self.suited, self.rules = self.select(closed), {}
+        for rule in self.suited:
+            for primitive in rule.primitives if rule.apply or rule.prepare else ():
+                self.rules.setdefault(primitive, []).append(rule)
         return jaxpr.opened(closed)
 
     def equation(self, eqn, at, inputs, plan):
@@ -370,8 +375,6 @@ class _Tuner(Interpreter):
             return [Value(plain(eqn, inputs)[0].x, inputs[0].note)]
         rules, given = self.rules.get(eqn.primitive.name, ()), (eqn, inputs)
         for rule in rules if all(_free(v.aval) for v in eqn.invars) else ():
-            if rule not in self.suited:
-                continue
             result = (rule.prepare or rule.apply)(eqn, inputs)
             if result is not None:
                 if self.rows is not None:
@@ -386,6 +389,10 @@ class _Tuner(Interpreter):
         if eqn.primitive.name in _tune_cpu.VIEWS and (inputs[0].note is True or np.ndim(inputs[0].x) == 0):
             return [Value(y.x, True) for y in plain(eqn, inputs)]
         return NotImplemented if (outputs := followed(eqn, inputs)) is None else outputs
+
+
+def _options(rules) -> dict:
+    return {name: value for rule in rules for name, value in rule.options.items()}
 
 
 def _known(aval) -> bool:

@@ -18,10 +18,7 @@ from fnet import parallel
 from fnet import transforms as ft
 from tests.checks import close
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
-
-pytestmark = pytest.mark.usefixtures("every_size")
+pytestmark = pytest.mark.usefixtures("quickly", "every_size")
 
 
 def normal(seed, *shape):
