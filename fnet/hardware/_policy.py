@@ -34,9 +34,10 @@ class Policy:
         reason: why these dtypes were selected.
         convolution: the dtype of the operands of convolutions. Default: `compute`.
         activations: the dtype in which GPUs and TPUs store large activations: results of matrix products in the forward
-            pass and their gradients, with at least 2^22 elements, that are only read by operations in float32. An
-            example are the logits of a large vocabulary. Weight gradients are not rounded. Default: `compute`, as in
-            PyTorch's autocast. With "float32", activations are not rounded.
+            pass with at least 2^22 elements that are only read by operations in float32. An example is the logits of a
+            large vocabulary. If autocast is applied to the gradient function, this includes the gradients of
+            activations. Weight gradients are not rounded. Default: `compute`, as in PyTorch's autocast. With
+            "float32", activations are not rounded.
         residual: the dtype of the residual stream of a transformer: of a sum of two arrays in the forward pass, of
             which one is the result of a product plus a bias, or a multiple of it. The default "float32" does not change
             such sums. With `compute`, they are computed and stored in 16 bits, as in models that are written in 16

@@ -342,14 +342,17 @@ def _marked(eqn) -> bool:
 def _activation(eqn, at) -> bool:
     """Whether a product computes a large activation: a result of the forward pass, or the gradient of one.
 
-    A weight gradient sums over the examples. In the backward pass, a product of an array with three axes or more and a
-    matrix that sums over one axis is therefore the gradient of an activation.
+    A weight gradient sums over the examples, which are the first axis of its arrays. In the backward pass, a product of
+    an array with three axes or more and a matrix is therefore the gradient of an activation if it sums over one axis,
+    and this is not the first axis of the array.
     """
     product, shape = jaxpr.product(eqn), eqn.outvars[0].aval.shape
     if product.op is not jaxpr.DOT or any(product.dimensions[1]) or not all(isinstance(size, int) for size in shape):
         return False
-    ranks, summed = sorted(v.aval.ndim for v in eqn.invars[:2]), len(product.dimensions[0][0])
-    return math.prod(shape) >= _STORED_FROM and (at.phase != "backward" or (summed == 1 and ranks[0] == 2 < ranks[1]))
+    if math.prod(shape) < _STORED_FROM or at.phase != "backward":
+        return math.prod(shape) >= _STORED_FROM
+    (rank, _), (larger, summed) = sorted((v.aval.ndim, axes) for v, axes in zip(eqn.invars, product.dimensions[0]))
+    return rank == 2 < larger and len(summed) == 1 and summed[0] > 0
 
 
 def _to(x, dtype):

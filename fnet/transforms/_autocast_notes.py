@@ -17,7 +17,7 @@ BRANCH = "branch"    # a value of the forward pass that is the result of a produ
 
 
 def branch(eqn, inputs) -> bool:
-    """Whether the result is a `BRANCH`, unless it is the sum of a branch and the residual stream."""
+    """Whether an equation only scales the result of a product, adds to it, or changes its layout."""
     results = [value for value in inputs if value.note in (PRODUCT, BRANCH)]
     layout = traits(eqn.primitive.name).kind in ("layout", "alias")
     return bool(results) and (layout or (eqn.primitive.name in ("add", "mul", "div", "select_n") and all(

@@ -197,6 +197,16 @@ def test_large_activations_are_stored_in_16_bits_but_no_weight_gradients(policy,
     assert {dtype for _, dtype in results("cpu", *shapes(8, 1 << 11))} == {"f32"}
 
 
+def test_weight_gradients_of_kernels_with_three_axes_are_not_rounded():
+    """The gradient of y = einsum("ni,ihd->nhd", x, w) sums over the first axis of an array with three axes."""
+    f = lambda w, x: jnp.square(jnp.tanh(jnp.einsum("ni,ihd->nhd", x, w))).sum()
+    shapes = jax.ShapeDtypeStruct((1 << 9, 1 << 7, 1 << 6), F32), jax.ShapeDtypeStruct((16, 1 << 9), F32)
+    lowered = jax.jit(ft.autocast(jax.grad(f), "bfloat16")).trace(*shapes).lower(lowering_platforms=("cuda",))
+    (dtype,) = {dtype for shape, dtype in re.findall(r"dot_general.* -> tensor<(\S*)x(\w+)>", lowered.as_text())
+                if sorted(shape.split("x")) == ["128", "512", "64"]}
+    assert dtype == "f32"
+
+
 RESIDUAL = hw.Policy(compute="bfloat16", residual="bfloat16")
 
 
@@ -223,9 +233,11 @@ def test_a_residual_stream_in_16_bits(wrap, inside):
     assert added(RESIDUAL).count("bfloat16") >= 3 and not added("bfloat16")
     (value, grads), (want, exact) = f(RESIDUAL)(params, x), jax.value_and_grad(loss)(params, x)
     assert value.dtype == F32 and {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(F32)}
-    np.testing.assert_allclose(value, want, rtol=1e-2)
+    # bfloat16 rounds by up to 2^-9 = 2e-3. Measured: 1.4e-4 for the mean and 7.4e-3 for gradients (6.5e-3 without a
+    # residual stream in bfloat16).
+    np.testing.assert_allclose(value, want, rtol=5e-4)
     for got, leaf in zip(jax.tree.leaves(grads), jax.tree.leaves(exact)):
-        np.testing.assert_allclose(got, leaf, rtol=0, atol=3e-2 * np.abs(leaf).max())
+        np.testing.assert_allclose(got, leaf, rtol=0, atol=1.5e-2 * np.abs(leaf).max())
 
 
 def test_parameters_and_sums_that_are_no_branches_stay_in_float32():
@@ -239,7 +251,9 @@ def test_parameters_and_sums_that_are_no_branches_stay_in_float32():
     new, plain = ft.autocast(step, RESIDUAL)(params, x), ft.autocast(step, "bfloat16")(params, x)
     for p, got, want in zip(*map(jax.tree.leaves, (params, new, plain))):
         assert got.dtype == F32 and (got != got.astype(jnp.bfloat16).astype(F32)).any()
-        np.testing.assert_allclose(got - p, want - p, rtol=0, atol=0.05 * np.abs(want - p).max())
+        # Measured: 8.1e-3, because gradients differ by the rounding of activations. Rounded parameters would differ by
+        # more than the whole update.
+        np.testing.assert_allclose(got - p, want - p, rtol=0, atol=0.02 * np.abs(want - p).max())
     f = lambda x, w: (x + jnp.sin(x)) @ w
     rows = ft.explain(ft.autocast(f, RESIDUAL), x, params[0][0]).rows
     assert [row.dtype for row in rows if row.primitive == "add"] == ["float32"]
