@@ -68,7 +68,8 @@ def gpt(form, size, platform):
                 return optax.softmax_cross_entropy_with_integer_labels(model(params, x), y).mean()
             return model.cross_entropy(params, x, y).mean()
 
-        gradient = ft.autocast(jax.value_and_grad(loss), hardware.Policy(compute="bfloat16", residual="bfloat16"))
+        residual = "bfloat16" if "residual" in form else "float32"
+        gradient = ft.autocast(jax.value_and_grad(loss), hardware.Policy(compute="bfloat16", residual=residual))
     tx = optax.adamw(6e-4)
     return (_handwritten.train_step(gradient, tx), (0, 1), (params, jax.eval_shape(tx.init, params), tokens))
 

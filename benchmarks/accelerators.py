@@ -28,15 +28,18 @@ from fnet import transforms as ft
 from fnet.parallel import _targets
 
 CHIPS = {"h100": "h100:1", "a100": "a100-80gb:1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-FORMS = {"gpt": ("hand", "fnet", "fnet-tuned", "fnet-unstacked", "linen", "linen-tuned", "nnx", "nnx-tuned"),
+FORMS = {"gpt": ("hand", "fnet", "fnet-tuned", "fnet-residual-tuned", "fnet-unstacked", "linen",
+                "linen-tuned", "nnx", "nnx-tuned"),
          "resnet": ("hand", "fnet", "fnet-tuned", "linen", "linen-tuned"),
          "decode": ("hand", "fnet"), "decode8": ("hand", "fnet")}
-CHECKED = {"gpt": ("fnet", "fnet-tuned"), "resnet": ("fnet",), "decode": ("fnet",), "decode8": ("fnet",)}
+CHECKED = {"gpt": ("fnet", "fnet-tuned", "fnet-residual-tuned"), "resnet": ("fnet",), "decode": ("fnet",),
+           "decode8": ("fnet",)}
 RECORD = pathlib.Path(__file__).with_suffix(".json")
 
 CHIP = flags.DEFINE_list("chips", ["h100", "v5e"], f"of {', '.join(CHIPS)}")
 PROGRAM = flags.DEFINE_list("programs", list(FORMS), f"of {', '.join(FORMS)}")
-FORM = flags.DEFINE_list("forms", None, "e.g. hand,fnet-tuned; -unstacked and -whole change a GPT of fnet's")
+FORM = flags.DEFINE_list("forms", None, "forms to compile, such as hand,fnet-tuned; default: all. Forms "
+                         "of the GPT: -residual (residual stream in bfloat16), -unstacked, -whole (complete logits)")
 SMALL = flags.DEFINE_bool("small", False, "tiny models, not GPT-2 124M, ResNet-50 and Llama 135M")
 SAVE = flags.DEFINE_string("save", None, "a folder for the HLO of each program")
 CHECK = flags.DEFINE_bool("check", False, "compare with the recorded counts of the small size")
@@ -118,7 +121,7 @@ def table(chips, programs, forms, size):
 
 
 def worse(found, recorded):
-    """Yields a sentence for each count that is worse than the recorded count."""
+    """Yields an error message for each count that is worse than the recorded one."""
     for name, old in recorded.items():
         if (new := found.get(name)) is None:
             continue

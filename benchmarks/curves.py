@@ -5,7 +5,6 @@
 Trains on the bytes of Shakespeare (`FNET_CACHE` or ~/.cache/fnet). The loss is the mean of the last 20 steps.
 """
 
-import functools
 import statistics
 import sys
 
@@ -15,6 +14,7 @@ import numpy as np
 import optax
 from absl import app, flags
 
+from benchmarks import _handwritten
 from fnet import hardware as hw
 from fnet import models
 from fnet import transforms as ft
@@ -34,13 +34,11 @@ def losses(policy, text, seed, steps):
     rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 4, steps)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, opt_state, tokens):
-        loss = lambda params: model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:]).mean()
-        value, grads = ft.autocast(jax.value_and_grad(loss), policy)(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
+    def loss(params, tokens):
+        return model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:]).mean()
 
+    gradient = ft.autocast(jax.value_and_grad(loss), policy)
+    step = jax.jit(_handwritten.train_step(gradient, tx), donate_argnums=(0, 1))
     random, opt_state, values = np.random.default_rng(seed), tx.init(params), []
     for _ in range(steps):
         starts = random.integers(0, len(text) - LENGTH - 1, BATCH)
@@ -51,7 +49,10 @@ def losses(policy, text, seed, steps):
 
 
 def main(_):
-    text = np.frombuffer((cache_folder() / "shakespeare" / "input.txt").read_bytes(), np.uint8)
+    path = cache_folder() / "shakespeare" / "input.txt"
+    if not path.exists():
+        sys.exit(f"{path} is missing: put the text of Shakespeare there, such as that of nanoGPT (1.1 MB)")
+    text = np.frombuffer(path.read_bytes(), np.uint8)
     print(f"`python -m benchmarks.curves {' '.join(sys.argv[1:])}`, jax {jax.__version__}, {STEPS.value} steps\n\n"
           f"| policy | {' | '.join(f'seed {seed}' for seed in range(SEEDS.value))} | mean |\n"
           f"|---|{'---|' * (SEEDS.value + 1)}")
