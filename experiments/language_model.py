@@ -69,6 +69,8 @@ class Config:
                              within="[0, 1000000]")
     precision: str = option("auto", "auto (what suits the chip), float32, bfloat16 or float16",
                              choices=common.PRECISIONS)
+    residual: str = option("auto", "dtype of the residual stream: auto (bfloat16 if the products are in bfloat16) or "
+                           "float32", choices=("auto", "float32"))
     seed: int = option(0, "of initial weights, batches and dropout", within=tr.flags.SEED)
 
 
@@ -267,6 +269,8 @@ def main(argv):
     if not common.only_planned() and not flags.FLAGS.restart:
         tr.same_config(config, workdir, but=("data_dir",))
 
+    if config.residual == "auto" and policy.compute == jnp.bfloat16:
+        policy = dataclasses.replace(policy, residual=policy.compute)
     print(f"chip: {hw.detect()}")
     print(f"policy: {policy}")
     model, params, tokenizer, loss = train(config, workdir, policy, **common.fit_options())

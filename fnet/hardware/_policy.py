@@ -41,7 +41,7 @@ class Policy:
         residual: the dtype of the residual stream of a transformer: of a sum of two arrays in the forward pass, of
             which one is the result of a product plus a bias, or a multiple of it. The default "float32" does not change
             such sums. With `compute`, they are computed and stored in 16 bits, as in models that are written in 16
-            bits. This reduces the memory traffic, and rounds the residual stream in each layer.
+            bits. This reduces the memory traffic, and rounds the residual stream and its gradient in each layer.
 
     >>> policy = hw.policy("Tesla T4")
     >>> str(policy.compute), bool(policy.loss_scale)

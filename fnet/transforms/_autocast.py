@@ -121,6 +121,7 @@ class _Autocast(Interpreter):
         self.policy, self.rules, self.rows = policy, rules, rows
         self.matched, self.scopes, self.kinds = set(), {}, {}
         self.demands = weakref.WeakKeyDictionary()
+        self.streams, self.arguments = set(), set()    # shapes of residual streams; shapes of the function's arguments
 
     def depends(self, at):
         if self.rows is not None:
@@ -162,6 +163,7 @@ class _Autocast(Interpreter):
             types = sorted({str(v.aval) for v in program.invars})
             raise TypeError("autocast changes only float32 values, and the function has none; its inputs are "
                             f"{', '.join(types) or 'no arrays'}")
+        self.arguments = {v.aval.shape for v in program.invars if _wide(v)}
         return (True,) * len(program.outvars)
 
     def plan(self, jaxpr, wanted):
@@ -280,8 +282,13 @@ class _Autocast(Interpreter):
         return outputs
 
     def _follow(self, eqn, at, inputs, wide, compute):
-        follows = self.policy.residual != F32 and at.phase != "backward" and branch(eqn, inputs)
-        if follows and eqn.primitive.name == "add" and all(value.note in (None, PRODUCT, BRANCH) for value in inputs):
+        residual, name, shape = self.policy.residual != F32, eqn.primitive.name, eqn.outvars[0].aval.shape
+        if residual and name == "add_any" and at.phase == "backward" and shape in self.streams - self.arguments:
+            low = [_to(value.x, compute) for value in inputs]
+            return bind(eqn, low), compute, "adds to the gradient of the residual stream"
+        follows = residual and at.phase != "backward" and branch(eqn, inputs)
+        if follows and name == "add" and all(value.note in (None, PRODUCT, BRANCH) for value in inputs):
+            self.streams.add(shape)
             return bind(eqn, [_to(value.x, compute) for value in inputs]), compute, "adds to the residual stream"
         outputs, dtype, reason = self._followed(eqn, inputs, wide, compute)
         if follows:

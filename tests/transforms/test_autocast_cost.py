@@ -10,11 +10,13 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from precision_cases import normal
 from precision_checks import BF16, F32
 
 from fnet import hardware as hw
+from fnet import models
 from fnet import transforms as ft
 
 
@@ -238,6 +240,37 @@ def test_a_residual_stream_in_16_bits(wrap, inside):
     np.testing.assert_allclose(value, want, rtol=5e-4)
     for got, leaf in zip(jax.tree.leaves(grads), jax.tree.leaves(exact)):
         np.testing.assert_allclose(got, leaf, rtol=0, atol=1.5e-2 * np.abs(leaf).max())
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_the_gradient_of_a_residual_stream_has_16_bits(stacked):
+    """Applied to the gradient function, autocast rounds where JAX's gradient of a stream in bfloat16 also rounds."""
+    model = models.GPT(64, 16, 3, 2, context=8, stacked=stacked)
+    params, _ = model.init(jax.random.key(0), model.example())
+    tokens = jax.random.randint(jax.random.key(1), (4, 9), 0, 64)
+    loss = lambda params: model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:]).mean()
+    around, inside = ft.autocast(jax.grad(loss), RESIDUAL), jax.grad(ft.autocast(loss, RESIDUAL))
+    rows = ft.explain(around, params).rows
+    sums = [row for row in rows if row.reason == "adds to the gradient of the residual stream"]
+    assert len(sums) >= (2 if stacked else 6) and {row.dtype for row in sums} == {"bfloat16"}
+    exact = jax.grad(loss)(params)
+    error = lambda grads: optax.tree.norm(jax.tree.map(jnp.subtract, grads, exact)) / optax.tree.norm(exact)
+    errors = [error(f(params)) for f in (around, inside, ft.autocast(jax.grad(loss), "bfloat16"))]
+    assert {leaf.dtype for leaf in jax.tree.leaves(around(params))} == {jnp.dtype(F32)}
+    assert errors[0] <= 1.5 * errors[1] and errors[0] <= 3 * errors[2], errors
+
+
+def test_sums_of_parameter_gradients_stay_in_float32():
+    """A matrix that is used in three layers, whose gradient has the shape of the residual stream, [16, 16]."""
+    def loss(w, x):
+        for _ in range(3):
+            x = x + jnp.tanh(x @ w) @ w
+        return jnp.square(x).mean()
+
+    w, x = 0.1 * normal(0, 16, 16), normal(1, 16, 16)
+    rows = ft.explain(ft.autocast(jax.grad(loss), RESIDUAL), w, x).rows
+    reasons = [row.reason for row in rows]
+    assert "adds to the residual stream" in reasons and "adds to the gradient of the residual stream" not in reasons
 
 
 def test_parameters_and_sums_that_are_no_branches_stay_in_float32():
