@@ -31,7 +31,7 @@ CHIPS = {"h100": "h100:1", "a100": "a100-80gb:1", "v5e": "v5e:2x2", "v5p": "v5p:
 FORMS = {"gpt": ("hand", "fnet", "fnet-tuned", "fnet-residual-tuned", "fnet-unstacked", "linen",
                 "linen-tuned", "nnx", "nnx-tuned"),
          "resnet": ("hand", "fnet", "fnet-tuned", "linen", "linen-tuned"),
-         "decode": ("hand", "fnet"), "decode8": ("hand", "fnet")}
+         "decode": ("hand", "fnet", "fnet-tuned"), "decode8": ("hand", "fnet", "fnet-tuned")}
 CHECKED = {"gpt": ("fnet", "fnet-tuned", "fnet-residual-tuned"), "resnet": ("fnet",), "decode": ("fnet",),
            "decode8": ("fnet",)}
 RECORD = pathlib.Path(__file__).with_suffix(".json")

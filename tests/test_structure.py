@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "fnet"
 MAY_IMPORT = {
     "_jax": set(), "jaxpr": {"_jax"}, "layers": {"_jax", "jaxpr"}, "hardware": {"_jax", "jaxpr"},
-    "transforms": {"_jax", "jaxpr", "hardware"}, "models": {"_jax", "jaxpr", "layers", "compress"},
+    "transforms": {"_jax", "jaxpr", "hardware"}, "models": {"_jax", "jaxpr", "layers", "transforms", "compress"},
     "parallel": {"_jax", "jaxpr", "hardware", "transforms"},
     "introspect": {"_jax", "jaxpr", "layers", "hardware", "transforms", "parallel"},
     "compress": {"_jax", "jaxpr", "layers", "hardware", "transforms"},

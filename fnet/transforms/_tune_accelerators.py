@@ -7,6 +7,8 @@ evaluated instead.
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -130,9 +132,31 @@ def comparison(eqn, inputs):
     return [y]
 
 
+def two_rows(eqn, inputs):
+    """Computes the product of one row and a matrix in 16 bits for two equal rows, and returns the first result.
+
+    For one row, XLA multiplies the elements, rounds the results to 16 bits, writes them to memory, and reads them again
+    to sum them. A product of two rows is a matrix product, which reads the matrix once and has float32 sums.
+    """
+    product = jaxpr.product(eqn)
+    contract, batch = product.dimensions
+    x, y = (value.x for value in inputs)
+    rows = [math.prod(a.shape[i] for i in range(a.ndim) if i not in axes) for a, axes in zip((x, y), contract)]
+    if any(batch) or {x.dtype, y.dtype} - set(_LOW) or max(x.size, y.size) < LARGE or min(rows) != 1 or max(rows) == 1:
+        return None
+    if rows[1] == 1:
+        x, y, contract = y, x, contract[::-1]
+    x = lax.optimization_barrier(jnp.broadcast_to(x, (2, *x.shape)))    # without it, XLA removes the second row
+    dimensions = ([i + 1 for i in contract[0]], contract[1]), ((), ())
+    both = lax.dot_general(x, y, dimensions, **product.without("dimension_numbers"))
+    return [both[0].reshape(eqn.outvars[0].aval.shape)]
+
+
 RULES = (
     Rule("unrolled_layers", ("scan",), None, "XLA recomputes elementwise operations within one program, but not across "
          "the border of a loop", prepare=unrolled_layers),
     Rule("hoisted_casts", ("scan",), None, "constants are cast once, before the loop", prepare=hoisted_casts),
     Rule("comparison", ("gather", "scatter-add"), comparison, "one element of each row by comparison"),
 )
+GPU_RULES = (*RULES, Rule("two_rows", ("dot_general",), two_rows, "XLA writes the products of one row and a matrix to "
+                          "memory before it sums them"))

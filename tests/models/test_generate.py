@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fnet import models
 from fnet import transforms as ft
+from fnet.models.text import _generate
 from fnet.models.text._generate import empty_cache
 from fnet.models.text._generate import prepared as with_separate_layers
 from fnet.models.text._sampling import Sampling, likeliest, pick
@@ -255,3 +256,22 @@ def test_a_stacked_model_generates_what_separate_layers_do():
     assert model.stacked
     apart = greedy(*models.unstack(model, params), PROMPTS, max_tokens=6, lengths=LENGTHS)
     np.testing.assert_array_equal(greedy(model, params, PROMPTS, max_tokens=6, lengths=LENGTHS).tokens, apart.tokens)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_a_gpu_computes_products_of_one_row_for_two(name, monkeypatch):
+    model, params = prepared(name)
+    generated = lambda: greedy(model, params, PROMPTS[:1], max_tokens=5, dtype="bfloat16")
+    plain = generated()
+    _generate._generate.clear_cache()
+    tuned = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr("fnet.transforms._tune_accelerators.LARGE", 64)
+    monkeypatch.setattr(ft, "tune", lambda f, tune=ft.tune: tuned.append(tune(f, "H100 SXM5 80GB")) or tuned[-1])
+    got = generated()
+    _generate._generate.clear_cache()
+    model, params = with_separate_layers(model, params, jnp.dtype("bfloat16"))
+    rows = ft.explain(tuned[0], params, PROMPTS[:1, :1], empty_cache(model, params, PROMPTS[:1])).rows
+    assert len([row for row in rows if row.rule == "two_rows"]) >= 8
+    np.testing.assert_array_equal(got.tokens, plain.tokens)
+    close(got.log_probs, plain.log_probs, 0.05)

@@ -122,3 +122,30 @@ def test_a_step_of_a_language_model():
     step = jax.value_and_grad(lambda params: model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:]).mean())
     assert loops(step, params) == []
     same(step, params, bound=1e-5)
+
+
+ROW, MATRIX = (jnp.asarray(RANDOM.normal(0, 1, shape), jnp.bfloat16) for shape in ((1, 256), (256, 256)))
+
+
+@pytest.mark.parametrize("product", [
+    lambda x, w: x @ w, lambda x, w: w @ x[0], lambda x, w: x[0] @ w, lambda x, w: jnp.einsum("ij,bi->jb", w, x),
+    lambda x, w: jnp.einsum("bthk,hkd->btd", x.reshape(1, 1, 4, 64), w.reshape(4, 64, 256)),
+    lambda x, w: jnp.einsum("bti,ohi->bhto", x[None], w.reshape(16, 16, 256)),
+    lambda x, w: lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)])
+def test_products_of_one_row_on_gpus(product):
+    """Sums are in float32; XLA's result on this CPU is that of float32 operands, rounded once."""
+    assert fired(product, ROW, MATRIX) == [("two_rows", "dot_general")]
+    assert fired(product, ROW, MATRIX, chip="TPU v5e") == []
+    got = ft.tune(product, "H100 SXM5 80GB")(ROW, MATRIX)
+    exact = product(ROW.astype(jnp.float32), MATRIX.astype(jnp.float32))
+    plain = jax.eval_shape(product, ROW, MATRIX)
+    assert (got.shape, got.dtype) == (plain.shape, plain.dtype)
+    close(got.astype(jnp.float32), exact, 2**-8 if got.dtype == jnp.bfloat16 else 1e-5)
+
+
+def test_other_products_stay_on_gpus():
+    product = lambda x, w: x @ w
+    assert fired(product, ROW.astype(jnp.float32), MATRIX.astype(jnp.float32)) == []    # may use TensorFloat-32
+    assert fired(product, jnp.concatenate([ROW, ROW]), MATRIX) == []
+    assert fired(product, ROW[:, :32], MATRIX[:32]) == []                               # a small matrix
+    assert fired(lambda x, w: jnp.einsum("bi,bij->bj", x, w), ROW, MATRIX[None]) == []

@@ -12,6 +12,7 @@ import numpy as np
 from jax import export, lax
 
 from fnet import layers as nn
+from fnet import transforms as ft
 from fnet.layers._sizes import at_most, sized
 from fnet.models._blocks import unstack
 from fnet.models.text._sampling import Sampling, is_sampled, penalized, pick, sampling
@@ -198,14 +199,14 @@ def start(model, params, prompts, lengths, key, options: Sampling, *, room, capa
 
 def advance(model, params, carry: Carry, options: Sampling, stop, until, *, sampled) -> Carry:
     """Generates tokens until each example has `until` new tokens, or all examples have stopped."""
-    seen = carry.seen
+    seen, apply = carry.seen, _decoder(model)
 
     def going(carry):
         return (carry.count < until) & ~carry.done.all()
 
     def step(carry):
         count, last, done, out, cache, keys, _, counts = carry
-        logits, cache = model(params, last[:, None], state=cache)
+        logits, cache = apply(params, last[:, None], cache)
         logits = logits[:, 0].astype(jnp.float32)                                   # [batch, vocab_size]
         draws = jax.vmap(lambda key: jax.random.fold_in(key, count))(keys) if sampled else None
         token = pick(logits if counts is None else penalized(logits, options, seen, counts), draws, options)
@@ -220,6 +221,14 @@ def advance(model, params, carry: Carry, options: Sampling, stop, until, *, samp
         return Carry(count + 1, token, done, out, cache, keys, None, counts)
 
     return lax.while_loop(going, step, carry._replace(seen=None))._replace(seen=seen)
+
+
+def _decoder(model):
+    """Returns a function (params, tokens, cache) -> (logits, cache), which is tuned for the GPU if there is one."""
+    def decode(params, tokens, cache):
+        return model(params, tokens, state=cache)
+
+    return ft.tune(decode) if jax.default_backend() == "gpu" else decode
 
 
 def taken(model, cache, rows, batch, capacity):
