@@ -88,13 +88,15 @@ def resnet(form, size, platform):
         model = models.ResNet(w.depths, bottleneck=w.bottleneck, classes=w.classes, width=w.width)
         params, state = jax.eval_shape(model.init, jax.random.key(0), images)
         loss = functools.partial(_handwritten.resnet_loss, depths=w.depths)
-        if form == "fnet":
+        if form.startswith("fnet"):
             def loss(params, state, x, y):
                 logits, state = model(params, x, state=state, train=True)
                 return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), state
 
     gradient = jax.value_and_grad(loss, has_aux=True)
-    gradient = ft.autocast(gradient, "bfloat16") if form == "fnet" else gradient
+    if form.startswith("fnet"):
+        gradient = ft.autocast(gradient, hardware.Policy(
+            compute="bfloat16", residual="bfloat16" if "residual" in form else "float32"))
 
     def step(params, state, opt_state, x, y):
         (value, state), grads = gradient(params, state, x, y)

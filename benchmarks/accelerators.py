@@ -30,7 +30,7 @@ from fnet.parallel import _targets
 CHIPS = {"h100": "h100:1", "a100": "a100-80gb:1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 FORMS = {"gpt": ("hand", "fnet", "fnet-tuned", "fnet-residual-tuned", "fnet-unstacked", "linen",
                 "linen-tuned", "nnx", "nnx-tuned"),
-         "resnet": ("hand", "fnet", "fnet-tuned", "linen", "linen-tuned"),
+         "resnet": ("hand", "fnet", "fnet-residual", "fnet-tuned", "linen", "linen-tuned"),
          "decode": ("hand", "fnet", "fnet-tuned"), "decode8": ("hand", "fnet", "fnet-tuned")}
 CHECKED = {"gpt": ("fnet", "fnet-tuned", "fnet-residual-tuned"), "resnet": ("fnet",), "decode": ("fnet",),
            "decode8": ("fnet",)}

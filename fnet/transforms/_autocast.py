@@ -326,7 +326,8 @@ class _Autocast(Interpreter):
                 "is given the low dtype")
         arrays = [_to(value.x, compute) if _wide(v) else value.x for value, v in zip(inputs, eqn.invars)]
         outputs = bind(eqn, arrays)
-        if inputs[0].note == PRODUCT and traits(name).kind in ("layout", "alias"):
+        if (inputs[0].note == PRODUCT and traits(name).kind in ("layout", "alias")
+                and math.prod(inputs[0].x.shape) == math.prod(outputs[0].x.shape)):
             outputs = [Value(y.x, PRODUCT) for y in outputs]
         return outputs, compute, "is given the low dtype"
 

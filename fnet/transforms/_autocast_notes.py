@@ -17,10 +17,12 @@ BRANCH = "branch"    # a value of the forward pass that is the result of a produ
 
 
 def branch(eqn, inputs) -> bool:
-    """Whether an equation only scales the result of a product, adds to it, or changes its layout."""
-    results = [value for value in inputs if value.note in (PRODUCT, BRANCH)]
+    """Whether an equation only scales the result of a product, adds to it, or changes its layout. A part of the result,
+    such as the shift with which BatchNorm computes the mean, does not count."""
+    size = math.prod(eqn.outvars[0].aval.shape)
+    results = [value for value in inputs if value.note in (PRODUCT, BRANCH) and math.prod(value.x.shape) == size]
     layout = traits(eqn.primitive.name).kind in ("layout", "alias")
-    return bool(results) and (layout or (eqn.primitive.name in ("add", "mul", "div", "select_n") and all(
+    return bool(results) and (layout or (eqn.primitive.name in ("add", "sub", "mul", "div", "select_n") and all(
         value.x.shape == eqn.outvars[0].aval.shape for value in results)))
 
 

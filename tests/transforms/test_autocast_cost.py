@@ -260,6 +260,22 @@ def test_the_gradient_of_a_residual_stream_has_16_bits(stacked):
     assert errors[0] <= 1.5 * errors[1] and errors[0] <= 3 * errors[2], errors
 
 
+def test_a_resnet_rounds_sums_with_shortcuts_but_no_statistics():
+    """BatchNorm adds a shift, which is a part of the result of a convolution, to the mean of the differences."""
+    model = models.ResNet((1, 1), bottleneck=True, classes=4, width=8)
+    x = normal(0, 4, 16, 16, 3)
+    params, state = model.init(jax.random.key(0), x)
+    loss = lambda params: optax.softmax_cross_entropy_with_integer_labels(
+        model(params, x, state=state, train=True)[0], jnp.arange(4)).mean()
+    rows = ft.explain(ft.autocast(loss, RESIDUAL), params).rows
+    scopes = [row.scope for row in rows if row.reason == "adds to the residual stream"]
+    assert len(scopes) == 2 and not any("norm" in scope for scope in scopes)
+    exact = jax.grad(loss)(params)
+    error = lambda policy: optax.tree.norm(jax.tree.map(
+        jnp.subtract, ft.autocast(jax.grad(loss), policy)(params), exact)) / optax.tree.norm(exact)
+    assert error(RESIDUAL) <= 1.5 * error("bfloat16")
+
+
 def test_sums_of_parameter_gradients_stay_in_float32():
     """A matrix that is used in three layers, whose gradient has the shape of the residual stream, [16, 16]."""
     def loss(w, x):
