@@ -138,11 +138,11 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
 
     On the local chip, each product is timed with its parameter in each format. A measurement uses several copies of the
     parameter, so that they are not read from a cache. It also contains elementwise operations before and after the
-    product, because in a network XLA fuses rounding and scaling with such operations. The whole function is timed as
-    well: with the original parameters, and with all parameters in each format. In the whole function, XLA may fuse the
-    operations differently. Therefore the times of the products in each format are multiplied by a factor, so that their
-    sum agrees with the time of the function. For another chip, times are estimates: the longer of FLOPs / peak rate and
-    bytes / bandwidth, plus the time to decode the codes.
+    product, because in a network XLA fuses rounding and scaling with such operations. The whole function is also timed:
+    with the original parameters, and for each format with all parameters in this format. XLA may fuse the operations of
+    the whole function differently. Therefore the times of all products in a format are multiplied by one factor, chosen
+    so that they agree with the measured time of the function. For another chip, times are estimates: the longer of
+    FLOPs / peak rate and bytes / bandwidth, plus the time to decode the codes.
 
     For each parameter, the fastest format is advised if its products then take at most 97 % of the time with the
     original parameter. The accuracy of the function is not considered, so measure it separately. Statistics from

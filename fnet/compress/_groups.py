@@ -1,4 +1,5 @@
-"""Groups of axes from which the same indices are removed, and calls of a function after the removal."""
+"""Finds the axes of parameters from which the same indices must be removed together. Calls a function after the
+removal."""
 
 from __future__ import annotations
 
@@ -159,7 +160,10 @@ def _returned(traced, state) -> dict[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Axes of parameters that must have the same indices, such as the channels between two convolutions.
+    """Axes of parameters, or factors of axes, from which the same indices must be removed.
+
+    For example, a group can contain the axis of output channels of a convolution, the axis of its bias, and the axis of
+    input channels of the next convolution.
 
     Attributes:
         atom: the number that identifies the group in the program.
@@ -175,11 +179,11 @@ class Group:
 
 
 def groups(call: Call) -> list[Group]:
-    """Returns the groups of axes of the parameters of a call.
+    """Returns the groups of axes from which the same indices must be removed, for the parameters of a call.
 
-    An axis can have several factors, such as the heads and the features of a head. Indices are removed from only one
-    factor of each axis, the first factor that allows it. If a factor of an axis keeps its indices for this reason, the
-    whole group of the factor keeps them.
+    An axis can be the product of several factors. For example, an axis of size heads * head_dim has the factors heads
+    and head_dim. Each factor belongs to a group. Indices are removed from only one factor of each axis: the first
+    factor whose size can change. The groups of the other factors keep all of their indices; their `reason` says so.
     """
     program, members, second = call.program, {}, set()
     for i, leaf in enumerate(call.leaves):

@@ -31,15 +31,16 @@ def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | 
 
     Args:
         program: a program whose entry point "predict" maps images to scores [batch, classes]. The images are an array
-            [batch, height, width, channels] of dtype float32 or uint8 with 1 or 3 channels. If the program has the
-            entry point "preprocess", the drawing is passed to "preprocess" with values from 0 to 255, and the output of
-            "preprocess" to "predict". Otherwise the drawing is passed to "predict", with values from 0 to 1 for a
-            float32 input, and from 0 to 255 for a uint8 input.
+            [batch, height, width, channels] of dtype float32 or uint8 with 1 or 3 channels. The page scales the user's
+            drawing to this height and width. If the program has the entry point "preprocess", the page calls
+            "preprocess" with the scaled image, whose values are from 0 to 255, and then "predict" with the result.
+            Otherwise the page calls "predict" with the scaled image, whose values are from 0 to 1 for a float32 input,
+            and from 0 to 255 for a uint8 input.
         folder: the folder to write. It is created if necessary.
         labels: the names of the classes. Default: 0, 1, 2, ...
-        margin: the fraction of the image's size that stays empty at each edge, a number in [0, 0.5). Default 0. A
-            drawing is centered and scaled to the rest of the image. Use the margin of the training images: 0 for
-            scikit-learn's digits, 0.14 for MNIST.
+        margin: the width of the empty margin at each edge, as a fraction of the image's size, in [0, 0.5). The drawing
+            is centered and scaled to fill the area within the margins. Use the margin of the training images: 0 for
+            scikit-learn's digits, 0.14 for MNIST. Default 0.
         title: the title of the page. Default "Draw an image".
         runtime: the folder of the npm package onnxruntime-web. Default: the first node_modules/onnxruntime-web in the
             working directory and the directories above it.

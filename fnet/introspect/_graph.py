@@ -79,7 +79,7 @@ class Graph:
         """Writes a .html, .svg or .dot file, and returns its path.
 
         Raises:
-            ValueError: the name does not end in .html, .svg or .dot.
+            ValueError: the path does not end in .html, .svg or .dot.
         """
         path = Path(path)
         forms = {".html": self.html, ".svg": self.svg, ".dot": self.dot}
@@ -113,8 +113,8 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
     Args:
         f: a layer, a `flax.nnx.Module`, or a function. Scopes in a function come from models of fnet, Flax, Equinox or
             Haiku, or from `jax.named_scope`.
-        args: the arguments of f, arrays or `jax.ShapeDtypeStruct`s. The last argument may be the name of a file to
-            write, which ends in .html, .svg or .dot.
+        args: the arguments of f, arrays or `jax.ShapeDtypeStruct`s. They may be followed by the path of a file to
+            which the graph is written. The path must end in .html, .svg or .dot.
         depth: the number of levels of scopes that are expanded at first. Default: the largest number for which at most
             28 boxes are shown.
         color: the quantity that determines the color of a box: "flops" (default), "bytes" (after fusion) or "time" (at
@@ -127,7 +127,7 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
         A `Graph`.
 
     Raises:
-        ValueError: `color` or `depth` is invalid, or the file name does not end in .html, .svg or .dot.
+        ValueError: `color` or `depth` is invalid, or the path of the file does not end in .html, .svg or .dot.
 
     >>> model = nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2))
     >>> drawn = graph(model, jnp.ones((3, 5)))

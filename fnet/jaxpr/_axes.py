@@ -39,7 +39,17 @@ class Frame:
 
 
 def tie_axes(jaxpr: Any, inputs: Sequence[Axes], atoms: Atoms) -> Frame:
-    """Returns the frame of a jaxpr, given the axes of its inputs. Ties and freezes atoms as the equations require."""
+    """Determines the axes of each value of a jaxpr, and which of these axes must have equal sizes.
+
+    Args:
+        jaxpr: an open jaxpr.
+        inputs: the axes of each input of the jaxpr.
+        atoms: the factors of all axes. The function modifies them: axes that an equation requires to have equal sizes
+            are tied, and axes whose size an equation fixes are frozen (see `Atoms`).
+
+    Returns:
+        The axes of each value of the jaxpr, and of each jaxpr inside its equations.
+    """
     frame = Frame(jaxpr, dict(zip(jaxpr.invars, inputs)))
     for v in jaxpr.constvars:
         frame.axes[v] = atoms.axes(_shape(v))

@@ -1,5 +1,8 @@
-"""Implicit arrays, which are parameters that are computed from several arrays, and their views after casts, transposes
-and reshapes."""
+"""Two classes for parameters that are computed from several arrays, such as a quantized matrix from codes and scales.
+
+`ImplicitArray` is the base class of such parameters. A `View` represents an implicit array that a program has cast,
+transposed or reshaped. The view only records these operations, so that the array need not be computed.
+"""
 
 from __future__ import annotations
 

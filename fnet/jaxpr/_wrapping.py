@@ -11,15 +11,17 @@ _NAMES = ("__module__", "__name__", "__qualname__", "__doc__", "__type_params__"
 
 
 def wraps(f: Callable, *, signature: bool = True) -> Callable:
-    """Like `functools.wraps(f)`, but copies no other attribute of `f`.
+    """Returns a decorator that gives a transformed function the names and the docstring of `f`.
 
-    `functools.wraps` copies the whole `__dict__`. If this contained the methods `lower` and `trace` of a compiled `f`,
-    the copied methods would compile `f` and not the transformed function.
+    `functools.wraps(f)` also copies all attributes in `f.__dict__`. For a compiled function, these can include the
+    methods `lower` and `trace`. After such a copy, `transformed.lower(x)` would lower `f` instead of the transformed
+    function. Therefore this decorator does not copy `f.__dict__`.
 
     Args:
-        f: the original function, or any callable. For a `functools.partial`, the names are those of its function.
-        signature: whether the transformed function has the signature of `f`. If not, `__wrapped__` and
-            `__annotations__` are not set.
+        f: the original function, or any other callable. If `f` is a `functools.partial`, the names and the docstring
+            are those of the function in the partial.
+        signature: whether the transformed function also has the signature and the annotations of `f`. If False,
+            `__wrapped__` and `__annotations__` are not set. Default True.
     """
     def wrap(transformed):
         named = f

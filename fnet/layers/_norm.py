@@ -239,12 +239,14 @@ def _moments(x):
 
 
 def _own(x):
-    """Returns a copy of `x`, in float32 if its dtype is narrower.
+    """Returns a copy of `x`, cast to float32 if the dtype of `x` is narrower.
 
-    The copy determines the order in which gradients are added: the gradients of all uses of the copy are summed before
-    they are added to the other gradients of `x`. One gradient of the copy is the broadcast of a mean. If it were added
-    last to the gradient of a residual stream, XLA:CPU would recompute this gradient wherever it is used, together with
-    the gradients of all later blocks. This would double the time of a ViT's training step.
+    The copy determines the order in which JAX adds gradients. The norm reads only the copy. Therefore the gradients of
+    the norm's operations are summed first, and this sum is added to the gradients of other uses of `x`, such as a
+    residual connection. Without the copy, the gradient of the norm's mean, which is a broadcast, would be added last to
+    the gradient of the residual stream. XLA:CPU would then recompute the gradient of the residual stream in each
+    operation that reads it, together with the gradients of all later blocks. This would double the time of a ViT's
+    training step.
     """
     return jnp.copy(wide(x))
 

@@ -52,10 +52,11 @@ class Model(nn.Layer):
         return cls(**{**cls.PRESETS[name], **changes})
 
     def of_keys(self, keys: Collection[str]) -> Model:
-        """Returns the model for a file of weights with these keys. By default, this is the model itself.
+        """Returns the model for a file of weights with these keys (names of arrays).
 
-        `pretrained.load(folder)` calls this method. A subclass overrides it if some of its fields depend on the keys of
-        the file, not only on config.json.
+        `pretrained.load(folder)` creates a model from config.json, and then calls this method. By default, the method
+        returns the model unchanged. A subclass overrides it if config.json does not determine all of its fields, such
+        as whether a ViT has a pooler. The method then sets these fields according to the keys.
         """
         return self
 

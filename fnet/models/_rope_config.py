@@ -136,17 +136,20 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
          spread: Callable = lambda config, base: base, original: int | None = None) -> dict[str, Fields]:
     """Returns entries for the fields of config.json that describe rotary positions.
 
-    These fields are the base, the scaling, and the fraction of each head that is rotated.
+    These fields are the base of the rotary frequencies, their scaling, and the fraction of each head's features that is
+    rotated.
 
     Versions of transformers before 5 write `rope_theta` and `rope_scaling`. Later versions write both values in
     `rope_parameters`. If a config.json has `rope_scaling` and `rope_parameters`, `rope_scaling` is used, as in
     transformers.
 
     Args:
-        theta, partial: the base and the fraction that are used if config.json lacks these fields.
+        theta: the base of the rotary frequencies that is used if config.json lacks this field.
+        partial: the fraction of each head's features that is rotated if config.json lacks this field.
         context: the value of `max_position_embeddings` that is used if config.json lacks this field.
-        names: the names of the fields for the base and the fraction outside `rope_parameters`.
-        turns: whether the family supports a fraction below 1.
+        names: the names that the family uses for the fields of the base and of the fraction at the top level of
+            config.json.
+        turns: whether the family supports a rotated fraction below 1.
         long: other names that the family uses for the rope_type longrope.
         spread: function (config, base) that returns `rotary_base`. Families in which some layers have no positions need
             it.

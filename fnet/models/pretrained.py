@@ -54,10 +54,12 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
          names: str | None = None, check_config: bool = True, revision: str | None = None) -> tuple:
     """Reads pretrained weights: `(params, state)` for a model, or `(model, params, state)` for a folder or preset.
 
-    A repository of Hugging Face's hub that is not in a cache on this disk is downloaded into Hugging Face's cache
-    (this needs `pip install 'fnet[hub]'`). Only config.json, generation_config.json, the files of the tokenizer and
-    *.safetensors are downloaded, never pickles or code. An interrupted download is continued, complete files are kept,
-    and checksums are compared. The environment variables HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are respected.
+    If no path of weights is given, `load` looks for the weights in fnet's cache (~/.cache/fnet) and in Hugging Face's
+    cache. If neither contains the weights, `load` downloads their repository from Hugging Face's hub into Hugging
+    Face's cache (this needs `pip install 'fnet[hub]'`). It downloads only config.json, generation_config.json, the
+    files of the tokenizer and *.safetensors, never pickles or code. An interrupted download is continued, complete
+    files are kept, and checksums are compared. The environment variables HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are
+    respected.
 
     If you pass a folder or repository, its config.json (of transformers or timm) determines the model. If you pass a
     model or a preset, `load` compares it with the config.json next to the weights, if this file exists. Every field of
@@ -267,10 +269,10 @@ def names_of(model: Model, path: str | os.PathLike) -> str:
 
 
 def find(name: str | os.PathLike, *, revision: str | None = None) -> Path:
-    """Returns the path on this disk of the weights that `load` would read.
+    """Returns the local path of the weights that `load` would read.
 
-    `name` is a path, the name of a preset, or a repository of Hugging Face's hub. A repository that is not in a cache
-    on this disk is downloaded, as by `load`.
+    `name` is a path, the name of a preset, or a repository of Hugging Face's hub. A repository that is neither in
+    fnet's nor in Hugging Face's cache is downloaded, as by `load`.
 
     Raises:
         FileNotFoundError: the weights are not on this disk and cannot be downloaded. The message lists the paths

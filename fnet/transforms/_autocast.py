@@ -220,7 +220,9 @@ class _Autocast(Interpreter):
         return (True,) * len(outs) if eqn.primitive.name in ("while", "cond", "custom_vmap_call") else outs
 
     def kind(self, eqn) -> str:
-        """Returns how autocast evaluates an equation, one of the kinds listed in `Row`, except "author"."""
+        """Returns the kind of an equation, which states how autocast evaluates the equation. `Row` describes the kinds.
+        The kind "author" is not returned here, because it depends on the scope of the equation and not only on its
+        primitive."""
         name = eqn.primitive.name
         if name in jaxpr.BILINEAR:
             product = jaxpr.product(eqn)

@@ -1,4 +1,8 @@
-"""Lists the sites of a function, captures and replaces their values, and captures their cotangents."""
+"""Lists, captures and replaces intermediate values of a function, and captures their cotangents.
+
+These values are called sites. A site is the output of a layer or of another named scope, a value that is named with
+`tag`, or the weights of an attention.
+"""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ class Beams(NamedTuple):
     Attributes:
         tokens: [batch, beams, max_tokens], 0 after the end of a text.
         lengths: [batch, beams], the number of tokens of each text before its stop token.
-        scores: [batch, beams], the score of each text: s / n ** length_penalty. Here, n is the number of its tokens,
-            including the stop token, and s is the sum of their log-probabilities.
+        scores: [batch, beams], the score of each text: the sum of the log-probabilities of its tokens, divided by
+            (number of its tokens) ** length_penalty. The stop token is included in the sum and in the number.
 
     >>> gpt = models.GPT(vocab_size=16, width=8, depth=1, heads=1, context=8)
     >>> params, _ = gpt.init(jax.random.key(0), gpt.example())

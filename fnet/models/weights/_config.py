@@ -14,20 +14,20 @@ from fnet.models.weights._json import read, text_of
 
 LISTED = 8    # number of problems that an error lists; the others are only counted
 NUMBERS = (int, float)
-SKIP = object()    # the value of an absent field that is not compared with the model
+SKIP = object()    # used instead of a field's value: do not compare the field with the model, or do not write it
 
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A field of config.json that sets a field of the model.
+    """States that a field of config.json sets one field of the model.
 
     Args:
-        field: the model's field.
-        absent: the value that the framework assumes if config.json lacks the field, or a function of config.json that
-            returns this value. SKIP: the field is compared only if config.json has it.
-        default: function of the model that returns a value. Null in config.json and None in the model mean this value.
+        field: the name of the model's field.
+        absent: the value that the original framework uses if config.json lacks the field, or a function of config.json
+            that returns this value. Default SKIP: a missing field is not compared with the model.
+        default: a function of the model that returns the value for which null (config.json) and None (model) stand.
         shorter: whether the model's value may be smaller than the value in config.json.
-        square: whether config.json may contain [value, value].
+        square: whether config.json may contain a list of two equal values, such as [height, width], instead of one.
     """
 
     field: str
@@ -52,10 +52,12 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Must:
-    """A field of config.json for which the model supports only some values.
+    """States that a field of config.json must have one of the values that the model supports. It sets no field of the
+    model.
 
     Args:
         values: the supported values.
+        absent: as in `Use`.
     """
 
     values: tuple

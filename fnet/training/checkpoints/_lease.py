@@ -1,4 +1,4 @@
-"""The lock of a prefix in an object store. The owner must renew the lock regularly, because it expires otherwise."""
+"""A lock for a folder in an object store. The owner must renew the lock regularly, because it expires otherwise."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ BEAT, EXPIRY = 5.0, 30.0      # seconds between two renewals; seconds after the 
 
 
 class Lease:
-    """The lock of a prefix: an object under this prefix. The constructor creates it, and `release` removes it.
+    """A lock for a folder in an object store, which is a common prefix of keys.
+
+    The lock is an object in this folder. The constructor creates the object, and `release` removes it.
 
     A thread of the owner renews the lock every `BEAT` seconds. If the owner has not renewed it for `EXPIRY` seconds, as
     measured by the store's clock, another run can take over the lock by a conditional write. A run on the same machine
-    can take it over as soon as the owner's process has ended. A run that finds a lock waits until it expires, or raises
-    `Locked` as soon as it is clear that the owner is still running. An owner that was suspended for longer than
-    `EXPIRY` seconds may have lost the lock, and detects this before it writes a manifest.
+    can take it over as soon as the owner's process has ended. A run that finds a lock waits until the lock expires. If
+    it detects in this time that the owner is still running, it raises `Locked`. An owner that was suspended for longer
+    than `EXPIRY` seconds may have lost the lock, and detects this before it writes a manifest.
 
     Args:
-      folder: the prefix.
+      folder: the folder to lock.
 
     Raises:
       Locked: another run holds the lock.

@@ -14,17 +14,21 @@ from fnet.training.loop import _contract, _nonfinite
 
 
 def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str], metrics: bool) -> Callable:
-    """Returns the compiled function `advance(state, total, watch, batch) -> (state, total, watch, metrics)`.
+    """Returns a compiled function `advance`, which runs one step, checks the new state and adds up the metrics.
 
-    The function donates `state` and `total`. `total` contains the sums of the metrics since the last log, and `watch`
-    is the state of the check for NaN and infinity (see `_nonfinite`).
+        state, total, watch, metrics = advance(state, total, watch, batch)
+
+    `total` contains the sums of the metrics since the last log. `watch` contains the first step with NaN or infinity
+    and the number of skipped steps (see `_nonfinite.start`). `metrics` contains the metrics of this step, or is None.
+    The buffers of the arguments `state` and `total` are donated.
 
     Args:
       step: the step function, as in `fit`.
-      state: the state before the first step. The states after each step get the same shardings.
-      keeps: whether a step with NaN or Inf leaves the state unchanged.
-      exempt: paths of leaves that may be infinite.
-      metrics: whether the fourth result is the metrics of this step. If False, it is None.
+      state: the state before the first step. The new state of every step has the same shardings as this state.
+      keeps: whether to discard the update of a step that produces NaN or infinity. Only the counter `step` then
+        increases.
+      exempt: the paths of the leaves of the state that are not checked, because they are infinite at the start.
+      metrics: whether `advance` returns the metrics of the step. If False, it returns None instead.
     """
     places = jax.tree.map(_place, state)
     if getattr(step, "separate", False):

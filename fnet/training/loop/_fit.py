@@ -130,8 +130,9 @@ def fit(
         the configs, and a `ResumeWarning` says so.
       notes: other data of JSON types to store in each checkpoint, such as {"policy": str(policy)}. Default None.
       nonfinite: what to do after a step with a NaN or infinite metric or state. "stop" raises `Diverged`. "skip"
-        discards the update of this step: only the counter `step` increases. "rollback" returns to the last checkpoint
-        and omits the batches up to and including that of this step. Default "stop".
+        discards the update of this step: only the counter `step` increases. "rollback" restores the state of the last
+        checkpoint and continues with the batch after the batch of this step. The batches between the checkpoint and
+        this step are not used again. Default "stop".
       debug: whether to replay the step for which `Diverged` is raised, and to name the first layer with a non-finite
         value in the message. Default False.
       log_every: the number of steps between two fetches of the training metrics. Default 100.
