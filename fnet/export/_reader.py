@@ -41,7 +41,18 @@ _INVALID = (zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, struct.error, 
 
 class BundleError(ValueError):
     """Raised if a file is not a bundle, is incomplete or damaged, or if a call does not match the signature of an entry
-    point."""
+    point.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = pathlib.Path(folder, "digits.fnet")
+    ...     _ = file.write_bytes(b"")
+    ...     try:
+    ...         export.load(file)
+    ...     except export.BundleError as error:
+    ...         print(str(error).endswith("digits.fnet is empty; expected a bundle"))
+    True
+    """
 
 
 class Archive:

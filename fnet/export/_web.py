@@ -48,6 +48,16 @@ def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | 
     Raises:
         FileNotFoundError: onnxruntime-web was not found.
         ValueError: the model is not a classifier of such images, or an argument is not valid.
+
+    >>> import pathlib, tempfile
+    >>> kernel, predict = jnp.ones((64, 10)), lambda kernel, x: x.reshape(x.shape[0], 64) @ kernel
+    >>> program = export.program(predict, kernel, x=export.spec("b, 8, 8, 1"))
+    >>> with tempfile.TemporaryDirectory() as folder:      # with empty files instead of onnxruntime-web
+    ...     for name in ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm"):
+    ...         pathlib.Path(folder, name).touch()
+    ...     export.web(program, f"{folder}/site", runtime=folder)
+    ...     sorted(path.name for path in pathlib.Path(folder, "site").iterdir())
+    ['index.html', 'model.onnx', 'ort-wasm-simd-threaded.wasm', 'ort.wasm.bundle.min.mjs']
     """
     height, width, channels, classes, dtype = _image(program)
     labels = [str(label) for label in (range(classes) if labels is None else labels)]

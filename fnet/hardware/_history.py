@@ -79,6 +79,10 @@ def plot(path: str | os.PathLike | None = None) -> Figure:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
         ValueError: matplotlib cannot write files of this type.
+
+    >>> figure = hw.plot()
+    >>> len(figure.axes)
+    2
     """
     try:
         from matplotlib.figure import Figure

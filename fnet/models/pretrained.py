@@ -251,6 +251,14 @@ def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
     Raises:
         FileNotFoundError: the weights are not on this disk and cannot be downloaded.
         ValueError: no model has a preset of this name.
+
+    >>> import tempfile
+    >>> small = models.ResNet((1,), bottleneck=False, width=4)
+    >>> params, state = small.init(jax.random.key(0), jnp.ones((1, 32, 32, 3)))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = models.pretrained.save(small, params, state, folder, names="torchvision")
+    ...     models.pretrained.model("resnet18", file, depths=(1,), width=4) == small
+    True
     """
     cls = _class_of(name)
     return _variant(cls, name, find(name if path is None else path), changes)
@@ -263,6 +271,14 @@ def names_of(model: Model, path: str | os.PathLike) -> str:
 
     Raises:
         ValueError: the file contains no arrays of this model.
+
+    >>> import tempfile
+    >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)
+    >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 32, 32, 3)))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = models.pretrained.save(model, params, state, folder, names="torchvision")
+    ...     models.pretrained.names_of(model, file)
+    'torchvision'
     """
     return _match.detect_names(model, _match.leaves_of(model)[1],
                                _match.renamed(model, _tensors.read(find(path))), None)[0]

@@ -26,7 +26,17 @@ _numbers = itertools.count()
 
 class PeersGone(RuntimeError):
     """Another process of the run is late or has ended. The message names this other process. The remaining processes
-    can exit without waiting for it."""
+    can exit without waiting for it.
+
+    >>> step = lambda state, batch: (state, {"mean": batch.mean()})
+    >>> plan = parallel.plan(step, lambda key: {"w": jnp.zeros(4)}, np.zeros((8, 4), "float32"))
+    >>> try:
+    ...     shapes = [batch.shape for batch in parallel.feed([np.ones((8, 4), "float32")], plan, timeout=60)]
+    ... except parallel.PeersGone as error:
+    ...     raise SystemExit(f"restart the job: {error}")
+    >>> shapes
+    [(8, 4)]
+    """
 
 
 class Closed(Exception):

@@ -31,13 +31,12 @@ from fnet.training.data._windows import Windows, read_tokens, stretches
 from fnet.training.loop._callbacks import StepEnd
 from fnet.training.loop._compilation_cache import compilation_cache
 from fnet.training.loop._early_stop import EarlyStop
-from fnet.training.loop._ending import Interrupted
+from fnet.training.loop._ending import Interrupted, PeerLost
 from fnet.training.loop._fingerprint import ResumeWarning
 from fnet.training.loop._fit import fit
 from fnet.training.loop._memory import OutOfMemory
 from fnet.training.loop._nonfinite import Diverged
 from fnet.training.loop._progress import Progress, duration
-from fnet.training.loop._run import PeerLost
 
 __all__ = [
     "OPTIMIZERS",

@@ -24,7 +24,16 @@ METRICS, EVENTS, NOTES = "metrics.jsonl", "tensorboard", "events.jsonl"
 
 
 class LogWarning(UserWarning):
-    """Damaged lines of metrics.jsonl were removed. A copy of the original file was kept."""
+    """Damaged lines of metrics.jsonl were removed. A copy of the original file was kept.
+
+    >>> import pathlib, tempfile, warnings
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = pathlib.Path(folder, "metrics.jsonl").write_text('damaged\\n{"step": 1, "loss": 0.5}\\n')
+    ...     with warnings.catch_warnings(record=True, action="always") as issued:
+    ...         tr.Logger(folder, step=1, tensorboard=False).close()
+    ...     issued[0].category.__name__, tr.read_metrics(folder)
+    ('LogWarning', [{'step': 1, 'loss': 0.5}])
+    """
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:

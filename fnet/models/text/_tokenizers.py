@@ -138,6 +138,15 @@ class HuggingFaceTokenizer:
         ModuleNotFoundError: the library is not installed.
         ValueError: the file is damaged, describes too many processing steps, contradicts tokenizer_config.json, or
             belongs to an unknown class. `encode` and `decode` raise ValueError if the library fails.
+
+    >>> import tempfile, tokenizers
+    >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "to": 1, "be": 2}, unk_token="?"))
+    >>> words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     words.save(f"{folder}/tokenizer.json")
+    ...     tokenizer = models.HuggingFaceTokenizer(f"{folder}/tokenizer.json")
+    >>> tokenizer.encode("to be or").tolist()
+    [1, 2, 0]
     """
 
     def __init__(self, path: str | os.PathLike):

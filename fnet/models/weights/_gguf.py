@@ -50,6 +50,28 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
         ImportError: the package gguf is not installed (fnet[gguf]).
 
     Source: the specification of GGUF and the block formats of ggml (ggml-quants.c).
+
+    >>> import gguf, tempfile
+    >>> sizes = {"block_count": 1, "context_length": 8, "embedding_length": 4, "feed_forward_length": 6,
+    ...          "attention.head_count": 2, "attention.head_count_kv": 2}
+    >>> shapes = {"token_embd": (10, 4), "output": (10, 4), "output_norm": (4,)}
+    >>> shapes |= {f"blk.0.attn_{name}": (4, 4) for name in ("q", "k", "v", "output")}
+    >>> shapes |= {"blk.0.ffn_gate": (6, 4), "blk.0.ffn_up": (6, 4), "blk.0.ffn_down": (4, 6)}
+    >>> shapes |= {"blk.0.attn_norm": (4,), "blk.0.ffn_norm": (4,)}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     writer = gguf.GGUFWriter(f"{folder}/tiny.gguf", "llama")
+    ...     for name, size in sizes.items():
+    ...         writer.add_uint32(f"llama.{name}", size)
+    ...     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    ...     for name, shape in shapes.items():
+    ...         writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
+    ...     writer.write_header_to_file()
+    ...     writer.write_kv_data_to_file()
+    ...     writer.write_tensors_to_file()
+    ...     writer.close()
+    ...     model, params, _ = models.pretrained.load_gguf(f"{folder}/tiny.gguf")
+    >>> model.width, model.depth, params["head"]["kernel"].shape
+    (4, 1, (4, 10))
     """
     file = _hub.find(path)
     reader = _open(file)

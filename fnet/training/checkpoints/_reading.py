@@ -19,11 +19,33 @@ from fnet.training.checkpoints._storage import StorageError, StorePath
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used or written. The message says what to do."""
+    """A checkpoint cannot be used or written. The message says what to do.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, tr.Checkpoints(folder) as checkpoints:
+    ...     checkpoints.save(1, {"kernel": jnp.ones(3)})
+    ...     try:
+    ...         checkpoints.restore({"kernel": jnp.ones(4)})
+    ...     except tr.CheckpointError as error:
+    ...         print("kernel" in str(error))
+    True
+    """
 
 
 class CheckpointWarning(UserWarning):
-    """A damaged checkpoint was set aside, and an earlier one is used."""
+    """A damaged checkpoint was set aside, and an earlier one is used.
+
+    >>> import pathlib, tempfile, warnings
+    >>> with tempfile.TemporaryDirectory() as folder, tr.Checkpoints(folder) as checkpoints:
+    ...     checkpoints.save(1, {"kernel": jnp.ones(3)})
+    ...     checkpoints.save(2, {"kernel": jnp.zeros(3)})
+    ...     checkpoints.wait()
+    ...     _ = pathlib.Path(folder, "2", "manifest.json").write_text("damaged")
+    ...     with warnings.catch_warnings(record=True, action="always") as issued:
+    ...         tree = checkpoints.restore({"kernel": jnp.zeros(3)})
+    >>> issued[0].category.__name__, tree["kernel"].tolist()
+    ('CheckpointWarning', [1.0, 1.0, 1.0])
+    """
 
 
 class Reading:

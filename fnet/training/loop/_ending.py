@@ -17,7 +17,33 @@ if TYPE_CHECKING:
 
 
 class Interrupted(Exception):
-    """The run was interrupted by a signal. Its last complete step has been saved."""
+    """The run was interrupted by a signal. Its last complete step has been saved.
+
+    >>> import signal
+    >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
+    >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
+    >>> try:
+    ...     tr.fit(step, state, lambda i: jnp.ones(3), steps=9, on_step=lambda end: signal.raise_signal(signal.SIGINT))
+    ... except tr.Interrupted as error:
+    ...     print(error)
+    SIGINT: stopped at step 1; without a workdir, the state is not saved
+    """
+
+
+class PeerLost(RuntimeError):
+    """Another process of the run has ended or cannot be reached.
+
+    A script can end with an exit code that tells the scheduler to restart the job:
+
+    >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
+    >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
+    >>> try:
+    ...     state = tr.fit(step, state, lambda i: jnp.ones(3), steps=2)
+    ... except tr.PeerLost:
+    ...     raise SystemExit(75)
+    >>> int(state.step)
+    2
+    """
 
 
 def put_off(run: Run) -> None:

@@ -16,9 +16,18 @@ from fnet.training._config import LENGTHS, ConfigError
 
 
 class ResumeWarning(UserWarning):
-    """The conditions of the run have changed since it was started, or they cannot be compared."""
+    """The conditions of the run have changed since it was started, or they cannot be compared.
 
-
+    >>> import tempfile, warnings
+    >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
+    >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = tr.fit(step, state, lambda i: jnp.ones(3), steps=1, workdir=folder)
+    ...     with warnings.catch_warnings(record=True, action="always") as issued:
+    ...         _ = tr.fit(step, state, lambda i: jnp.ones(3), steps=2, workdir=folder)      # resumed, without config=
+    >>> issued[0].category.__name__
+    'ResumeWarning'
+    """
 
 
 def as_dict(config: Any, name: str = "config") -> dict[str, Any] | None:

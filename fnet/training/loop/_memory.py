@@ -21,7 +21,17 @@ _GUESSES = 6
 
 
 class OutOfMemory(MemoryError):
-    """The step, or an evaluation, needs more memory than the device has."""
+    """The step, or an evaluation, needs more memory than the device has.
+
+    >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
+    >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
+    >>> too_large = lambda state: {"sum": jnp.ones(2**44).sum()}      # needs 64 TiB
+    >>> try:
+    ...     tr.fit(step, state, lambda i: jnp.ones(3), steps=1, evaluate={"test": too_large})
+    ... except tr.OutOfMemory as error:
+    ...     print(str(error)[:39])
+    the evaluation 'test' ran out of memory
+    """
 
 
 def exhausted(error: BaseException) -> bool:

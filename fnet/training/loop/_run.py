@@ -34,7 +34,7 @@ from fnet.training.loop import (
 )
 from fnet.training.loop._clock import Clock
 from fnet.training.loop._early_stop import EarlyStop, better
-from fnet.training.loop._ending import Interrupted
+from fnet.training.loop._ending import Interrupted, PeerLost
 from fnet.training.loop._fingerprint import ResumeWarning
 from fnet.training.loop._prefetch import Prefetch
 from fnet.training.loop._progress import Progress, duration
@@ -43,10 +43,6 @@ from fnet.training.loop._spread import Spread
 from fnet.training.loop._utilization import utilization
 
 _IN_FLIGHT = 2         # steps that the device may be behind the host, which limits the time to stop
-
-
-class PeerLost(RuntimeError):
-    """Another process of the run has ended or cannot be reached."""
 
 
 class Run:
