@@ -161,10 +161,11 @@ def decided(config, *workdirs, restart=False):
 
 def define_run_flags():
     """Defines the flags of a training run that are not in its configuration. `fit_options` returns them for `fit`."""
-    flags.DEFINE_bool("restart", False, "remove the run in workdir first")
-    flags.DEFINE_bool("nojit", False, "run op by op, to step through in a debugger")
-    flags.DEFINE_enum("nonfinite", "stop", ["stop", "skip", "rollback"], "where the loss or a parameter becomes NaN or "
-                      "infinite: stop, skip the step, or go back to the last checkpoint and on with other batches")
+    flags.DEFINE_bool("restart", False, "delete an earlier run in --workdir first")
+    flags.DEFINE_bool("nojit", False, "run the step without compilation, one operation at a time, for a debugger")
+    flags.DEFINE_enum("nonfinite", "stop", ["stop", "skip", "rollback"], "what to do if the loss or a parameter "
+                      "becomes NaN or infinite: stop the run, skip the update of this step, or roll back to the last "
+                      "checkpoint and continue with later batches")
 
 
 def fit_options():
@@ -175,9 +176,9 @@ def fit_options():
 def define_device_flags():
     """Defines the flags that select the devices of a run; `plan` converts them to the argument `plan` of
     `training.fit`."""
-    flags.DEFINE_string("devices", "1", "how many devices: a number, or local for all, those of the run's other "
-                        "processes included")
-    flags.DEFINE_string("plan", None, "print how a step would be spread over chips that need not be here, such as "
+    flags.DEFINE_string("devices", "1", "number of devices to use, or local for all devices of all processes of the "
+                        "run")
+    flags.DEFINE_string("plan", None, "print a plan for a step on these devices, which need not be attached, such as "
                         "v5e:16x16, and exit")
 
 
@@ -252,7 +253,8 @@ def plan(step, init, batch):
 
 def run(main):
     """Calls `absl.app.run(main)` with one-line errors and exit codes. With --debug, errors have tracebacks."""
-    flags.DEFINE_bool("debug", False, "show tracebacks; where a run breaks, replay it and name the layer")
+    flags.DEFINE_bool("debug", False, "show the traceback of an error; if a value becomes NaN or infinite, replay the "
+                      "step and name the layer")
     sys.stdout, sys.stderr = _Stream(sys.stdout, 1), _Stream(sys.stderr, 2)
     with tr.compilation_cache():
         app.run(functools.partial(_said, main), flags_parser=parse_flags)

@@ -39,16 +39,15 @@ IMAGENET = Path(__file__).parent / "data" / "imagenet_labels.txt"
 class Config:
     """The flags: the weights, the labels and the precision."""
 
-    model: str | None = option(None, f"one of {', '.join(photos.PRESETS)}; None: what the weights are for, or resnet50",
-                               choices=photos.PRESETS)
-    weights: str | None = option(None, "file, folder or repository of the weights, or the folder of a run of "
-                                 "finetune.py")
-    labels: str | None = option(None, "file of the labels: one a line, or JSON")
-    size: int | None = option(None, "height and width of the input; None: what the weights were trained with",
-                              within="[1, 4096]")
-    top: int = option(5, "how many labels to print for a photo", within="[1, 1000000]")
-    precision: str = option("float32", "auto (what suits the chip), float32, bfloat16 or float16",
-                             choices=common.PRECISIONS)
+    model: str | None = option(None, f"name of the model: {', '.join(photos.PRESETS)}; if not given, the model of the "
+                               "weights, or resnet50", choices=photos.PRESETS)
+    weights: str | None = option(None, "file, folder or repository of the weights, or folder of a run of finetune.py")
+    labels: str | None = option(None, "file with the names of the labels: one per line, or JSON")
+    size: int | None = option(None, "height and width of the model's input; if not given, the size for which the "
+                              "weights were trained", within="[1, 4096]")
+    top: int = option(5, "number of labels to print for each photo", within="[1, 1000000]")
+    precision: str = option("float32", "dtype of matrix products and convolutions: auto (chosen for the chip), "
+                            "float32, bfloat16 or float16", choices=common.PRECISIONS)
 
 
 def main(argv):

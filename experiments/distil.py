@@ -41,23 +41,31 @@ FEATURES = "pool"      # the site of a CNN whose values --hidden compares
 class Config:
     """The hyperparameters, which determine the result of a run, and the path of the teacher, which does not."""
 
-    teacher: str = option("runs/digits", "folder of a run of image_classification.py", decides=False)
-    width: int = option(4, "channels of the student's first stage, doubled in each that follows", within="[1, 8192]")
-    temperature: float = option(4.0, "what the logits of both are divided by", within="[0.1, 1000]")
-    weight: float = option(0.9, "of the teacher's probabilities; the rest is that of the labels", within="[0, 1]")
-    hidden: float = option(0.0, "weight of the difference of features; 0: none", within="[0, 1000000]")
-    swa: float = option(0.0, "fraction of the run, its last, whose weights are averaged; 0: none", within="[0, 1)")
-    epochs: float = option(40.0, "passes over the training images", within="(0, 1000000]")
-    steps: int | None = option(None, "training steps, instead of epochs", within=tr.flags.STEPS)
-    batch_size: int = option(64, "images in a batch", within="[1, 1048576]")
-    optimizer: str = option("nesterov", f"one of {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
-    schedule: str = option("cosine", f"step size: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
-    learning_rate: float = option(0.05, "the largest step size", within="(0, 1000]")
-    warmup: float = option(0.15, "fraction of the run during which the step size rises", within="[0, 1)")
-    weight_decay: float = option(1e-3, "on kernels, not on biases and norm scales", within="[0, 1000]")
-    precision: str = option("auto", "auto (what suits the chip), float32, bfloat16 or float16",
-                             choices=common.PRECISIONS)
-    seed: int = option(0, "of initial weights, order and augmentation", within=tr.flags.SEED)
+    teacher: str = option("runs/digits", "folder of the teacher's run of image_classification.py", decides=False)
+    width: int = option(4, "number of channels in the first stage of the student; each later stage has twice as many",
+                        within="[1, 8192]")
+    temperature: float = option(4.0, "temperature by which the logits of teacher and student are divided",
+                                within="[0.1, 1000]")
+    weight: float = option(0.9, "weight of the loss for the teacher's probabilities; the loss for the labels has the "
+                           "remaining weight", within="[0, 1]")
+    hidden: float = option(0.0, "weight of the loss for the difference between the features of teacher and student; 0: "
+                           "no such loss", within="[0, 1000000]")
+    swa: float = option(0.0, "fraction of the training steps, at the end of the run, over which the weights are "
+                        "averaged; 0: no average", within="[0, 1)")
+    epochs: float = option(40.0, "number of passes over the training images", within="(0, 1000000]")
+    steps: int | None = option(None, "number of training steps; replaces --epochs", within=tr.flags.STEPS)
+    batch_size: int = option(64, "number of images in a batch", within="[1, 1048576]")
+    optimizer: str = option("nesterov", f"name of the optimizer: {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
+    schedule: str = option("cosine", f"schedule of the learning rate: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
+    learning_rate: float = option(0.05, "largest learning rate", within="(0, 1000]")
+    warmup: float = option(0.15, "fraction of the training steps during which the learning rate increases",
+                           within="[0, 1)")
+    weight_decay: float = option(1e-3, "coefficient of the weight decay, which applies to kernels but not to biases "
+                                 "and norm scales", within="[0, 1000]")
+    precision: str = option("auto", "dtype of matrix products and convolutions: auto (chosen for the chip), float32, "
+                            "bfloat16 or float16", choices=common.PRECISIONS)
+    seed: int = option(0, "random seed of the initial weights, the order of the images and the augmentation",
+                       within=tr.flags.SEED)
 
 
 def read_teacher(folder):
@@ -172,7 +180,7 @@ def train(config, workdir, policy, **fit_options):
 
 def define_flags():
     tr.flags.define(Config, flags.FLAGS)
-    flags.DEFINE_string("workdir", None, "the run's folder (default: runs/distil)")
+    flags.DEFINE_string("workdir", None, "folder of the run (default: runs/distil)")
     common.define_run_flags()
 
 

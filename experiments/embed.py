@@ -30,15 +30,15 @@ PRESETS = ("minilm-l6", "minilm-l12")
 class Config:
     """The flags: the weights, and what is compared."""
 
-    model: str = option("minilm-l6", f"one of {', '.join(PRESETS)}", choices=PRESETS)
-    weights: str | None = option(None, "file or folder of the weights and of vocab.txt")
-    file: str | None = option(None, "a text whose lines are searched")
-    top: int = option(5, "how many lines to show for a sentence", within="[1, 1000000]")
-    max_length: int = option(256, "tokens of a sentence that count, as many as the model was trained with",
+    model: str = option("minilm-l6", f"name of the model: {', '.join(PRESETS)}", choices=PRESETS)
+    weights: str | None = option(None, "file or folder of the weights, with vocab.txt in the same folder")
+    file: str | None = option(None, "text file whose lines are searched")
+    top: int = option(5, "number of lines to show for each sentence", within="[1, 1000000]")
+    max_length: int = option(256, "maximum number of tokens of a sentence; further tokens are ignored",
                              within="[2, 512]")
-    batch_size: int = option(64, "sentences at a time", within="[1, 65536]")
-    precision: str = option("float32", "auto (what suits the chip), float32, bfloat16 or float16",
-                             choices=common.PRECISIONS)
+    batch_size: int = option(64, "number of sentences in a batch", within="[1, 65536]")
+    precision: str = option("float32", "dtype of matrix products and convolutions: auto (chosen for the chip), "
+                            "float32, bfloat16 or float16", choices=common.PRECISIONS)
 
 
 def main(argv):

@@ -46,25 +46,27 @@ LABELS = (1, 130, 323, 954, 817, 985)      # goldfish, flamingo, monarch, banana
 class Config:
     """The flags: the weights, and what is drawn."""
 
-    model: str | None = option(None, f"one of {', '.join(photos.PRESETS)}; None: resnet50", choices=photos.PRESETS)
-    weights: str | None = option(None, "file or folder of the weights, or the folder of a run of finetune.py")
-    labels: str | None = option(None, "file of the labels: one a line, or JSON")
-    workdir: str = option("runs/features", "folder of the pictures")
+    model: str | None = option(None, f"name of the model: {', '.join(photos.PRESETS)}; if not given, resnet50",
+                               choices=photos.PRESETS)
+    weights: str | None = option(None, "file or folder of the weights, or folder of a run of finetune.py")
+    labels: str | None = option(None, "file with the names of the labels: one per line, or JSON")
+    workdir: str = option("runs/features", "folder to which the pictures are written")
     layers: str = option("stem/pool,stage1/block2,stage2/block3,stage3/block5,stage4/block2,head",
-                         "sites of the model, separated by commas; empty: saliency maps alone")
-    cam: str = option("stage4/block2", "the site that Grad-CAM shows")
-    channels: int = option(6, "how many channels of a layer, drawn at random; of head, these labels: "
-                           + ", ".join(map(str, LABELS)), within="[1, 64]")
-    steps: int = option(128, "steps of optimization for a channel", within="[1, 100000]")
+                         "names of layers, or of other sites of the model, separated by commas; empty: draw only "
+                         "saliency maps")
+    cam: str = option("stage4/block2", "layer, or other site, whose values Grad-CAM shows")
+    channels: int = option(6, "number of channels to visualize in each layer, chosen at random; for head, "
+                           + "number of labels from the list " + ", ".join(map(str, LABELS)), within="[1, 64]")
+    steps: int = option(128, "number of optimization steps for each channel", within="[1, 100000]")
     size: int = option(160, "height and width of the optimized images", within="[16, 4096]")
-    learning_rate: float = option(0.05, "of Adam, for the amplitudes of the frequencies; it falls to a tenth",
-                                  within="(0, 100]")
-    jitter: int = option(16, "pixels by which an image is moved at random in each step", within="[0, 4096]")
-    samples: int = option(24, "noisy copies of SmoothGrad, points on the path of integrated gradients",
-                          within="[1, 10000]")
-    noise: float = option(0.15, "standard deviation of SmoothGrad's noise, as a part of the range of the pixels",
+    learning_rate: float = option(0.05, "learning rate of Adam for the amplitudes of the frequencies; it decreases to "
+                                  "a tenth of this value", within="(0, 100]")
+    jitter: int = option(16, "largest random shift of an image in each step, in pixels", within="[0, 4096]")
+    samples: int = option(24, "number of noisy copies for SmoothGrad, and of points on the path of integrated "
+                          "gradients", within="[1, 10000]")
+    noise: float = option(0.15, "standard deviation of SmoothGrad's noise, as a fraction of the range of the pixels",
                           within="[0, 10]")
-    seed: int = option(0, "of the channels, the noise and the first images", within="[0, 4294967295]")
+    seed: int = option(0, "random seed of the channels, the noise and the initial images", within="[0, 4294967295]")
 
 
 def main(argv):

@@ -32,23 +32,30 @@ option = tr.flags.option
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    dataset: str = option("mnist", "mnist, fashion_mnist or digits", choices=("mnist", "fashion_mnist", "digits"))
-    data_dir: str | None = option(None, "where its files are, or go", decides=False)
-    model: str = option("cnn", "cnn of McMahan et al., or mlp with 200-200", choices=("cnn", "mlp"))
-    split: str = option("iid", "iid, or sorted by label", choices=("iid", "sorted"))
+    dataset: str = option("mnist", "name of the data set: mnist, fashion_mnist or digits",
+                          choices=("mnist", "fashion_mnist", "digits"))
+    data_dir: str | None = option(None, "folder of the data set's files, to which missing files are downloaded; if not "
+                                  "given, fnet's cache", decides=False)
+    model: str = option("cnn", "model: cnn (of McMahan et al.) or mlp (two hidden layers of 200 units)",
+                        choices=("cnn", "mlp"))
+    split: str = option("iid", "how the images are divided among the clients: iid (at random) or sorted (by label)",
+                        choices=("iid", "sorted"))
     clients: int = option(100, "number of clients", within="[1, 10000]")
-    sampled: int = option(10, "clients in a round", within="[1, 10000]")
-    epochs: int = option(5, "local epochs", within="[1, 10000]")
-    batch_size: int = option(10, "images in a local batch; 0 for all of a client", within="[0, 1000000]")
-    rounds: int = option(20, "rounds", within="[1, 1000000]", decides=False)
-    learning_rate: float = option(0.1, "local step size", within="(0, 1000]")
-    server: str = option("sgd", f"optimizer of the server: {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
-    server_rate: float = option(1.0, "step size of the server", within="(0, 1000]")
-    proximal: float = option(0.0, "mu of FedProx", within="[0, 1000]")
-    dropout: float = option(0.0, "probability that a client does not answer", within="[0, 1)")
-    clip: float = option(0.0, "largest norm of the gradient of an example; 0 for none", within="[0, 1000000]")
-    noise: float = option(0.0, "standard deviation of the noise as a multiple of clip", within="[0, 1000]")
-    seed: int = option(0, "of weights, split, clients and orders", within=tr.flags.SEED)
+    sampled: int = option(10, "number of clients that train in each round", within="[1, 10000]")
+    epochs: int = option(5, "number of passes of a client over its images in each round", within="[1, 10000]")
+    batch_size: int = option(10, "number of images in a batch of a client; 0: all images of the client",
+                             within="[0, 1000000]")
+    rounds: int = option(20, "number of rounds", within="[1, 1000000]", decides=False)
+    learning_rate: float = option(0.1, "learning rate of the clients", within="(0, 1000]")
+    server: str = option("sgd", f"name of the server's optimizer: {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
+    server_rate: float = option(1.0, "learning rate of the server", within="(0, 1000]")
+    proximal: float = option(0.0, "coefficient mu of the proximal term of FedProx; 0: no such term", within="[0, 1000]")
+    dropout: float = option(0.0, "probability that a client does not return an update", within="[0, 1)")
+    clip: float = option(0.0, "largest norm of the gradient of an example; 0: no clipping", within="[0, 1000000]")
+    noise: float = option(0.0, "standard deviation of the noise that is added to the gradients, as a multiple of "
+                          "--clip", within="[0, 1000]")
+    seed: int = option(0, "random seed of the weights, the division of the images, the choice of clients and the order "
+                       "of the images", within=tr.flags.SEED)
 
 
 class McMahanCNN(nn.Layer):
@@ -130,8 +137,8 @@ def train(config, workdir, others=(), **fit_options):
 
 def define_flags():
     tr.flags.define(Config, flags.FLAGS)
-    flags.DEFINE_string("workdir", None, "the run's folder (default: runs/federated_SPLIT)")
-    flags.DEFINE_list("also", [], "folders of other runs, whose curves are plotted too")
+    flags.DEFINE_string("workdir", None, "folder of the run (default: runs/federated_SPLIT)")
+    flags.DEFINE_list("also", [], "folders of other runs whose curves are plotted in the same figure")
     common.define_run_flags()
 
 

@@ -54,37 +54,46 @@ option = tr.flags.option
 class Config:
     """The hyperparameters, which determine the result of a run, and the paths data_dir and weights, which do not."""
 
-    mode: str = option("linear", "linear (a probe of the features), full or lora (default with --lora), and for a text "
-                       "full", choices=("linear", "full", "lora"))
-    lora: int = option(0, "rank of the changes of low rank; 0: none", within="[0, 4096]")
-    base: str = option("none", "lora: format of the frozen kernels, none, int8, int4 or nf4",
+    mode: str = option("linear", "linear (train only a new last layer), full (train all weights) or lora (train "
+                       "low-rank changes); with --lora, the default is lora; for texts, it is full",
+                       choices=("linear", "full", "lora"))
+    lora: int = option(0, "rank of the low-rank changes; 0: no low-rank changes", within="[0, 4096]")
+    base: str = option("none", "with --mode=lora: format of the frozen kernels: none (unchanged), int8, int4 or nf4",
                        choices=tuple(adapters.FORMATS))
-    model: str = option("resnet50", f"one of {', '.join(photos.PRESETS)}; for a text {', '.join(texts.PRESETS)}",
-                        choices=(*photos.PRESETS, *texts.PRESETS))
-    weights: str | None = option(None, "file or folder of the weights", decides=False)
-    dataset: str = option("digits", "digits, mnist, fashion_mnist, cifar10, photos or text",
-                          choices=(*tr.datasets.NAMES, "photos", "text"))
-    data_dir: str | None = option(None, "where its files are, or go", decides=False)
-    size: int | None = option(None, "height and width that images are brought to; None: what the weights are made for",
-                              within="[1, 4096]")
-    context: int | None = option(None, "text: tokens of an example", within="[1, 1048576]")
-    epochs: float | None = option(None, "passes over the training images or text", within="(0, 1000000]")
-    steps: int | None = option(None, "training steps, instead of epochs", within=tr.flags.STEPS)
-    batch_size: int | None = option(None, "images or texts in a batch", within="[1, 1048576]")
-    optimizer: str | None = option(None, f"one of {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
-    schedule: str = option("cosine", f"step size: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
-    learning_rate: float | None = option(None, "the largest step size", within="(0, 1000]")
-    warmup: float = option(0.1, "fraction of the run during which the step size rises", within="[0, 1)")
-    weight_decay: float | None = option(None, "on kernels, not on biases and norm scales", within="[0, 1000]")
-    label_smoothing: float = option(0.0, "share of the label spread over all classes", within="[0, 1)")
-    augment: str = option("none", "full: none, flip or flip_crop", choices=("none", "flip", "flip_crop"))
-    freeze_norms: bool = option(False, "full: BatchNorm keeps the statistics that it came with")
-    ema: float = option(0.0, "decay of the average of weights that is evaluated; 0 for none", within="[0, 1)")
-    early_stop: int = option(0, "stop after so many evaluations without gain on a held-out tenth",
+    model: str = option("resnet50", f"name of the model: {', '.join(photos.PRESETS)}; for texts "
+                        f"{', '.join(texts.PRESETS)}", choices=(*photos.PRESETS, *texts.PRESETS))
+    weights: str | None = option(None, "file or folder of the pretrained weights", decides=False)
+    dataset: str = option("digits", "name of the data set: digits, mnist, fashion_mnist, cifar10, photos (of "
+                          "--data_dir) or text", choices=(*tr.datasets.NAMES, "photos", "text"))
+    data_dir: str | None = option(None, "folder of the photos or of the text, or to which another data set is "
+                                  "downloaded; if not given, fnet's cache", decides=False)
+    size: int | None = option(None, "height and width to which images are resized; if not given, the size for which "
+                              "the weights were trained", within="[1, 4096]")
+    context: int | None = option(None, "for texts: number of tokens in an example", within="[1, 1048576]")
+    epochs: float | None = option(None, "number of passes over the training images or text", within="(0, 1000000]")
+    steps: int | None = option(None, "number of training steps; replaces --epochs", within=tr.flags.STEPS)
+    batch_size: int | None = option(None, "number of images or texts in a batch", within="[1, 1048576]")
+    optimizer: str | None = option(None, f"name of the optimizer: {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
+    schedule: str = option("cosine", f"schedule of the learning rate: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
+    learning_rate: float | None = option(None, "largest learning rate", within="(0, 1000]")
+    warmup: float = option(0.1, "fraction of the training steps during which the learning rate increases",
+                           within="[0, 1)")
+    weight_decay: float | None = option(None, "coefficient of the weight decay, which applies to kernels but not to "
+                                        "biases and norm scales", within="[0, 1000]")
+    label_smoothing: float = option(0.0, "fraction of each label's probability that is distributed equally over all "
+                                    "classes", within="[0, 1)")
+    augment: str = option("none", "with --mode=full: augmentation of the images: none, flip or flip_crop",
+                          choices=("none", "flip", "flip_crop"))
+    freeze_norms: bool = option(False, "with --mode=full: keep the pretrained statistics of BatchNorm")
+    ema: float = option(0.0, "decay rate of the moving average of the weights, which is evaluated instead of the "
+                        "weights; 0: no average", within="[0, 1)")
+    early_stop: int = option(0, "number of evaluations without improvement after which the training stops; a tenth of "
+                             "the training images or text is held out for these evaluations; 0: no early stopping",
                              within="[0, 1000000]")
-    precision: str = option("auto", "auto (what suits the chip), float32, bfloat16 or float16",
-                             choices=common.PRECISIONS)
-    seed: int = option(0, "of the new layer, order, augmentation and dropout", within=tr.flags.SEED)
+    precision: str = option("auto", "dtype of matrix products and convolutions: auto (chosen for the chip), float32, "
+                            "bfloat16 or float16", choices=common.PRECISIONS)
+    seed: int = option(0, "random seed of the new layer, the order of the examples, the augmentation and dropout",
+                       within=tr.flags.SEED)
 
 
 PRESETS, TEXT_PRESETS = tr.presets.FINETUNE, tr.presets.FINETUNE_TEXT
@@ -290,7 +299,7 @@ def load(config, image):
 
 def define_flags():
     tr.flags.define(Config, flags.FLAGS, by="mode")
-    flags.DEFINE_string("workdir", None, "the run's folder (default: runs/finetune)")
+    flags.DEFINE_string("workdir", None, "folder of the run (default: runs/finetune)")
     common.define_run_flags()
 
 

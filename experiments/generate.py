@@ -38,33 +38,38 @@ PRESETS = tuple(preset for cls in (models.Decoder, models.GPT) for preset in cls
 class Config:
     """The flags: the weights, and the options of the generation."""
 
-    model: str = option("stories15m", f"one of {', '.join(PRESETS)}")
-    weights: str | None = option(None, "file or folder of the weights, or the folder of a run of language_model.py")
-    tokenizer: str | None = option(None, "file or folder of the tokenizer (default: beside the weights)")
-    max_tokens: int = option(200, "how many tokens to generate at most", within="[1, 1048576]")
-    temperature: float = option(0.8, "what logits are divided by; 0: the likeliest token every time",
-                                within="[0, 1000]")
-    top_k: int = option(0, "draw among so many of the likeliest tokens; 0: all", within="[0, 2147483647]")
-    top_p: float = option(0.95, "draw among the likeliest tokens that have this probability together; 1: all",
-                          within="(0, 1]")
-    min_p: float = option(0.0, "sample from tokens with this part of the largest probability, or more", within="[0, 1]")
-    repetition_penalty: float = option(1.0, "divisor of the logits of tokens that the text has; 1: none",
-                                       within="[0.001, 1000]")
-    presence_penalty: float = option(0.0, "subtracted from the logits of generated tokens", within="[-100, 100]")
-    frequency_penalty: float = option(0.0, "the same, times how often they were generated", within="[-100, 100]")
-    samples: int = option(1, "texts for each prompt", within="[1, 4096]")
-    beams: int = option(0, "beam search with so many texts for each prompt, without sampling; 0: no beam search",
+    model: str = option("stories15m", f"name of the model: {', '.join(PRESETS)}")
+    weights: str | None = option(None, "file or folder of the weights, or folder of a run of language_model.py")
+    tokenizer: str | None = option(None, "file or folder of the tokenizer; if not given, the tokenizer in the folder "
+                                   "of the weights")
+    max_tokens: int = option(200, "maximum number of tokens to generate", within="[1, 1048576]")
+    temperature: float = option(0.8, "temperature by which the logits are divided; 0: always select the most probable "
+                                "token", within="[0, 1000]")
+    top_k: int = option(0, "number of the most probable tokens from which a token is sampled; 0: all tokens",
+                        within="[0, 2147483647]")
+    top_p: float = option(0.95, "sample from the most probable tokens whose total probability is at least this number; "
+                          "1: all tokens", within="(0, 1]")
+    min_p: float = option(0.0, "sample from tokens whose probability is at least this fraction of the largest "
+                          "probability", within="[0, 1]")
+    repetition_penalty: float = option(1.0, "number by which the logits of tokens that are already in the text are "
+                                       "divided; 1: no penalty", within="[0.001, 1000]")
+    presence_penalty: float = option(0.0, "number that is subtracted from the logits of tokens that have already been "
+                                     "generated", within="[-100, 100]")
+    frequency_penalty: float = option(0.0, "number that is subtracted from the logit of a token once for each time it "
+                                      "has been generated", within="[-100, 100]")
+    samples: int = option(1, "number of texts to generate for each prompt", within="[1, 4096]")
+    beams: int = option(0, "number of texts that beam search keeps for each prompt; 0: sampling instead of beam search",
                         within="[0, 1024]")
-    length_penalty: float = option(1.0, "of beam search: the exponent of the length; larger: longer texts",
-                                   within="[-100, 100]")
-    stop: str | None = option(None, "a string that ends a text; several are separated by |")
+    length_penalty: float = option(1.0, "exponent of the length in the scores of beam search; larger values favor "
+                                   "longer texts", within="[-100, 100]")
+    stop: str | None = option(None, "string that ends a text; several strings are separated by |")
     log_probs: bool = option(False, "print the sum of the log-probabilities of each text")
-    chat: bool = option(False, "hold a conversation by the model's chat template: each prompt, or each line of the "
-                        "terminal, is a message")
-    system: str | None = option(None, "of --chat: the message with which the conversation begins")
-    precision: str = option("float32", "of the weights: float32, bfloat16 or float16",
-                             choices=("float32", "bfloat16", "float16"))
-    seed: int = option(0, "of the draws", within=tr.flags.SEED)
+    chat: bool = option(False, "hold a conversation with the model's chat template; each prompt, or each line of "
+                        "input, is a message")
+    system: str | None = option(None, "with --chat: the system message, with which the conversation starts")
+    precision: str = option("float32", "dtype of the weights: float32, bfloat16 or float16",
+                            choices=("float32", "bfloat16", "float16"))
+    seed: int = option(0, "random seed for sampling", within=tr.flags.SEED)
 
 
 def main(argv):

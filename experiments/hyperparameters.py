@@ -148,19 +148,22 @@ def plot(results, path, title):
 
 
 def define_flags():
-    flags.DEFINE_enum("dataset", "digits", ["digits", "fashion_mnist", "mnist"], "the data")
-    flags.DEFINE_string("data_dir", None, "where its files are, or go")
-    flags.DEFINE_string("workdir", "runs/hyperparameters", "folder of results.csv and hyperparameters.png")
-    flags.DEFINE_list("methods", list(METHODS), f"which of {', '.join(METHODS)}")
-    flags.DEFINE_integer("members", 8, "members of random search and of population-based training")
-    flags.DEFINE_integer("steps", 300, "steps of a member")
-    flags.DEFINE_integer("generations", 10, "generations of population-based training")
-    flags.DEFINE_integer("seeds", 5, "number of repetitions")
-    flags.DEFINE_integer("first_seed", 0, "the seed of the first one")
-    flags.DEFINE_integer("width", 64, "units of a hidden layer")
-    flags.DEFINE_integer("batch_size", 64, "examples in a batch")
-    flags.DEFINE_integer("examples", 0, "use the first training examples only; 0 for all")
-    flags.DEFINE_enum("members_by", "vmap", ["auto", "vmap", "loop"], "how members run")
+    flags.DEFINE_enum("dataset", "digits", ["digits", "fashion_mnist", "mnist"], "name of the data set")
+    flags.DEFINE_string("data_dir", None, "folder of the data set's files, to which missing files are downloaded; if "
+                        "not given, fnet's cache")
+    flags.DEFINE_string("workdir", "runs/hyperparameters", "folder to which results.csv and hyperparameters.png are "
+                        "written")
+    flags.DEFINE_list("methods", list(METHODS), f"methods to compare, separated by commas: {', '.join(METHODS)}")
+    flags.DEFINE_integer("members", 8, "number of members of random search and of population-based training")
+    flags.DEFINE_integer("steps", 300, "number of training steps of each member")
+    flags.DEFINE_integer("generations", 10, "number of generations of population-based training")
+    flags.DEFINE_integer("seeds", 5, "number of repetitions with different random seeds")
+    flags.DEFINE_integer("first_seed", 0, "random seed of the first repetition")
+    flags.DEFINE_integer("width", 64, "number of units in a hidden layer")
+    flags.DEFINE_integer("batch_size", 64, "number of examples in a batch")
+    flags.DEFINE_integer("examples", 0, "number of training examples to use; 0: all examples")
+    flags.DEFINE_enum("members_by", "vmap", ["auto", "vmap", "loop"], "how the members are computed: together (vmap), "
+                      "one after the other (loop), or the faster way (auto)")
 
 
 def main(argv):

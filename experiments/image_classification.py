@@ -41,34 +41,45 @@ AUGMENTATIONS = ("none", "shift", "affine", "flip", "flip_crop", "flip_crop_cuto
 class Config:
     """The hyperparameters, which determine the result of a run, and the path data_dir, which does not."""
 
-    dataset: str = option("digits", "digits, mnist, fashion_mnist or cifar10", choices=tr.datasets.NAMES)
-    data_dir: str | None = option(None, "where its files are, or go", decides=False)
-    split: str = option("random", "of digits: random, or last20 for the last 20 % of the file",
-                         choices=("random", "last20"))
-    model: str = option("cnn", "cnn or mlp", choices=("cnn", "mlp"))
-    width: int | None = option(None, "channels of the CNN's first stage, doubled in each that follows",
-                               within="[1, 8192]")
-    depth: int = option(1, "convolutions in the CNN's first stage; the others have two", within="[1, 128]")
-    dropout: float = option(0.2, "dropout before the last layer (cnn), after each hidden one (mlp)", within="[0, 1)")
-    epochs: float | None = option(None, "passes over the training images", within="(0, 1000000]")
-    steps: int | None = option(None, "training steps, instead of epochs", within=tr.flags.STEPS)
-    batch_size: int | None = option(None, "images in a batch", within="[1, 1048576]")
-    optimizer: str = option("nesterov", f"one of {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
-    wrapper: str = option("none", f"around the optimizer: {', '.join(WRAPPERS)}", choices=WRAPPERS)
-    sam_radius: float = option(0.05, "distance at which sam computes the gradient", within="(0, 1000]")
-    schedule: str = option("cosine", f"step size: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
-    learning_rate: float | None = option(None, "the largest step size", within="(0, 1000]")
-    warmup: float = option(0.15, "fraction of the run during which the step size rises", within="[0, 1)")
-    weight_decay: float | None = option(None, "on kernels, not on biases and norm scales", within="[0, 1000]")
-    label_smoothing: float = option(0.0, "share of the label spread over all classes", within="[0, 1)")
-    augment: str | None = option(None, "none, shift, affine, flip, flip_crop or flip_crop_cutout",
-                                 choices=AUGMENTATIONS)
-    ema: float = option(0.99, "decay of the average of weights that is evaluated; 0 for none", within="[0, 1)")
-    early_stop: int = option(0, "stop after so many evaluations without gain on a held-out tenth",
+    dataset: str = option("digits", "name of the data set: digits, mnist, fashion_mnist or cifar10",
+                          choices=tr.datasets.NAMES)
+    data_dir: str | None = option(None, "folder of the data set's files, to which missing files are downloaded; if not "
+                                  "given, fnet's cache", decides=False)
+    split: str = option("random", "test images of digits: random, or last20 (the last 20 % of the file)",
+                        choices=("random", "last20"))
+    model: str = option("cnn", "model: cnn or mlp", choices=("cnn", "mlp"))
+    width: int | None = option(None, "number of channels in the first stage of the CNN; each later stage has twice as "
+                               "many", within="[1, 8192]")
+    depth: int = option(1, "number of convolutions in the first stage of the CNN; the other stages have two",
+                        within="[1, 128]")
+    dropout: float = option(0.2, "dropout rate, before the last layer of the CNN or after each hidden layer of the MLP",
+                            within="[0, 1)")
+    epochs: float | None = option(None, "number of passes over the training images", within="(0, 1000000]")
+    steps: int | None = option(None, "number of training steps; replaces --epochs", within=tr.flags.STEPS)
+    batch_size: int | None = option(None, "number of images in a batch", within="[1, 1048576]")
+    optimizer: str = option("nesterov", f"name of the optimizer: {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
+    wrapper: str = option("none", f"transformation of the optimizer: {', '.join(WRAPPERS)}", choices=WRAPPERS)
+    sam_radius: float = option(0.05, "with --wrapper=sam: distance from the weights at which the gradient is computed",
+                               within="(0, 1000]")
+    schedule: str = option("cosine", f"schedule of the learning rate: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
+    learning_rate: float | None = option(None, "largest learning rate", within="(0, 1000]")
+    warmup: float = option(0.15, "fraction of the training steps during which the learning rate increases",
+                           within="[0, 1)")
+    weight_decay: float | None = option(None, "coefficient of the weight decay, which applies to kernels but not to "
+                                        "biases and norm scales", within="[0, 1000]")
+    label_smoothing: float = option(0.0, "fraction of each label's probability that is distributed equally over all "
+                                    "classes", within="[0, 1)")
+    augment: str | None = option(None, "augmentation of the images: none, shift, affine, flip, flip_crop or "
+                                 "flip_crop_cutout", choices=AUGMENTATIONS)
+    ema: float = option(0.99, "decay rate of the moving average of the weights, which is evaluated instead of the "
+                        "weights; 0: no average", within="[0, 1)")
+    early_stop: int = option(0, "number of evaluations without improvement after which the training stops; a tenth of "
+                             "the training images is held out for these evaluations; 0: no early stopping",
                              within="[0, 1000000]")
-    precision: str = option("auto", "auto (what suits the chip), float32, bfloat16 or float16",
-                             choices=common.PRECISIONS)
-    seed: int = option(0, "of initial weights, order, augmentation and dropout", within=tr.flags.SEED)
+    precision: str = option("auto", "dtype of matrix products and convolutions: auto (chosen for the chip), float32, "
+                            "bfloat16 or float16", choices=common.PRECISIONS)
+    seed: int = option(0, "random seed of the initial weights, the order of the images, the augmentation and dropout",
+                       within=tr.flags.SEED)
 
 
 PRESETS = tr.presets.IMAGE_CLASSIFICATION
@@ -230,10 +241,11 @@ def predict(model, state, images, standard, batch_size=500):
 
 def define_flags():
     tr.flags.define(Config, flags.FLAGS, by="dataset")
-    flags.DEFINE_string("workdir", None, "the run's folder (default: runs/DATASET)")
+    flags.DEFINE_string("workdir", None, "folder of the run (default: runs/DATASET)")
     common.define_run_flags()
     common.define_device_flags()
-    flags.DEFINE_bool("last20", True, "digits: measure the conventional last-20 % split as well")
+    flags.DEFINE_bool("last20", True, "for digits: also train and test with the conventional split, in which the last "
+                      "20 % are the test images")
 
 
 def configured(argv):

@@ -41,37 +41,42 @@ TEMPEST = Path(__file__).parent / "data" / "tempest.txt"
 class Config:
     """The hyperparameters, which determine the result of a run, and the path data_dir, which does not."""
 
-    preset: str = option("small", "sizes and steps: small, 10m or 124m", choices=("small", "10m", "124m"))
-    data_dir: str | None = option(None, "the folder of the text: input.txt, *.txt, or train.bin and val.bin",
-                                 decides=False)
-    tokens: str = option("char", "what a token is: char, byte, or bin for nanoGPT's files",
+    preset: str = option("small", "preset of the sizes and the training: small, 10m or 124m",
+                         choices=("small", "10m", "124m"))
+    data_dir: str | None = option(None, "folder of the text: input.txt, other *.txt files, or train.bin and val.bin",
+                                  decides=False)
+    tokens: str = option("char", "unit of a token: char (character), byte, or bin (token files of nanoGPT)",
                          choices=("char", "byte", "bin"))
-    vocab_size: int | None = option(None, "tokens=bin: how many tokens there are (50304 holds GPT-2's)",
-                                    within="[1, 65536]")
-    model: str = option("gpt", "gpt, llama or lstm", choices=("gpt", "llama", "lstm"))
-    width: int | None = option(None, "features of a token", within="[1, 65536]")
-    depth: int | None = option(None, "blocks, or LSTMs", within="[1, 256]")
-    heads: int | None = option(None, "attention heads", within="[1, 65536]")
-    context: int | None = option(None, "tokens that the model sees", within="[1, 1048576]")
-    dropout: float | None = option(None, "on embeddings, attention and residual branches", within="[0, 1)")
-    steps: int | None = option(None, "training steps", within=tr.flags.STEPS)
-    batch_size: int | None = option(None, "texts in a batch", within="[1, 1048576]")
-    optimizer: str = option("adamw", f"one of {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
-    schedule: str = option("cosine", f"step size: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
-    learning_rate: float | None = option(None, "the largest step size", within="(0, 1000]")
-    final: float = option(0.1, "the last step size, as a fraction of the largest", within="[0, 1]")
-    warmup: float = option(0.02, "fraction of the run during which the step size rises", within="[0, 1)")
-    weight_decay: float = option(0.1, "on kernels and embeddings, not on biases and norm scales", within="[0, 1000]")
-    beta2: float = option(0.99, "adamw: decay of the second moment", within="[0, 1)")
-    clip: float = option(1.0, "largest norm of the gradient; 0 for none", within="[0, 1000000]")
-    ema: float = option(0.0, "decay of the average of weights that is evaluated; 0 for none", within="[0, 1)")
-    early_stop: int = option(0, "stop after so many evaluations without gain in validation loss",
-                             within="[0, 1000000]")
-    precision: str = option("auto", "auto (what suits the chip), float32, bfloat16 or float16",
-                             choices=common.PRECISIONS)
+    vocab_size: int | None = option(None, "with --tokens=bin: number of tokens in the vocabulary (50304 is sufficient "
+                                    "for GPT-2's tokens)", within="[1, 65536]")
+    model: str = option("gpt", "model: gpt, llama or lstm", choices=("gpt", "llama", "lstm"))
+    width: int | None = option(None, "number of features of each token", within="[1, 65536]")
+    depth: int | None = option(None, "number of blocks or LSTM layers", within="[1, 256]")
+    heads: int | None = option(None, "number of attention heads", within="[1, 65536]")
+    context: int | None = option(None, "number of tokens in an example", within="[1, 1048576]")
+    dropout: float | None = option(None, "dropout rate of the embeddings, the attention and the residual branches",
+                                   within="[0, 1)")
+    steps: int | None = option(None, "number of training steps", within=tr.flags.STEPS)
+    batch_size: int | None = option(None, "number of texts in a batch", within="[1, 1048576]")
+    optimizer: str = option("adamw", f"name of the optimizer: {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
+    schedule: str = option("cosine", f"schedule of the learning rate: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
+    learning_rate: float | None = option(None, "largest learning rate", within="(0, 1000]")
+    final: float = option(0.1, "last learning rate, as a fraction of the largest learning rate", within="[0, 1]")
+    warmup: float = option(0.02, "fraction of the training steps during which the learning rate increases",
+                           within="[0, 1)")
+    weight_decay: float = option(0.1, "coefficient of the weight decay, which applies to kernels and embeddings but "
+                                 "not to biases and norm scales", within="[0, 1000]")
+    beta2: float = option(0.99, "for adamw: decay rate of the second moment", within="[0, 1)")
+    clip: float = option(1.0, "largest norm of the gradient; 0: no clipping", within="[0, 1000000]")
+    ema: float = option(0.0, "decay rate of the moving average of the weights, which is evaluated instead of the "
+                        "weights; 0: no average", within="[0, 1)")
+    early_stop: int = option(0, "number of evaluations without improvement of the validation loss after which the "
+                             "training stops; 0: no early stopping", within="[0, 1000000]")
+    precision: str = option("auto", "dtype of matrix products and convolutions: auto (chosen for the chip), float32, "
+                            "bfloat16 or float16", choices=common.PRECISIONS)
     residual: str = option("auto", "dtype of the residual stream: auto (bfloat16 if the products are in bfloat16) or "
                            "float32", choices=("auto", "float32"))
-    seed: int = option(0, "of initial weights, batches and dropout", within=tr.flags.SEED)
+    seed: int = option(0, "random seed of the initial weights, the batches and dropout", within=tr.flags.SEED)
 
 
 PRESETS = tr.presets.LANGUAGE_MODEL
@@ -226,11 +231,12 @@ def sample(model, params, tokenizer, config, *, temperature, top_k):
 
 def define_flags():
     tr.flags.define(Config, flags.FLAGS, by="preset")
-    flags.DEFINE_string("workdir", None, "the run's folder (default: runs/language_model)")
+    flags.DEFINE_string("workdir", None, "folder of the run (default: runs/language_model)")
     common.define_run_flags()
     common.define_device_flags()
-    flags.DEFINE_float("temperature", 0.8, "of the sample at the end")
-    flags.DEFINE_integer("top_k", 200, "of the sample at the end", lower_bound=1, upper_bound=2**31 - 1)
+    flags.DEFINE_float("temperature", 0.8, "temperature of the text that is sampled after the training")
+    flags.DEFINE_integer("top_k", 200, "number of the most probable tokens from which the tokens of this text are "
+                         "sampled", lower_bound=1, upper_bound=2**31 - 1)
 
 
 def configured(argv):

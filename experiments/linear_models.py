@@ -221,12 +221,14 @@ def draw(panels, points, path):
 
 
 def define_flags():
-    flags.DEFINE_string("workdir", "runs/linear_models", "folder for the picture")
-    flags.DEFINE_float("l2", 0.1, "weight of the squared weights in the risk", lower_bound=1e-6, upper_bound=1e6)
-    flags.DEFINE_integer("width", 12, "units in a hidden layer", lower_bound=1, upper_bound=4096)
-    flags.DEFINE_integer("steps", 3000, "steps for each number of layers", lower_bound=1, upper_bound=10**7)
-    flags.DEFINE_float("noise", 0.03, "deviation of the points from their spiral", lower_bound=0, upper_bound=1000)
-    flags.DEFINE_integer("seed", 0, "seed of points and weights", lower_bound=0, upper_bound=2**32 - 2)
+    flags.DEFINE_string("workdir", "runs/linear_models", "folder to which the figure is written")
+    flags.DEFINE_float("l2", 0.1, "coefficient of the squared weights in the risk", lower_bound=1e-6, upper_bound=1e6)
+    flags.DEFINE_integer("width", 12, "number of units in a hidden layer", lower_bound=1, upper_bound=4096)
+    flags.DEFINE_integer("steps", 3000, "number of training steps for each number of layers", lower_bound=1,
+                         upper_bound=10**7)
+    flags.DEFINE_float("noise", 0.03, "standard deviation of the noise that is added to the points of the spirals",
+                       lower_bound=0, upper_bound=1000)
+    flags.DEFINE_integer("seed", 0, "random seed of the points and the weights", lower_bound=0, upper_bound=2**32 - 2)
 
 
 def configured(argv):

@@ -116,14 +116,15 @@ def plot(results, path):
 
 
 def define_flags():
-    flags.DEFINE_string("workdir", "runs/svrg", "folder of svrg.png and gaps.csv")
-    flags.DEFINE_list("methods", list(METHODS), f"which of {', '.join(METHODS)}")
-    flags.DEFINE_enum("optimizer", "sgd", list(tr.OPTIMIZERS), "the optimizer below each method")
-    flags.DEFINE_float("learning_rate", 0.05, "constant step size")
-    flags.DEFINE_float("l2", 0.1, "regularization, which makes the risk strongly convex")
-    flags.DEFINE_integer("batch_size", 8, "examples in a batch")
-    flags.DEFINE_integer("passes", 60, "passes over the data")
-    flags.DEFINE_integer("seed", 0, "of the order of the examples")
+    flags.DEFINE_string("workdir", "runs/svrg", "folder to which svrg.png and gaps.csv are written")
+    flags.DEFINE_list("methods", list(METHODS), f"methods to compare, separated by commas: {', '.join(METHODS)}")
+    flags.DEFINE_enum("optimizer", "sgd", list(tr.OPTIMIZERS), "name of the optimizer that each method uses")
+    flags.DEFINE_float("learning_rate", 0.05, "learning rate, which is constant")
+    flags.DEFINE_float("l2", 0.1, "coefficient of the squared weights in the risk, which makes the risk strongly "
+                       "convex")
+    flags.DEFINE_integer("batch_size", 8, "number of examples in a batch")
+    flags.DEFINE_integer("passes", 60, "number of passes over the data")
+    flags.DEFINE_integer("seed", 0, "random seed of the order of the examples")
 
 
 def main(argv):

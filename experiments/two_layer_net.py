@@ -185,12 +185,12 @@ def show_sigmoids():
 
 
 def define_flags():
-    flags.DEFINE_integer("steps", 1000, "steps of gradient descent", lower_bound=1, upper_bound=10**9)
-    flags.DEFINE_integer("batch_size", 128, "images a step", lower_bound=1, upper_bound=1437)
-    flags.DEFINE_integer("width", 64, "units of the hidden layer", lower_bound=1, upper_bound=65536)
-    flags.DEFINE_float("rate", 1.0, "step size", lower_bound=0.0, upper_bound=1000.0)
-    flags.DEFINE_integer("seed", 0, "seed of weights and batches", lower_bound=0, upper_bound=2**32 - 1)
-    flags.DEFINE_integer("print_every", 100, "steps between two lines", lower_bound=1)
+    flags.DEFINE_integer("steps", 1000, "number of training steps", lower_bound=1, upper_bound=10**9)
+    flags.DEFINE_integer("batch_size", 128, "number of images in a batch", lower_bound=1, upper_bound=1437)
+    flags.DEFINE_integer("width", 64, "number of units in the hidden layer", lower_bound=1, upper_bound=65536)
+    flags.DEFINE_float("rate", 1.0, "learning rate", lower_bound=0.0, upper_bound=1000.0)
+    flags.DEFINE_integer("seed", 0, "random seed of the weights and the batches", lower_bound=0, upper_bound=2**32 - 1)
+    flags.DEFINE_integer("print_every", 100, "number of steps between two lines of output", lower_bound=1)
 
 
 def configured(argv):

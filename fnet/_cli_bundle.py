@@ -20,9 +20,10 @@ def define(commands: Any) -> None:
     """Adds the command to the parser of `fnet`."""
     bundle = commands.add_parser("bundle", help="describe, check or renew an exported model",
                                  formatter_class=argparse.RawDescriptionHelpFormatter, description=_DESCRIPTION)
-    bundle.add_argument("action", choices=("show", "check", "renew"))
-    bundle.add_argument("file", help="the bundle")
-    bundle.add_argument("--output", help="renew: the new file (default: the bundle is replaced)")
+    bundle.add_argument("action", choices=("show", "check", "renew"),
+                        help="describe the bundle, check its results, or export its programs again")
+    bundle.add_argument("file", help="path of the bundle")
+    bundle.add_argument("--output", help="path of the renewed bundle (default: the bundle is replaced)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,17 +22,18 @@ _EPOCH = 1_281_167      # images of ImageNet
 
 def define(commands: Any) -> None:
     """Adds the command to the parser of `fnet`."""
-    compare = commands.add_parser("compare", help="a training step on several chips, side by side",
+    compare = commands.add_parser("compare", help="compare the estimated cost of a training step on several chips",
                                   formatter_class=argparse.RawDescriptionHelpFormatter, description=_DESCRIPTION)
-    compare.add_argument("model", help="resnet50, gpt2, ...; module:function or file.py:function")
-    compare.add_argument("--chips", required=True, help="names separated by commas: chips, systems (TPU v2-8, DGX-1), "
-                         "slices (v5e:4x4) or machines of GPUs (h100:4x8)")
-    compare.add_argument("--batch", type=int, help="rows of a named model's batch: default 64 images or 8 texts")
-    compare.add_argument("--examples", type=int, help="rows of an epoch, for energy and rent; default: ImageNet's for "
-                         "image classifiers, else 1,000 steps")
+    compare.add_argument("model", help="name of a model (resnet50, gpt2, ...), module:function or file.py:function")
+    compare.add_argument("--chips", required=True, help="names, separated by commas, of chips, systems (TPU v2-8, "
+                         "DGX-1), slices (v5e:4x4) or machines of GPUs (h100:4x8)")
+    compare.add_argument("--batch", type=int, help="number of rows in a batch of a named model (default: 64 images or "
+                         "8 texts)")
+    compare.add_argument("--examples", type=int, help="number of rows in an epoch, from which energy and rent are "
+                         "computed (default: the size of ImageNet for image classifiers, otherwise 1,000 batches)")
     compare.add_argument("--precision", default="auto", choices=("auto", "float32", "bfloat16", "float16",
                                                                  "as-written"),
-                         help="auto (default): the policy of each chip")
+                         help="dtype of products; auto (default) uses the policy of each chip")
 
 
 def run(args: argparse.Namespace) -> int:

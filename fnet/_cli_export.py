@@ -16,14 +16,16 @@ def define(commands: Any) -> None:
                                  description="Exports the model of a run's folder, which contains model.json "
                                  "(export.record). onnx and litert need the packages of fnet[onnx] and "
                                  "fnet[litert], web those of fnet[onnx] and the npm package onnxruntime-web.")
-    export.add_argument("run", help="the run's folder, such as runs/digits")
-    export.add_argument("--to", default="bundle", help=f"formats, separated by commas: {', '.join(_FORMATS)}")
-    export.add_argument("--which", default="last", help="last (default), best, or the number of a step")
-    export.add_argument("--output", help="the folder of the files (default: the run's folder)")
-    export.add_argument("--runtime", metavar="FOLDER", help="the npm package onnxruntime-web, for --to=web (default: "
-                        "node_modules/onnxruntime-web)")
+    export.add_argument("run", help="folder of the run, such as runs/digits")
+    export.add_argument("--to", default="bundle", help="formats to write, separated by commas: "
+                        f"{', '.join(_FORMATS)} (default: %(default)s)")
+    export.add_argument("--which", default="last", help="checkpoint to export: last (default), best, or the number of "
+                        "a step")
+    export.add_argument("--output", help="folder to which the files are written (default: the folder of the run)")
+    export.add_argument("--runtime", metavar="FOLDER", help="folder of the npm package onnxruntime-web, for --to=web "
+                        "(default: node_modules/onnxruntime-web)")
     export.add_argument("--sizes", action="append", metavar="NAME=SIZE,...",
-                        help="sizes of the inputs of a LiteRT model, such as b=1,t=64; several times for "
+                        help="values of the size variables of a LiteRT model, such as b=1,t=64; repeat the option for "
                         "several signatures")
 
 

@@ -43,17 +43,19 @@ and the commands
 
 def define(commands: Any) -> None:
     """Adds the command to the parser of `fnet`."""
-    plan = commands.add_parser("plan", help="how to run a training step on several devices, attached or not",
+    plan = commands.add_parser("plan", help="show how to run a training step on several devices, attached or not",
                                formatter_class=argparse.RawDescriptionHelpFormatter, description=_DESCRIPTION)
-    plan.add_argument("function", help="module:function or file.py:function")
+    plan.add_argument("function", help="function that returns the step, as module:function or file.py:function")
     plan.add_argument("--devices", default="local",
-                      help="local (default), v5e:16x16, v5p:4x4x4*2, h100:4x8, 'RTX 3080', dgx-1")
+                      help="devices to plan for: local (default), v5e:16x16, v5p:4x4x4*2, h100:4x8, 'RTX 3080', dgx-1")
     plan.add_argument("--strategy", default="auto",
-                      help="auto, data, zero1, fsdp, fsdp+pins, each also with +remat and +microbatches=N")
-    plan.add_argument("--mesh", help="sizes of the axes of the mesh, such as data=-1,tensor=4")
+                      help="strategy: auto (default), data, zero1, fsdp or fsdp+pins; +remat and +microbatches=N can "
+                      "be appended to each")
+    plan.add_argument("--mesh", help="names and sizes of the mesh axes, such as data=-1,tensor=4")
     plan.add_argument("--rule", action="append", default=[], metavar="PATTERN=AXES",
-                      help="the mesh axis of each axis of the parameters that match, such as 'fc/kernel=None,tensor'")
-    plan.add_argument("--estimate", action="store_true", help="estimate only; do not compile")
+                      help="mesh axis for each axis of the parameters whose path matches PATTERN, such as "
+                      "'fc/kernel=None,tensor'; can be repeated")
+    plan.add_argument("--estimate", action="store_true", help="estimate the cost without compiling the step")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,8 +21,9 @@ def define(commands: Any) -> None:
     """Adds the command to the parser of `fnet`."""
     parser = commands.add_parser("report", help="write an HTML report of training runs", description=_DESCRIPTION,
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", nargs="+", help="the folder of a run")
-    parser.add_argument("-o", "--output", help="the file (default: report.html in the folder of the first run)")
+    parser.add_argument("run", nargs="+", help="folder of a run; several runs are compared")
+    parser.add_argument("-o", "--output", help="path of the report (default: report.html in the folder of the first "
+                        "run)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,18 +22,23 @@ def define(commands: Any) -> None:
     """Adds the command to the parser of `fnet`."""
     serve = commands.add_parser("serve", help="serve exported models over HTTP", description=_DESCRIPTION,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    serve.add_argument("files", nargs="+", metavar="FILE", help="a bundle: FILE, NAME=FILE or NAME:VERSION=FILE")
-    serve.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
-    serve.add_argument("--port", type=int, default=8000, help="port; 0 selects a free one (default: %(default)s)")
-    serve.add_argument("--max-batch", type=int, default=32, help="rows that are computed together (default: 32)")
+    serve.add_argument("files", nargs="+", metavar="FILE", help="bundle to serve, as FILE, NAME=FILE or "
+                       "NAME:VERSION=FILE")
+    serve.add_argument("--host", default="127.0.0.1", help="address of the server (default: %(default)s)")
+    serve.add_argument("--port", type=int, default=8000, help="port of the server; 0 selects a free port (default: "
+                       "%(default)s)")
+    serve.add_argument("--max-batch", type=int, default=32, help="maximum number of rows in a batch (default: 32)")
     serve.add_argument("--max-delay", type=float, default=2.0, metavar="MS",
-                       help="milliseconds for which a request waits for others (default: 2)")
-    serve.add_argument("--max-queue", type=int, default=256, help="requests that wait for a model (default: 256)")
-    serve.add_argument("--max-body", type=float, default=64, metavar="MB", help="size of a request (default: 64)")
-    serve.add_argument("--timeout", type=float, default=30, help="seconds for a request (default: 30)")
+                       help="maximum time in milliseconds for which a request waits for other requests (default: 2)")
+    serve.add_argument("--max-queue", type=int, default=256, help="maximum number of requests that wait for a model "
+                       "(default: 256)")
+    serve.add_argument("--max-body", type=float, default=64, metavar="MB",
+                       help="maximum size of a request in megabytes (default: 64)")
+    serve.add_argument("--timeout", type=float, default=30, help="time limit of a request in seconds (default: 30)")
     serve.add_argument("--pad", action="append", default=[], metavar="NAME=SIZES",
-                       help="pad this size variable to the next of these sizes")
-    serve.add_argument("--token-file", help="a file with the token that clients must send")
+                       help="sizes to which a size variable is padded, such as t=32,64,128; the smallest sufficient "
+                       "size is used")
+    serve.add_argument("--token-file", help="file with the token that clients must send")
 
 
 def run(args: argparse.Namespace) -> int:

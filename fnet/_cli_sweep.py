@@ -27,19 +27,23 @@ def define(commands: Any) -> None:
     """Adds the command to the parser of `fnet`."""
     parser = commands.add_parser("sweep", help="search for the hyperparameters of an experiment",
                                  description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("script", help="the experiment")
+    parser.add_argument("script", help="Python file of the experiment")
     parser.add_argument("--space", required=True, help="JSON file with the hyperparameters and their ranges")
-    parser.add_argument("--budget", default="30m", help="time for this worker: 90s, 30m, 2h (default: %(default)s)")
-    parser.add_argument("--trials", type=int, help="largest number of trials of the sweep")
+    parser.add_argument("--budget", default="30m",
+                        help="time limit of this worker, such as 90s, 30m or 2h (default: %(default)s)")
+    parser.add_argument("--trials", type=int, help="maximum number of trials of the sweep")
     parser.add_argument("--workdir", default="runs/sweep", help="folder of the sweep (default: %(default)s)")
-    parser.add_argument("--metric", help="the metric that decides, such as validation/accuracy, which is the default "
-                        "if the run logs it; otherwise the accuracy or loss of validation or test data")
-    parser.add_argument("--mode", choices=["max", "min"], help="default: min for losses and errors")
+    parser.add_argument("--metric", help="metric by which the trials are compared (default: validation/accuracy if the "
+                        "run logs it, otherwise another accuracy or loss of validation or test data)")
+    parser.add_argument("--mode", choices=["max", "min"], help="whether the largest or the smallest value of "
+                        "the metric is the best (default: min for losses and errors, otherwise max)")
     parser.add_argument("--sampler", choices=["sobol", "random", "bayesian"], default="sobol",
-                        help="bayesian needs fnet[search] (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampler")
-    parser.add_argument("--workers", type=int, default=1, help="processes on this machine (default: %(default)s)")
-    parser.epilog = "-- FLAG ...: flags of the script for all trials"
+                        help="method that selects the hyperparameters; bayesian needs fnet[search] (default: "
+                        "%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the sampler (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=1, help="number of processes that run trials on this machine "
+                        "(default: %(default)s)")
+    parser.epilog = "-- FLAG ...: flags that are passed to the script in every trial"
 
 
 def run(args: argparse.Namespace) -> int:

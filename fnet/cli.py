@@ -48,10 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", title="commands", metavar="<command>")
     devices = commands.add_parser("devices", help="show the chips of this machine and the policy with its reason; a "
                                   "CPU is probed for about a second, once (not with FNET_PROBE=0)")
-    devices.add_argument("--measure", action="store_true", help="measure matmuls and a copy for a few seconds")
-    chips = commands.add_parser("chips", help="show the catalog, or one chip")
-    chips.add_argument("name", nargs="*", help='a chip, a system or a device kind, such as "TPU v5e" or DGX-1')
-    chips.add_argument("--plot", metavar="FILE", help="draw FLOP per dollar and per watt over the years: PNG, SVG, PDF")
+    devices.add_argument("--measure", action="store_true", help="measure the rates of matrix products and of a copy, "
+                         "for a few seconds")
+    chips = commands.add_parser("chips", help="show the catalog of chips, or one chip")
+    chips.add_argument("name", nargs="*", help='name of a chip, a system or a device kind, such as "TPU v5e" or DGX-1')
+    chips.add_argument("--plot", metavar="FILE", help="draw FLOP per dollar and per watt over the years, to a PNG, SVG "
+                       "or PDF file")
     _cli_plan.define(commands)
     _cli_bundle.define(commands)
     _cli_export.define(commands)

@@ -3,7 +3,7 @@ values of a field.
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Config:
-        rate: float = tr.flags.option(0.1, "the largest step size", within="(0, 1000]")
+        rate: float = tr.flags.option(0.1, "largest learning rate", within="(0, 1000]")
 
     tr.flags.define(Config, absl.flags.FLAGS)              # before the flags are parsed
     config = tr.flags.read(Config, absl.flags.FLAGS)       # after the flags have been parsed
@@ -43,7 +43,7 @@ def option(default: Any, help: str, *, within: str | None = None, choices: Seque
     >>> import dataclasses
     >>> @dataclasses.dataclass(frozen=True, kw_only=True)
     ... class Config:
-    ...     rate: float = tr.flags.option(0.1, "the step size", within="(0, 1]")
+    ...     rate: float = tr.flags.option(0.1, "learning rate", within="(0, 1]")
     >>> Config().rate
     0.1
     """
@@ -67,10 +67,11 @@ def define(cls: type, values: FlagValues, *, by: str | None = None) -> None:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind = (typing.get_args(hints[field.name]) or (hints[field.name],))[0]
-        default = f"by {by}" if field.default is None and by else field.default
+        default = f"set by --{by}" if field.default is None and by else field.default
         text = f"{field.metadata.get('help', field.name)} (default: {default})"
         kinds[kind](field.name, None, text, flag_values=values)
-    flags.DEFINE_string("config", None, "JSON file to take values from, such as another run's", flag_values=values)
+    flags.DEFINE_string("config", None, "JSON file with values of the flags, such as config.json of another run",
+                        flag_values=values)
 
 
 def read(cls: type[Config], values: FlagValues, presets: Mapping[str, Mapping[str, Any]] | None = None, *,

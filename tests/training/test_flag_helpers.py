@@ -44,7 +44,8 @@ def test_defaults_presets_files_and_flags(tmp_path):
 def test_help_and_a_dataclass_without_options():
     values = absl_flags.FlagValues()
     tr.flags.define(Config, values, by="size")
-    assert values["width"].help == "units (default: by size)" and values["rate"].help == "the step size (default: 0.1)"
+    assert values["width"].help == "units (default: set by --size)"
+    assert values["rate"].help == "the step size (default: 0.1)"
     plain = dataclasses.make_dataclass("Plain", [("steps", int, 3)], frozen=True)
     values = absl_flags.FlagValues()
     tr.flags.define(plain, values)
