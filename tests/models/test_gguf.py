@@ -1,5 +1,7 @@
 """GGUF files that the package gguf writes, against the arrays that it decodes from them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +44,8 @@ def write(file, model, arrays, kinds, **changes):
               "feed_forward_length": model.hidden, "attention.head_count": model.heads,
               "attention.head_count_kv": model.kv_heads, "rope.dimension_count": model.width // model.heads} | changes
     for name, value in fields.items():
-        writer.add_uint32(f"llama.{name}", value)
+        if value is not None:
+            writer.add_uint32(f"llama.{name}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", model.epsilon)
     for name, array in arrays.items():
         kind = next((kind for part, kind in kinds.items() if part in name and array.ndim == 2), "F32")
@@ -97,6 +100,8 @@ def test_arrays_and_logits_are_those_of_the_package(model, kinds, quantized, tmp
     ({"attention.causal": 0}, (), "llama.attention.causal=0 is not supported"),
     ({"feed_forward_length": 128}, (), r"expected shape \(128, 64\); got \(96, 64\)"),
     ({}, ("blk.1.ffn_up.weight",), "lacks the arrays blk.1.ffn_up.weight"),
+    ({"feed_forward_length": None}, (), "lacks the fields llama.feed_forward_length"),
+    ({"attention.head_count_kv": None}, (), r"blk.*expected shape"),
     ({"block_count": 1}, (), "also contains the arrays blk.1.attn_k.weight"),
 ])
 def test_what_the_model_does_not_have_is_an_error(changes, lacking, message, tmp_path):
@@ -105,6 +110,13 @@ def test_what_the_model_does_not_have_is_an_error(changes, lacking, message, tmp
                  **changes)
     with pytest.raises(ValueError, match=message):
         pretrained.load_gguf(file)
+
+
+def test_without_a_number_of_key_heads_the_attention_is_not_grouped(tmp_path):
+    model = dataclasses.replace(MODEL, kv_heads=MODEL.heads)
+    params = model.init(jax.random.key(0), TOKENS)[0]
+    file = write(tmp_path / "model.gguf", model, tensors(model, params), {}, **{"attention.head_count_kv": None})
+    assert pretrained.load_gguf(file)[0] == model
 
 
 def test_damaged_files_are_named(tmp_path):

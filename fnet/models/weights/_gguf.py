@@ -24,6 +24,7 @@ _FIELDS = {"block_count": "depth", "embedding_length": "width", "feed_forward_le
            "context_length": "context", "attention.head_count": "heads", "attention.head_count_kv": "kv_heads",
            "attention.layer_norm_rms_epsilon": "epsilon", "rope.freq_base": "rotary_base",
            "attention.key_length": "head_dim", "attention.sliding_window": "window"}
+_REQUIRED = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
 _FORMATS = {"Q8_0": Int8(32), "Q4_0": Int4(32)}
 
 
@@ -120,7 +121,10 @@ def _model(file, fields, tensors) -> Decoder:
         raise ValueError(f"{file}: expected the architecture 'llama'; got {architecture!r}")
     given = {name.removeprefix("llama."): float(str(np.float32(value))) if isinstance(value, float) else value
              for name, value in fields.items()}    # for example 1e-5 instead of the float32 value 9.99999974e-6
+    if missing := [name for name in _REQUIRED if name not in given]:
+        raise ValueError(f"{file} lacks the fields {', '.join(f'llama.{name}' for name in missing)}")
     options = {ours: given.pop(theirs) for theirs, ours in _FIELDS.items() if theirs in given}
+    options.setdefault("kv_heads", options["heads"])    # GGUF: without this field, the attention is not grouped
     try:
         head_dim = options.get("head_dim", options["width"] // options["heads"])
         vocab_size = int(tensors["token_embd.weight"].shape[1])
