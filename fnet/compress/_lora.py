@@ -23,12 +23,12 @@ class LowRank(ImplicitArray):
     """A parameter with a low-rank change: `base + scale * a @ b`. `lora` creates it.
 
     Attributes:
-        base: the original parameter, a plain or implicit array [*lead, *in, out], where `lead` are the axes of a stack
-            of layers.
+        base: the original parameter [*lead, *in, out], an array or an implicit array such as a `Quantized`. `lead` are
+            the axes of a stack of layers.
         a: the first factor, [*lead, *in, rank].
         b: the second factor, [*lead, rank, out], initially zeros.
-        scale: alpha / rank.
-        inputs: the number of `in` axes.
+        scale: `alpha / rank`, with the arguments of `lora`.
+        inputs: how many axes of `base` are input axes (`in`).
 
     >>> params = compress.lora(jax.random.key(0), {"kernel": jnp.ones((8, 4))}, {"kernel": 2}, alpha=4)
     >>> params["kernel"].a.shape, params["kernel"].b.shape, params["kernel"].scale

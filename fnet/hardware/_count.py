@@ -157,8 +157,8 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
     compiler removes them.
 
     The FLOPs of `layers.dot_product_attention` are those of its formula. As is the convention for MFU, they include the
-    products for pairs of positions that a mask hides. The attention weights that the backward pass recomputes count as
-    `recomputed`. Its bytes are only those of its operands and results.
+    products for pairs of positions that a mask hides. The FLOPs with which the backward pass recomputes the attention
+    weights are in `Cost.recomputed`. Its bytes are only those of its operands and results.
 
     Args:
         f: any JAX function, for example a jitted, differentiated or sharded function.

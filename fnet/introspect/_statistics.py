@@ -74,10 +74,11 @@ class Statistics:
 def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Statistics:
     """Computes mean, standard deviation, dead units and gradient norms of values in a function, by site and parameter.
 
-        print(introspect.statistics(loss, params, batch))
+        report = introspect.statistics(loss, params, batch)
+        print(report)
 
-    To show histograms in TensorBoard, return `{name: tr.Histogram(x) for name, x in report.arrays.items()}` from an
-    evaluation function.
+    A site is a named scope or a tagged value. To show histograms of `report.arrays` in TensorBoard, pass a function
+    to `tr.fit(evaluate=)` that returns `{name: tr.Histogram(x) for name, x in report.arrays.items()}`.
 
     Args:
         f: a function `f(params, *args)` that returns a floating-point scalar, such as a loss.

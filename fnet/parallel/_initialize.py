@@ -40,7 +40,7 @@ def initialize(coordinator_address: str | None = None, num_processes: int | None
         RuntimeError: JAX is already in use, or cannot connect.
         TimeoutError: the other processes did not connect in time. The message names the address and this process.
 
-    `jax.distributed.initialize` ends the process instead of raising these errors.
+    If processes cannot connect in time, `jax.distributed.initialize` would end the process without raising an error.
 
     >>> parallel.initialize()    # no effect in a run of one process
     """
