@@ -23,7 +23,8 @@ from fnet.hardware._cache import cache_folder
 STEPS = flags.DEFINE_integer("steps", 200, "training steps")
 SEEDS = flags.DEFINE_integer("seeds", 3, "number of seeds, which change the parameters and the order of the data")
 POLICIES = {"float32": "float32", "bfloat16": hw.Policy(compute="bfloat16"),
-            "bfloat16, residual stream in bfloat16": hw.Policy(compute="bfloat16", residual="bfloat16")}
+            "bfloat16, residual stream and its gradient in bfloat16": hw.Policy(
+                compute="bfloat16", residual="bfloat16")}
 BATCH, LENGTH, LAST = 16, 128, 20
 
 
