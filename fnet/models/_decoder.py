@@ -105,7 +105,7 @@ class Decoder(LanguageModel):
         layer_norm: whether the norms are LayerNorms with bias (GPT-NeoX).
         norm_offset: a number that is added to the scales of the RMSNorms, 1 in Gemma.
         pre_norm, post_norm: whether attention and MLP have a norm before them (`pre_norm`) and after them
-            (`post_norm`). Gemma 2 and 3 have both, OLMo 2 has only `post_norm`.
+            (`post_norm`). Gemma 2 and 3 have norms at both places, OLMo 2 only after attention and MLP.
         parallel: whether the attention and the MLP are both applied to the input of the block (GPT-NeoX). If False, the
             MLP is applied after the attention.
         scale_embeddings: whether the embeddings are multiplied by sqrt(width) (Gemma).

@@ -28,8 +28,9 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
     Args:
       model: a layer with `init`, called as `model(params, x, state=, key=, train=)`. Its parameters are initialized
         from `seed`.
-      data: a function of the step that returns a batch: a `Batches`, the result of `from_iterator`, or your own
-        function. A batch is a tuple (x, y), or a dict with the keys `inputs` and `targets`.
+      data: a function that returns a batch for the number of a step, such as a `Batches`, the result of
+        `from_iterator`, or your own function. A batch is a tuple (x, y), or a dict with the keys `inputs` and
+        `targets`.
       loss: a function of the model's outputs and the targets that returns one value for each example, such as
         `optax.softmax_cross_entropy_with_integer_labels`.
       optimizer: an Optax gradient transformation.
