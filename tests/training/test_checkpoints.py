@@ -1,5 +1,7 @@
 """Checkpoints: everything comes back as it was, and nothing else is passed off as it."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fnet import training as tr
+from fnet.training.checkpoints import _checkpoint
 
 
 def tree():
@@ -211,3 +214,13 @@ def test_wrong_arguments_for_checkpoints(tmp_path):
         tr.Checkpoints(tmp_path, keep=1.5)
     with pytest.raises(ValueError, match="mode='best'"):
         tr.Checkpoints(tmp_path, mode="best")
+
+
+def test_restore_waits_for_the_save_that_is_running(tmp_path, monkeypatch):
+    write = _checkpoint.write
+    monkeypatch.setattr(_checkpoint, "write", lambda *args: (time.sleep(0.3), write(*args))[1])
+    with tr.Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"w": jnp.full(3, float(step))})
+            np.testing.assert_array_equal(checkpoints.restore({"w": jnp.zeros(3)})["w"], np.full(3, step))
+            np.testing.assert_array_equal(checkpoints.read()[1]["w"], np.full(3, step))

@@ -206,6 +206,11 @@ class Checkpoints(Reading):
             error, self._error = self._error, None
             raise error
 
+    def _newest(self, step: int | None, read: Any) -> Any:
+        if self._saving is not None:
+            self._saving.join()    # this save may write the newest checkpoint
+        return super()._newest(step, read)
+
     def close(self) -> None:
         """Waits until all saves are complete, and unlocks the folder."""
         try:

@@ -98,8 +98,9 @@ class Reading:
     def restore(self, target: Any, step: int | None = None, *, cast: bool = False, part: str = "") -> Any:
         """Returns the tree that was saved at `step`, with the structure, shardings and leaf types of `target`.
 
-        If `step` is None, the newest undamaged checkpoint is used. All checkpoints newer than this one are damaged:
-        they are renamed to STEP.damaged, and a `CheckpointWarning` is issued. Damaged checkpoints are never deleted.
+        If this object is saving a checkpoint, `restore` waits until the save is complete. If `step` is None, the newest
+        undamaged checkpoint is used. All checkpoints newer than this one are damaged: they are renamed to STEP.damaged,
+        and a `CheckpointWarning` is issued. Damaged checkpoints are never deleted.
 
         Args:
           target: a tree with the structure of the saved tree. Its arrays may be jax.ShapeDtypeStruct. The restored
