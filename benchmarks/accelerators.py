@@ -11,6 +11,7 @@ if they are worse.
 """
 
 import collections
+import dataclasses
 import json
 import pathlib
 import sys
@@ -41,6 +42,7 @@ PROGRAM = flags.DEFINE_list("programs", list(FORMS), f"of {', '.join(FORMS)}")
 FORM = flags.DEFINE_list("forms", None, "forms to compile, such as hand,fnet-tuned; default: all. Forms "
                          "of the GPT: -residual (residual stream in bfloat16), -unstacked, -whole (complete logits)")
 SMALL = flags.DEFINE_bool("small", False, "tiny models, not GPT-2 124M, ResNet-50 and Llama 135M")
+BATCH = flags.DEFINE_integer("batch", None, "batch size of the GPT instead of 8", lower_bound=1)
 SAVE = flags.DEFINE_string("save", None, "a folder for the HLO of each program")
 CHECK = flags.DEFINE_bool("check", False, "compare with the recorded counts of the small size")
 WRITE = flags.DEFINE_bool("record", False, "record the counts of the small size")
@@ -137,6 +139,8 @@ def worse(found, recorded):
 
 def main(_):
     size = steps.SMALL if SMALL.value or CHECK.value or WRITE.value else steps.LARGE
+    if BATCH.value:
+        size = dataclasses.replace(size, gpt=dataclasses.replace(size.gpt, batch=BATCH.value))
     print(f"`python -m benchmarks.accelerators {' '.join(sys.argv[1:])}`, jax {jax.__version__}\n")
     found = table(CHIP.value, PROGRAM.value, FORM.value, size)
     if WRITE.value:
