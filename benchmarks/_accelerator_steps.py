@@ -44,6 +44,10 @@ SMALL = Size(spec.GPT(2, 512, 128, 4, 2, 1003, True), spec.ResNet(8, 64, (1, 1, 
              models.Decoder(1024, 128, 4, 4, 2, 256, context=256, tied=True), 256)
 
 
+def _policy(form):
+    return hardware.Policy(compute="bfloat16", residual="bfloat16" if "residual" in form else "float32")
+
+
 def gpt(form, size, platform):
     w = size.gpt
     if form == "hand":
@@ -68,8 +72,7 @@ def gpt(form, size, platform):
                 return optax.softmax_cross_entropy_with_integer_labels(model(params, x), y).mean()
             return model.cross_entropy(params, x, y).mean()
 
-        residual = "bfloat16" if "residual" in form else "float32"
-        gradient = ft.autocast(jax.value_and_grad(loss), hardware.Policy(compute="bfloat16", residual=residual))
+        gradient = ft.autocast(jax.value_and_grad(loss), _policy(form))
     tx = optax.adamw(6e-4)
     return (_handwritten.train_step(gradient, tx), (0, 1), (params, jax.eval_shape(tx.init, params), tokens))
 
@@ -95,8 +98,7 @@ def resnet(form, size, platform):
 
     gradient = jax.value_and_grad(loss, has_aux=True)
     if form.startswith("fnet"):
-        gradient = ft.autocast(gradient, hardware.Policy(
-            compute="bfloat16", residual="bfloat16" if "residual" in form else "float32"))
+        gradient = ft.autocast(gradient, _policy(form))
 
     def step(params, state, opt_state, x, y):
         (value, state), grads = gradient(params, state, x, y)

@@ -138,6 +138,8 @@ def worse(found, recorded):
 
 
 def main(_):
+    if BATCH.value and (CHECK.value or WRITE.value):
+        sys.exit("--check and --record are for the recorded batch size: omit --batch")
     size = steps.SMALL if SMALL.value or CHECK.value or WRITE.value else steps.LARGE
     if BATCH.value:
         size = dataclasses.replace(size, gpt=dataclasses.replace(size.gpt, batch=BATCH.value))

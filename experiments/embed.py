@@ -34,7 +34,7 @@ class Config:
     weights: str | None = option(None, "file or folder of the weights, with vocab.txt in the same folder")
     file: str | None = option(None, "text file whose lines are searched")
     top: int = option(5, "number of lines to show for each sentence", within="[1, 1000000]")
-    max_length: int = option(256, "maximum number of tokens of a sentence; further tokens are ignored",
+    max_length: int = option(256, "number of tokens to which longer sentences are truncated",
                              within="[2, 512]")
     batch_size: int = option(64, "number of sentences in a batch", within="[1, 65536]")
     precision: str = option("float32", "dtype of matrix products and convolutions: auto (chosen for the chip), "

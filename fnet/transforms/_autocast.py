@@ -164,6 +164,9 @@ class _Autocast(Interpreter):
             raise TypeError("autocast changes only float32 values, and the function has none; its inputs are "
                             f"{', '.join(types) or 'no arrays'}")
         self.arguments = {v.aval.shape for v in program.invars if _wide(v)}
+        if self.policy.residual != F32:    # the streams of an earlier program must not affect this one
+            self.streams.clear()
+            self._bodies.clear()
         return (True,) * len(program.outvars)
 
     def plan(self, jaxpr, wanted):
@@ -336,8 +339,6 @@ class _Autocast(Interpreter):
 
 _ENTERED = jaxpr.CALLS | {"scan", "while", "cond", "shard_map"}
 _ENTERED_ONCE = (jaxpr.CALLS - {"custom_vmap_call"}) | {"shard_map"}
-
-
 _F32_BITS = 8, 23
 
 
@@ -359,8 +360,10 @@ def _activation(eqn, at) -> bool:
     product, shape = jaxpr.product(eqn), eqn.outvars[0].aval.shape
     if product.op is not jaxpr.DOT or any(product.dimensions[1]) or not all(isinstance(size, int) for size in shape):
         return False
-    if math.prod(shape) < _STORED_FROM or at.phase != "backward":
-        return math.prod(shape) >= _STORED_FROM
+    if math.prod(shape) < _STORED_FROM:
+        return False
+    if at.phase != "backward":
+        return True
     (rank, _), (larger, summed) = sorted((v.aval.ndim, axes) for v, axes in zip(eqn.invars, product.dimensions[0]))
     return rank == 2 < larger and len(summed) == 1 and summed[0] > 0
 

@@ -12,8 +12,9 @@ from fnet.hardware import Chip, Policy
 from fnet.jaxpr import unsupported
 from fnet.transforms._autocast import Row, _Autocast
 from fnet.transforms._implicit import Uses, uses
-from fnet.transforms._tune import Fired, Rule, _Tuner
+from fnet.transforms._tune_cpu import Rule
 from fnet.transforms._tune_measure import Measured
+from fnet.transforms._tuner import Fired, Tuner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +134,6 @@ def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Us
 def _tuning(step, chip, rules, measure, args, kwargs):
     measured, rows = measure(*args, **kwargs), []
     rules = rules if measured is None else tuple(rule for rule in rules if rule.name in measured.rules)
-    tuner = _Tuner(rules, rows)
+    tuner = Tuner(rules, rows)
     tuner.examine(step, args, kwargs)
     return Tuning(chip, rules, tuner.lost, tuple(rows), unsupported(), measured)

@@ -6,30 +6,16 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import jax
 import jaxlib
-import numpy as np
 
 from fnet import _jax, hardware, jaxpr
-from fnet.jaxpr import (
-    Interpreter,
-    Value,
-    boxed,
-    is_array,
-    mutable,
-    plain,
-    restore,
-    results_boxed,
-    statics,
-    unboxed,
-    wraps,
-)
+from fnet.jaxpr import boxed, is_array, mutable, results_boxed, statics, unboxed, wraps
 from fnet.transforms import _tune_accelerators, _tune_cpu
 from fnet.transforms._tune_cpu import Rule
-from fnet.transforms._tune_layout import followed
 from fnet.transforms._tune_measure import Measured, measure
+from fnet.transforms._tuner import Tuner
 
 _NOT_TRACED = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError,
                jax.errors.TracerIntegerConversionError, jax.errors.NonConcreteBooleanIndexError)
@@ -113,7 +99,7 @@ class _Tuned:
 
     def __init__(self, step, chip, rules, measure):
         wraps(step)(self)
-        self._step, self._tuner, self._programs = step, _Tuner(rules), {}
+        self._step, self._tuner, self._programs = step, Tuner(rules), {}
         self._measure = measure
         self.tuned = step, chip, rules, self.measured    # for explain
 
@@ -155,7 +141,7 @@ class _Tuned:
             tuner, measured = self._tuner, None
             if self._measure:
                 measured = self._timed(plain, args, kwargs)
-                tuner = _Tuner([rule for rule in self.tuned[2] if rule.name in measured.rules])
+                tuner = Tuner([rule for rule in self.tuned[2] if rule.name in measured.rules])
             self._programs[structure] = _Program(self._step, tuner, plain, args, kwargs, measured)
         return self._programs[structure]
 
@@ -168,11 +154,11 @@ class _Tuned:
         step, chip, rules, _ = self.tuned
 
         def compiled(rules):
-            program = _Program(step, _Tuner(rules), plain, args, kwargs)
+            program = _Program(step, Tuner(rules), plain, args, kwargs)
             return lambda arguments: program(*arguments)
 
         def fired():
-            tuner = _Tuner(rules, rows := [])
+            tuner = Tuner(rules, rows := [])
             tuner.examine(step, args, kwargs)
             return {row.rule for row in rows} | {rule.name for rule in tuner.suited if rule.options}
 
@@ -321,87 +307,3 @@ def _donated(traced) -> tuple:
 def _all(donated) -> bool:
     leaves = jax.tree.leaves(donated)
     return bool(leaves) and all(leaves)
-
-
-class Fired(NamedTuple):
-    """An equation that tune changed: its scope, its primitive, the name of the rule, and the reason."""
-
-    scope: str
-    primitive: str
-    rule: str
-    reason: str
-
-
-class _Tuner(Interpreter):
-    """The interpreter of tune, which evaluates a jaxpr equation by equation. The note of a value is True if the value
-    can be read without a computation (see `_tune_cpu`). It is a tuple if the value is a transposed array (see
-    `_tune_layout`). Otherwise, it is None."""
-
-    def __init__(self, rules, rows=None):
-        super().__init__()
-        self.rows, self.all = rows, rules
-        self.suited, self.rules = (), {}    # for the last program: its rules, {primitive: rules}
-        self.warned = False
-
-    @property
-    def lost(self) -> dict:
-        """The compiler options of the last program, which `run` cannot set."""
-        return _options(self.suited)
-
-    def depends(self, at):
-        return None if self.rows is None else object()    # explain needs every call
-
-    def select(self, closed) -> list:
-        """Returns the rules that are used for a program. If the program has symbolic sizes, as for export, `when` is
-        not called: rules that rewrite equations are used, and rules that only set compiler options are not."""
-        equations = list(jaxpr.equations(closed.jaxpr)) if any(rule.when for rule in self.all) else []
-        known = all(_known(v.aval) for eqn in equations for v in (*eqn.invars, *eqn.outvars))
-        return [rule for rule in self.all if rule.when is None or (rule.when(equations) if known else rule.apply)]
-
-    def options(self, closed) -> dict:
-        """Returns the compiler options for a program."""
-        return _options(self.select(closed))
-
-    def argument(self, x):
-        return Value(x, True)
-
-    def opened(self, closed):
-        self.suited, self.rules = self.select(closed), {}
-        for rule in self.suited:
-            for primitive in rule.primitives if rule.apply or rule.prepare else ():
-                self.rules.setdefault(primitive, []).append(rule)
-        return jaxpr.opened(closed)
-
-    def equation(self, eqn, at, inputs, plan):
-        if jaxpr.is_tag(eqn):
-            return [Value(plain(eqn, inputs)[0].x, inputs[0].note)]
-        rules, given = self.rules.get(eqn.primitive.name, ()), (eqn, inputs)
-        for rule in rules if all(_free(v.aval) for v in eqn.invars) else ():
-            result = (rule.prepare or rule.apply)(eqn, inputs)
-            if result is not None:
-                if self.rows is not None:
-                    self.rows.append(Fired(at.path, eqn.primitive.name, rule.name, rule.reason))
-                if rule.prepare:
-                    eqn, inputs = result
-                    continue
-                values = [y if isinstance(y, Value) else Value(y) for y in result]
-                return [Value(restore(y, v.aval), y.note) for y, v in zip(values, eqn.outvars)]
-        if eqn is not given[0] or inputs is not given[1]:
-            return self.default(eqn, at, inputs, self.wanted(plan, eqn))
-        if eqn.primitive.name in _tune_cpu.VIEWS and (inputs[0].note is True or np.ndim(inputs[0].x) == 0):
-            return [Value(y.x, True) for y in plain(eqn, inputs)]
-        return NotImplemented if (outputs := followed(eqn, inputs)) is None else outputs
-
-
-def _options(rules) -> dict:
-    return {name: value for rule in rules for name, value in rule.options.items()}
-
-
-def _known(aval) -> bool:
-    """Whether all sizes of this type are known, not symbolic."""
-    return all(isinstance(size, int) for size in getattr(aval, "shape", ()))
-
-
-def _free(aval) -> bool:
-    """Whether arrays of this type may be reshaped: all sizes are known, and the compiler determines the sharding."""
-    return _known(aval) and not jaxpr.explicit(aval)

@@ -274,4 +274,4 @@ def test_a_gpu_computes_products_of_one_row_for_two(name, monkeypatch):
     rows = ft.explain(tuned[0], params, PROMPTS[:1, :1], empty_cache(model, params, PROMPTS[:1])).rows
     assert len([row for row in rows if row.rule == "two_rows"]) >= 8
     np.testing.assert_array_equal(got.tokens, plain.tokens)
-    close(got.log_probs, plain.log_probs, 0.05)
+    close(got.log_probs, plain.log_probs, 0.05)    # measured: equal; bfloat16 rounds each product by up to 2e-3

@@ -257,6 +257,7 @@ def test_the_gradient_of_a_residual_stream_has_16_bits(stacked):
     error = lambda grads: optax.tree.norm(jax.tree.map(jnp.subtract, grads, exact)) / optax.tree.norm(exact)
     errors = [error(f(params)) for f in (around, inside, ft.autocast(jax.grad(loss), "bfloat16"))]
     assert {leaf.dtype for leaf in jax.tree.leaves(around(params))} == {jnp.dtype(F32)}
+    # Measured: 4.3e-3, 4.4e-3 and 2.2e-3 (stacked), 5.3e-3, 5.5e-3 and 2.8e-3.
     assert errors[0] <= 1.5 * errors[1] and errors[0] <= 3 * errors[2], errors
 
 
@@ -273,7 +274,21 @@ def test_a_resnet_rounds_sums_with_shortcuts_but_no_statistics():
     exact = jax.grad(loss)(params)
     error = lambda policy: optax.tree.norm(jax.tree.map(
         jnp.subtract, ft.autocast(jax.grad(loss), policy)(params), exact)) / optax.tree.norm(exact)
-    assert error(RESIDUAL) <= 1.5 * error("bfloat16")
+    assert error(RESIDUAL) <= 1.5 * error("bfloat16")    # measured: 0.198 and 0.197
+
+
+def test_an_earlier_program_does_not_affect_the_rounding():
+    """The second program has no residual stream, but sums gradients with the shape of the stream of the first one."""
+    def loss(w, x, residual):
+        h = jnp.tanh(x @ w)
+        h = h + h @ w.T @ w if residual else jnp.sin(h) * jnp.cos(h) * jnp.exp(h)
+        return jnp.square(h).mean()
+
+    w, x = 0.1 * normal(0, 16, 12), normal(1, 2, 4, 16)
+    step = lambda residual: lambda cast: str(jax.make_jaxpr(lambda w, x: cast(w, x, residual))(w, x))
+    used, fresh = (ft.autocast(jax.grad(loss), RESIDUAL) for _ in range(2))
+    step(True)(used)
+    assert step(False)(used) == step(False)(fresh) != step(True)(fresh)
 
 
 def test_sums_of_parameter_gradients_stay_in_float32():
