@@ -53,8 +53,11 @@ def cases():
                                             dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
         grouped = ", depthwise" if groups == c else f", {groups} groups" * (groups > 1)
-        yield (f"{window}x{window}/{stride} {c} to {out}{grouped} at {n}x{size}x{size}", convolve,
-               draw(n, size, size, c), draw(window, window, c // groups, out))
+        name = f"{window}x{window}/{stride} {c} to {out}{grouped} at {n}x{size}x{size}"
+        x, w = draw(n, size, size, c), draw(window, window, c // groups, out)
+        yield name, convolve, x, w
+        if groups == 1:
+            yield f"{name}, bfloat16", convolve, x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
     for n, *space, c in ((8, 28, 28, 64), (2, 8, 16, 16, 32)):
         yield (f"transposed {'x'.join('4' * len(space))}/2 {c} to {c} at {'x'.join(map(str, (n, *space)))}",
                lambda x, w: lax.conv_transpose(x, w, (2,) * (x.ndim - 2), "SAME"), draw(n, *space, c),
@@ -68,8 +71,8 @@ def main():
     for name, convolve, x, w in cases():
         if not all(word in name for word in sys.argv[1:]):
             continue
-        for phase, f in (("forward", convolve),
-                         ("gradient", jax.grad(lambda x, w, f=convolve: jnp.square(f(x, w)).sum(), (0, 1)))):
+        loss = lambda x, w, f=convolve: jnp.square(f(x, w)).sum(dtype=jnp.float32)
+        for phase, f in ("forward", convolve), ("gradient", jax.grad(loss, (0, 1))):
             times = milliseconds(f, x, w)
             cells = [*times.values(), times["Eigen"] / times["YNNPACK"], times["tuned"] / times["YNNPACK"]]
             print(f"| {name} | {phase} | {' | '.join(f'{cell:.2f}' for cell in cells)} |", flush=True)

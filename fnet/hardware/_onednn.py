@@ -16,9 +16,10 @@ ONEDNN = {"xla_cpu_experimental_onednn_custom_call": True}
 
 @functools.cache
 def onednn() -> bool:
-    """Whether the installed XLA can run bfloat16 convolutions with oneDNN. Returns False on CPUs without AMX."""
-    if "amx_bf16" not in read_cpu().flags:
-        return False    # oneDNN was not timed on other CPUs
+    """Whether the installed XLA can run bfloat16 convolutions with oneDNN. Returns False on CPUs without instructions
+    for bfloat16 products (AMX or AVX-512), on which oneDNN was not timed."""
+    if {"amx_bf16", "avx512_bf16"}.isdisjoint(read_cpu().flags):
+        return False
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 8, 8, 16), (3, 3, 16, 16)))
     f = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     try:

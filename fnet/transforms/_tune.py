@@ -41,7 +41,7 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
     - Convolutions with up to 32 groups become one convolution for each group.
     - Gradients of transposed convolutions get the form of gradients of strided convolutions.
     - If most of the FLOPs are in convolutions, compiler options select the library that computes them. For bfloat16,
-      this library is oneDNN, which requires jaxlib 0.12 or later and a CPU with AMX.
+      this library is oneDNN, which requires jaxlib 0.12 or later and a CPU with AMX or AVX-512 products of bfloat16.
 
     On a GPU or TPU:
 

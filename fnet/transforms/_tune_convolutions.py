@@ -176,3 +176,22 @@ def _kernel_gradient(x, g, window, step, padding, dilation, strides):
         zeros = jnp.zeros((math.prod(window), x.shape[-1]), x.dtype)
         total = lax.scan(lambda total, pair: (total + part(*pair), None), zeros, (x, g))[0]
     return total.reshape(1, *window, x.shape[-1])
+
+
+def kernel_layout(eqn, inputs):
+    """Transposes the kernel of a bfloat16 convolution to [*window, in, out].
+
+    XLA calls oneDNN only for this layout. The gradient of a convolution's input has the axes [*window, out, in].
+    """
+    product = jaxpr.product(eqn)
+    if product.op is not jaxpr.CONVOLUTION or product.dtype != BF16:
+        return None
+    (x, w), (lhs, rhs, out) = (value.x for value in inputs), product.dimensions
+    channels_last = (0, x.ndim - 1, *range(1, x.ndim - 1))
+    usual = (x.ndim - 1, x.ndim - 2, *range(x.ndim - 2))
+    if rhs == usual or not lhs == out == channels_last:
+        return None
+    w = w.astype(BF16).transpose(*rhs[2:], rhs[1], rhs[0])
+    return [lax.conv_general_dilated_p.bind(
+        x.astype(BF16), w, dimension_numbers=lax.ConvDimensionNumbers(lhs, usual, out),
+        **product.without("dimension_numbers"))]

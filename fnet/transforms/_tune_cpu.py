@@ -21,7 +21,12 @@ from fnet import jaxpr
 from fnet.hardware._onednn import ONEDNN
 from fnet.transforms import _tune_library as library
 from fnet.transforms._lowered import as_matrices
-from fnet.transforms._tune_convolutions import depthwise_convolution, dilated_input, grouped_convolution
+from fnet.transforms._tune_convolutions import (
+    depthwise_convolution,
+    dilated_input,
+    grouped_convolution,
+    kernel_layout,
+)
 from fnet.transforms._tune_layout import transposed
 
 F32 = jnp.dtype("float32")
@@ -221,6 +226,8 @@ RULES = (
          "zeros between the elements of its input"),
     Rule("convolution_gradient", ("conv_general_dilated", "lowered"), convolution_gradient,
          "a forward convolution's layout", below="0.12"),    # from there on XLA's own takes as long
+    Rule("kernel_layout", ("conv_general_dilated", "lowered"), kernel_layout, "the layout for which XLA calls oneDNN",
+         when=library.onednn_pays),
     Rule("convolution_kernels", (), None, "XLA's own kernels for convolutions, where YNNPACK's are slower, and "
          "YNNPACK's for products and sums alone", options=library.YNNPACK, when=library.eigen_pays),
     Rule("convolution_library", (), None, "oneDNN's kernels for convolutions of bfloat16", options=ONEDNN,

@@ -1,7 +1,8 @@
 """Conditions for the compiler options with which tune selects the library for products and convolutions on CPUs.
 
 XLA:CPU runs products and convolutions with YNNPACK, Eigen or oneDNN. For bfloat16 convolutions with float32 sums,
-oneDNN needs a tenth of the time of the others on CPUs with AMX. For bfloat16 products, oneDNN is slower than YNNPACK,
+oneDNN needs a tenth of the time of the others on CPUs with AMX, and 0.3 to 0.45 of it on CPUs with AVX-512 products of
+bfloat16 (`python -m benchmarks.convolutions bfloat16`). For bfloat16 products, oneDNN is slower than YNNPACK,
 and for weight gradients of float32 convolutions, oneDNN is slower than Eigen. A compiler option applies to the whole
 program, so the kind of operation with the most work determines the option.
 """

@@ -212,7 +212,7 @@ def test_explain_is_a_table():
     text = str(ft.explain(jax.jit(ft.tune(step, rules=EVERY)), *args))
     assert re.search(r"equations rewritten; not fired: bfloat16_products, max_pool, max_pool_gradient, "
                      "depthwise_convolution, grouped_convolution, dilated_input, convolution_gradient, "
-                     "convolution_kernels, convolution_library", text)
+                     "kernel_layout, convolution_kernels, convolution_library", text)
     assert re.search(r"^0 +products +2 dot_general: its operands are computed before it reads them$", text, re.M)
     cast = ft.autocast(ft.tune(step), "bfloat16")
     assert "scope" in str(ft.explain(cast, *args)) and ft.explain(cast, *args).policy.compute == jnp.bfloat16

@@ -2,6 +2,7 @@
 
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 from fnet import layers as nn
 from fnet import transforms as ft
 from fnet.hardware._onednn import ONEDNN
+from fnet.jaxpr import Value
 from fnet.transforms import _tune_library as library
+from fnet.transforms._tune_convolutions import kernel_layout
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -43,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("every_size")
 @pytest.fixture
 def onednn():
     if not library.onednn():
-        pytest.skip("this XLA has no convolutions of oneDNN, or this processor no AMX")
+        pytest.skip("this XLA has no convolutions of oneDNN, or this processor no instructions for bfloat16 products")
 
 
 # When.
@@ -135,6 +138,32 @@ def test_numbers_of_onednn(onednn, form):
     for got, want in zip(low(w, x), jax.jit(step)(w, x)):
         assert got.dtype == want.dtype
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-2 * np.abs(want).max())
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_layout_of_a_kernel_does_not_change_the_gradient(monkeypatch, form):
+    """The rule, evaluated without oneDNN's kernels, which round differently."""
+    monkeypatch.setattr(library, "onednn", lambda: True)
+    shape, kernel, params = FORMS[form]
+    x, w = normal(1, *shape, dtype=jnp.bfloat16), normal(2, *kernel, dtype=jnp.bfloat16)
+    g = normal(3, *jax.eval_shape(lambda: convolution(x, w, **params)).shape, dtype=jnp.bfloat16)
+    gradient = lambda x: jax.vjp(lambda x: convolution(x, w, **params), x)[1](g)[0]
+    off = {"depthwise_convolution": False, "grouped_convolution": False}
+    assert {row.rule for row in ft.explain(ft.tune(gradient, "cpu", rules=off), x).rows} == {"kernel_layout"}
+
+    layouts = []
+
+    def rule(primitive, scope, inputs, equation):
+        if primitive != "conv_general_dilated" or kernel_layout(equation, [Value(a) for a in inputs]) is None:
+            return NotImplemented
+        program = jax.make_jaxpr(lambda *a: kernel_layout(equation, [Value(x) for x in a]))(*inputs)
+        layouts.append(program.eqns[-1].params["dimension_numbers"].rhs_spec)
+        return jax.extend.core.jaxpr_as_fun(program)(*inputs)
+
+    got, want = jax.jit(ft.rewrite(gradient, rule))(x), jax.jit(gradient)(x)
+    assert layouts == [(3, 2, 0, 1)]
+    np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=2**-7, atol=1e-6)
 
 
 def test_sums_of_onednn_are_of_float32(onednn):
