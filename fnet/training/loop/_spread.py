@@ -49,13 +49,13 @@ class Spread:
           ValueError: the state has another structure than the state of the plan.
         """
         if self.plan is None:
-            return jax.tree.map(jnp.copy, state)
+            return jax.tree.map(_copy, state)
         if jax.tree.structure(state) != jax.tree.structure(self.plan.state):
             raise ValueError("fit: the plan is for a state of another structure: plan with the init that makes this "
                              f"one; it has {jax.tree.structure(state)}, the plan {jax.tree.structure(self.plan.state)}")
         placed = [getattr(x, "sharding", None) == place and x.committed
                   for x, place in zip(jax.tree.leaves(state), jax.tree.leaves(self.plan.state))]
-        return jax.tree.map(jnp.copy, state) if all(placed) else self.plan.place(state)
+        return jax.tree.map(_copy, state) if all(placed) else self.plan.place(state)
 
     def batch(self, batch: Any, at: int) -> Any:
         """Places the batch with the plan's sharding. Each row is copied only to its device."""
@@ -76,3 +76,11 @@ class Spread:
         place = NamedSharding(self.plan.mesh, P())
         put = lambda x: jax.make_array_from_callback(np.shape(x), place, lambda index: np.asarray(x)[index])
         return jax.tree.map(put, tree)
+
+
+def _copy(x):
+    """Returns a copy of an array with the same sharding. `device_put` copies without a compiled program; `jnp.copy`
+    compiles one for every shape, which took 0.4 s for ResNet-18."""
+    if isinstance(x, jax.Array) and x.is_fully_addressable:
+        return jax.device_put(x, may_alias=False)
+    return jnp.copy(x)
