@@ -21,6 +21,7 @@ from fnet.compress._quantize import Quantized, quantize, size
 from fnet.hardware._chip import si
 from fnet.hardware._probe import timings
 from fnet.hardware._roofline import seconds_text
+from fnet.hardware._text_table import aligned
 from fnet.jaxpr import is_implicit
 from fnet.transforms import use_implicit_arrays
 
@@ -388,12 +389,9 @@ def _text(advice: Advice) -> str:
         chosen = "keep" if row.format is None else label(row.format)
         rows.append((row.path, row.product, f"{row.bytes[_ORIGINAL] / 1e6:.3g}", seconds_text(before), *cells,
                      f"{chosen}: {row.reason}"))
-    last = len(rows[0]) - 1
-    widths = [max(len(row[i]) for row in rows) for i in range(last)]
     lines = [f"{advice.chip.name}: " + ("every product timed on this machine" if advice.measured else
                                         "estimates from peak rates and bandwidth, not measured"), ""]
-    lines += ["  ".join([*(cell.ljust(width) if i < 2 else cell.rjust(width)
-                           for i, (cell, width) in enumerate(zip(row[:last], widths))), row[last]]) for row in rows]
+    lines += aligned(rows, left=(0, 1, len(rows[0]) - 1))
     saved = sum(row.bytes[_ORIGINAL] - row.bytes[label(row.format)] for row in advice.rows if row.format is not None)
     lines += ["", f"{len(advice)} of {len(advice.rows)} parameters: {si(saved)}B saved; the function takes "
               f"{seconds_text(advice.after)} instead of {seconds_text(advice.before)} ({kind})"]

@@ -16,6 +16,7 @@ from fnet.compress._removal import Removal, shrunk_function
 from fnet.compress._rules import matching
 from fnet.compress._scores import METHODS, scores
 from fnet.compress._smaller_model import smaller_model
+from fnet.hardware._text_table import aligned
 from fnet.jaxpr import is_array, is_implicit
 
 
@@ -66,14 +67,12 @@ class ShrinkReport:
             more = len(each.parameters) - 1
             name = each.parameters[0] + (f" and {more} more" if more else "")
             rows.append((name, str(each.size), str(each.kept), each.reason))
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [f"parameters {self.parameters[0]:,} -> {self.parameters[1]:,}, "
                  f"FLOPs {self.flops[0]:,} -> {self.flops[1]:,}"]
         if self.seconds:
             before, after = self.seconds
             lines.append(f"at the roofline of {self.chip}: {before:.3g} s -> {after:.3g} s (estimate)")
-        table = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]
-        return "\n".join([*lines, "", *table])
+        return "\n".join([*lines, "", *aligned(rows, left=(0, 3))])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from fnet import jaxpr
 from fnet.hardware._chip import FrozenTable, si
+from fnet.hardware._text_table import aligned
 from fnet.jaxpr import Frame, Op, Traced, cost, nbytes, read, touched, traits
 
 
@@ -366,10 +367,7 @@ def table(counted: Count, depth: int | None = None) -> str:
         other = each.elementwise + each.reduction
         rows.append((path or "(no scope)", f"{si(each.matmul)}F", f"{si(other)}F", si(each.transcendental),
                      f"{si(each.fused_bytes)}B", f"{si(each.bytes)}B"))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w)
-                       for i, (cell, w) in enumerate(zip(row, widths))).rstrip() for row in rows]
-    lines += ["FLOPs are exact (convolutions: padding included); the bytes moved are between",
+    lines = [*aligned(rows), "FLOPs are exact (convolutions: padding included); the bytes moved are between",
               f"{si(counted.io_bytes)}B (arguments and outputs, exact) and {si(counted.total.bytes)}B (unfused, upper "
               "bound); 'fused' is an estimate."]
     return "\n".join([*lines, *(f"note: {note}" for note in counted.notes)])

@@ -15,6 +15,7 @@ from fnet.hardware._chip import Chip, si
 from fnet.hardware._count import Cost, Count, count
 from fnet.hardware._detect import detect
 from fnet.hardware._mfu import MFU, mfu
+from fnet.hardware._text_table import aligned
 from fnet.hardware._tiles import Waste, rule, tile_waste
 
 
@@ -228,10 +229,7 @@ def _text(report: Roofline) -> str:
         intensity = "-" if row.intensity is None else f"{row.intensity:.3g}"
         rows.append((row.scope or "(no scope)", f"{si(row.cost.flops)}F", f"{si(row.cost.fused_bytes)}B", intensity,
                      row.bound, seconds_text(row.seconds)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines += ["  ".join(cell.ljust(w) if i in (0, 4) else cell.rjust(w)
-                        for i, (cell, w) in enumerate(zip(row, widths))).rstrip() for row in rows]
-    lines.append("")
+    lines += [*aligned(rows, left=(0, 4)), ""]
     if report.measured is not None:
         ratio = f", {report.measured / report.total.seconds:.1f} times the bound" if report.total.seconds else ""
         lines.append(f"measured {seconds_text(report.measured)} per call (median, whole function){ratio}")

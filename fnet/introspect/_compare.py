@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet import transforms as ft
+from fnet.hardware._text_table import aligned
 
 _SAME = 1e-3    # sites with different names form a pair if their error is smaller than this
 _TOLERANCE = 1e-5    # for float32; for other dtypes, it is proportional to their precision
@@ -77,8 +78,7 @@ class Comparison:
         table = [("site", "in the other program", "error", "types")]
         table += [(row.name, row.other if row.other != row.name else "", f"{row.error:.1e}",
                    row.types[0] if row.types[0] == row.types[1] else " / ".join(row.types)) for row in self.rows]
-        widths = [max(len(row[i]) for row in table) for i in range(3)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0))).rstrip() for row in table]
+        lines = aligned(table, left=range(4))
         if first is not None:
             lines[self.rows.index(first) + 1] += "  <- first difference"
         lines += [f"only in the {which} program: {', '.join(names)}"

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fnet.hardware._text_table import aligned
+
 _STEPS = tuple(2.0**-k for k in range(2, 14, 2))    # relative to a leaf's norm; rounding errors dominate smaller steps
 
 
@@ -79,10 +81,9 @@ class GradientCheck:
         table = [("leaf", "derivative", "finite difference", "uncertainty", "error")]
         table += [(row.path, f"{row.derivative:.6g}", f"{row.difference:.6g}", f"{row.uncertainty:.1e}",
                    f"{row.error:.1e}") for row in self.rows]
-        widths = [max(len(row[i]) for row in table) for i in range(5)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table]
         verdict = "all derivatives agree" if self.equal else f"the derivative by {self.worst.path} is wrong"
-        return "\n".join([*lines, f"{verdict} (in {self.dtype}, tolerance {self.tolerance:.0e})"])
+        return "\n".join([*aligned(table, left=range(5)),
+                          f"{verdict} (in {self.dtype}, tolerance {self.tolerance:.0e})"])
 
 
 def check_gradient(f: Callable, *args: Any, tolerance: float = 1e-3, seed: int = 0) -> GradientCheck:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fnet.hardware._chip import si
+from fnet.hardware._text_table import aligned
 
 
 class Table(NamedTuple):
@@ -32,10 +33,7 @@ class Table(NamedTuple):
         shown = [("  " * (depth - 1) + cells[0].rpartition("/")[2], *cells[1:]) if depth else cells
                  for depth, cells in self.rows]
         table = [tuple(self.titles), *shown]
-        widths = [max(len(row[i]) for row in table) for i in range(len(self.titles))]
-        lines = ["  ".join(cell.ljust(width) if i < self.left else cell.rjust(width)
-                           for i, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in table]
-        return "\n".join([*lines, *self.footer])
+        return "\n".join([*aligned(table, left=range(self.left)), *self.footer])
 
     def markdown(self) -> str:
         escape = lambda cell: cell.replace("|", "\\|")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet import transforms as ft
+from fnet.hardware._text_table import aligned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +67,7 @@ class Statistics:
         title = ("", "mean", "std", "largest", "not finite", "dead", "gradient norm")
         table = [("site", *title[1:]), *map(_cells, self.sites), ("parameter", *title[1:]),
                  *map(_cells, self.parameters)]
-        widths = [max(len(row[i]) for row in table) for i in range(len(title))]
-        return "\n".join("  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width)
-                                   in enumerate(zip(row, widths))).rstrip() for row in table)
+        return "\n".join(aligned(table))
 
 
 def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Statistics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from fnet.hardware._roofline import seconds_text
+from fnet.hardware._text_table import aligned
 from fnet.parallel import _cost
 
 
@@ -51,9 +52,7 @@ def _rows(plan) -> list[str]:
         lines.append((each.strategy, f"{each.persistent / 2 ** 20:,.2f} {state}", f"{each.peak / 2 ** 20:,.2f} {peak}",
                       f"{total / 2 ** 20:,.2f} {sent}", f"{seconds_text(each.time.seconds)} estimated", each.time.bound,
                       each.verdict))
-    widths = [max(len(line[i]) for line in lines) for i in range(6)]
-    return ["  ".join([f"{line[0]:<{widths[0]}}", *(f"{line[i]:>{widths[i]}}" for i in (1, 2, 3, 4)),
-                       f"{line[5]:<{widths[5]}}", line[6]]).rstrip() for line in lines]
+    return aligned(lines, left=(0, 5, 6))
 
 
 def _sent(plan) -> list[str]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 
+from fnet.hardware._text_table import aligned
 from fnet.jaxpr import scope_of_operation
 
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
@@ -90,9 +91,8 @@ class Ledger(NamedTuple):
         lines = [("collective", "times", "MiB sent", "scope")]
         for (collective, scope), (times, sent) in sorted(rows.items(), key=lambda row: -row[1][1]):
             lines.append((collective, f"{times:,}", f"{sent / 2 ** 20:,.3f}", scope or "(no scope)"))
-        widths = [max(len(line[i]) for line in lines) for i in range(3)]
-        table = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}" for a, b, c, d in lines]
-        return "\n".join([f"{self.sent / 2 ** 20:,.3f} MiB sent by each chip in a step", "", *table])
+        return "\n".join([f"{self.sent / 2 ** 20:,.3f} MiB sent by each chip in a step", "",
+                          *aligned(lines, left=(0, 3))])
 
 
 def ledger(program: jax.stages.Compiled | str) -> Ledger:

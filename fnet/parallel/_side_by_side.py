@@ -13,6 +13,7 @@ from fnet import transforms as ft
 from fnet.hardware import Chip, Count
 from fnet.hardware._chip import si
 from fnet.hardware._roofline import seconds_text
+from fnet.hardware._text_table import aligned
 from fnet.parallel import _check, _cost, _mesh
 from fnet.parallel._planner import ROOM, Drafts, Traced
 from fnet.parallel._strategies import Strategy
@@ -163,9 +164,7 @@ class SideBySide:
 
     def __str__(self) -> str:
         table = self.table()
-        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table]
-        return "\n".join([*lines, "", *self.notes()])
+        return "\n".join([*aligned(table, left=range(len(table[0]))), "", *self.notes()])
 
     def markdown(self) -> str:
         """Returns the table in Markdown."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fnet.hardware import Chip, Policy
+from fnet.hardware._text_table import aligned
 from fnet.jaxpr import unsupported
 from fnet.transforms._autocast import Row, _Autocast
 from fnet.transforms._implicit import Uses, uses
@@ -38,14 +39,10 @@ class Explanation:
         for (scope, kind, dtype, reason, primitive), count in counts.items():
             groups.setdefault((scope, dtype, kind, reason), []).append(f"{count} {primitive}")
         order = {scope: number for number, scope in enumerate(dict.fromkeys(row.scope for row in self.rows))}
-        table = [("scope", "dtype", "operations", "why")]
-        table += [(scope or "(no scope)", dtype, ", ".join(operations), reason)
+        table = [("scope", "dtype", "operations: why")]
+        table += [(scope or "(no scope)", dtype, f"{', '.join(operations)}: {reason}")
                   for (scope, dtype, _, reason), operations in sorted(groups.items(), key=lambda g: order[g[0][0]])]
-        widths = [max(len(row[i]) for row in table) for i in range(2)]
-        lines = [str(self.policy), ""]
-        for scope, dtype, operations, reason in table:
-            lines.append(f"{scope:<{widths[0]}}  {dtype:<{widths[1]}}  {operations}: {reason}")
-        return "\n".join([*lines, *self.disabled])
+        return "\n".join([str(self.policy), "", *aligned(table, left=range(3)), *self.disabled])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +70,12 @@ class Tuning:
         counts = collections.Counter(self.rows)
         table = [("scope", "rule", "operations"), *((row.scope or "(no scope)", row.rule,
                  f"{count} {row.primitive}: {row.reason}") for row, count in counts.items())]
-        widths = [max(len(row[i]) for row in table) for i in range(2)]
         silent = [rule.name for rule in self.rules if all(row.rule != rule.name for row in self.rows)
                   and not (rule.options and rule.options.items() <= self.options.items())]
         lines = [f"{self.chip.name}: {len(self.rows)} equations rewritten"
                  + f"; compiler options {self.options} (not under an outer jit, which has its own)" * bool(self.options)
                  + f"; not fired: {', '.join(silent)}" * bool(silent), ""]
-        lines += [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table]
-        return "\n".join([*above, *lines, *self.disabled])
+        return "\n".join([*above, *lines, *aligned(table, left=range(3)), *self.disabled])
 
 
 def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Uses:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 from jax.tree_util import keystr
 
+from fnet.hardware._text_table import aligned
 from fnet.jaxpr import ImplicitInterpreter, Traced, Use, is_implicit, wraps
 
 
@@ -90,10 +91,8 @@ class Uses:
             (use.leaf, use.scope or "(no scope)", f"{count} {use.primitive or 'result'}: "
              + (f"materialized: {use.materialized}" if use.materialized else "in its own form"))
             for use, count in counts.items()]
-        widths = [max(len(row[i]) for row in table) for i in range(2)]
-        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table]
         title = f"{len(self.uses)} uses of implicit arrays, {len(self.materialized)} materialized"
-        return "\n".join([title, "", *lines])
+        return "\n".join([title, "", *aligned(table, left=range(3))])
 
 
 def uses(f: Callable, args: tuple, kwargs: dict) -> Uses:
