@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet.compress._groups import Call, Group
-from fnet.jaxpr import ACTIVATIONS, is_array, observe
+from fnet.jaxpr import ACTIVATIONS, array_leaves, is_array, observe
 from fnet.transforms import capture, sites
 
 METHODS = ("magnitude", "taylor", "activations")
@@ -49,17 +49,10 @@ def _arrays(tree):
 def _gradients(f, args, kwargs, loss):
     """Returns the derivatives of loss(f(...)) with respect to the arrays of the parameters. For integer arrays, the
     derivatives are zeros."""
-    leaves, structure = jax.tree.flatten(args[0])
-    moving = [i for i, x in enumerate(leaves) if is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)]
-
-    def of(arrays):
-        filled = list(leaves)
-        for i, x in zip(moving, arrays):
-            filled[i] = x
-        return loss(f(jax.tree.unflatten(structure, filled), *args[1:], **kwargs))
-
-    slopes = dict(zip(moving, jax.jit(jax.grad(of))([leaves[i] for i in moving])))
-    return [slopes.get(i, np.zeros(x.shape)) for i, x in enumerate(leaves) if is_array(x)]
+    floating = lambda x: is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+    moving, rebuild = array_leaves(args[0], floating)
+    slopes = iter(jax.jit(jax.grad(lambda arrays: loss(f(rebuild(arrays), *args[1:], **kwargs))))(moving))
+    return [next(slopes) if floating(x) else np.zeros(x.shape) for x in _arrays(args[0])]
 
 
 def _activations(call) -> dict[int, np.ndarray]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet.hardware._text_table import aligned
+from fnet.jaxpr import array_leaves
 
 _STEPS = tuple(2.0**-k for k in range(2, 14, 2))    # relative to a leaf's norm; rounding errors dominate smaller steps
 
@@ -122,23 +123,18 @@ def check_gradient(f: Callable, *args: Any, tolerance: float = 1e-3, seed: int =
 
 
 def _check(f, args, tolerance, seed) -> GradientCheck:
-    leaves, structure = jax.tree.flatten(args[0])
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(args[0])]
-    where = [i for i, x in enumerate(leaves) if _real(x)]
+    moving, rebuild = array_leaves(args[0], _real)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, x in jax.tree.leaves_with_path(args[0])
+             if _real(x)]
     rng = np.random.default_rng(seed)
 
     @jax.jit
     def total(moved):
-        filled = list(leaves)
-        for i, x in zip(where, moved):
-            filled[i] = x
-        return _sum(f(jax.tree.unflatten(structure, filled), *args[1:]), seed)
+        return _sum(f(rebuild(moved), *args[1:]), seed)
 
-    moving = [leaves[i] for i in where]
     gradients = jax.jit(jax.grad(total))(moving)
     rows = []
-    for n, i in enumerate(where):
-        x = np.asarray(leaves[i])
+    for n, x in enumerate(map(np.asarray, moving)):
         direction = rng.normal(size=x.shape)
         direction = (direction / np.linalg.norm(direction)).astype(x.dtype)
         scale = max(float(np.linalg.norm(x.astype(np.float64))), 1.0)
@@ -151,7 +147,7 @@ def _check(f, args, tolerance, seed) -> GradientCheck:
         changes = np.abs(np.diff(slopes)).tolist()
         best = int(np.nanargmin(changes)) if not np.isnan(changes).all() else 0
         derivative = float(np.sum(np.asarray(gradients[n], np.float64) * direction))
-        rows.append(Slope(paths[i] or "the argument", derivative, slopes[best + 1], changes[best], 0.0))
+        rows.append(Slope(paths[n] or "the argument", derivative, slopes[best + 1], changes[best], 0.0))
     largest = max(abs(row.derivative) for row in rows)
     smallest = float(np.sqrt(np.finfo(np.float32 if moving[0].dtype.itemsize < 8 else np.float64).eps)) * largest
     rows = [dataclasses.replace(row, smallest=max(smallest, np.finfo(np.float32).tiny)) for row in rows]

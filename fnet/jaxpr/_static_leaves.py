@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -69,6 +70,23 @@ def statics(tree: Any) -> list:
 def is_array(x: Any) -> bool:
     """Whether a leaf is an array of JAX or NumPy, or the type of an array, such as a `jax.ShapeDtypeStruct`."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def array_leaves(tree: Any, wanted: Callable[[Any], bool] = is_array) -> tuple[list, Callable[[Iterable], Any]]:
+    """Returns a list of the leaves of a tree that are `wanted`, and a function that rebuilds the tree from such a list.
+
+    The other leaves (None, bools, strings, functions) stay Python values, so that a traced function can branch on them.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    where = [i for i, leaf in enumerate(leaves) if wanted(leaf)]
+
+    def rebuild(arrays):
+        filled = list(leaves)
+        for i, array in zip(where, arrays):
+            filled[i] = array
+        return jax.tree.unflatten(structure, filled)
+
+    return [leaves[i] for i in where], rebuild
 
 
 def _static(x) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from fnet.jaxpr import _mutable
-from fnet.jaxpr._static_leaves import is_array
+from fnet.jaxpr._static_leaves import array_leaves, is_array
 
 _TRACED = jax.Array, jax.core.Tracer    # a traced jax.Ref is a Tracer, but not an Array: JAX rejects it
 
@@ -24,14 +24,10 @@ class Traced:
 
     def __init__(self, f: Callable, args: tuple, kwargs: dict):
         tree, modules, self._modules = _mutable.extract((args, kwargs))
-        leaves, structure = jax.tree.flatten((tree, modules))
-        where = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+        self.arrays, rebuild = array_leaves((tree, modules))
 
         def flat(*arrays):
-            filled = list(leaves)
-            for i, array in zip(where, arrays):
-                filled[i] = array
-            tree, modules = jax.tree.unflatten(structure, filled)
+            tree, modules = rebuild(arrays)
             (args, kwargs), new = _mutable.insert(tree, modules)
             result = f(*args, **kwargs)
             results, self._structure = jax.tree.flatten(
@@ -42,7 +38,6 @@ class Traced:
             return [x for x in results if isinstance(x, _TRACED)]
 
         flat.__signature__, flat.__wrapped__ = inspect.signature(flat), f    # JAX's errors name f and its line
-        self.arrays = [leaves[i] for i in where]
         self.closed = jax.make_jaxpr(flat)(*self.arrays)
 
     def result(self, arrays: list) -> Any:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax import lax
 
-from fnet.jaxpr import BLOCK, tag
-from fnet.layers import _spec
+from fnet.jaxpr import BLOCK, array_leaves, tag
 from fnet.layers._core import Layer
 from fnet.layers._scope import Scope, describe
 
@@ -216,7 +215,7 @@ class Remat(Layer):
 
     def forward(self, scope: Scope, *inputs: Any, **options: Any) -> Any:
         f, params, state, key = scope.pure(self.block, *inputs, **options)
-        arrays, rebuild = _spec.partition((inputs, options))
+        arrays, rebuild = array_leaves((inputs, options))
 
         @functools.partial(jax.checkpoint, policy=self.policy)
         def run(params, state, key, arrays):

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fnet.jaxpr import tag
+from fnet.jaxpr import array_leaves, tag
 from fnet.layers import _hints, _spec
 from fnet.layers._scope import Place, Run, Scope, describe, quote, written
 from fnet.layers._spec import Spec
@@ -154,7 +154,7 @@ class Layer:
     def _record(self, inputs, options, train, path=()):
         """Returns the spec trees "params", "state" and "cache" for these inputs. Paths in errors begin with `path`."""
         _check_train(train)
-        arrays, rebuild = _spec.partition((inputs, options))
+        arrays, rebuild = array_leaves((inputs, options))
         record = {"params": {}, "state": {}, "cache": {}}
 
         def trace(arrays):

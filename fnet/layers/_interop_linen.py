@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import core, errors, linen
 
+from fnet.jaxpr import array_leaves, is_array
 from fnet.layers import _spec
 from fnet.layers._core import Layer
 from fnet.layers._scope import Scope, describe, quote
@@ -72,9 +73,9 @@ class LinenLayer(Layer):
 
     def _record(self, inputs, options, train, path=()):
         # The specs come from Flax's init, which creates all arrays at once. `scope.pure` calls this method.
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-                              if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else leaf, (inputs, options))
-        arrays, rebuild = _spec.partition(shapes)
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf,
+                              (inputs, options))
+        arrays, rebuild = array_leaves(shapes)
 
         @jax.jit
         def variables(key):

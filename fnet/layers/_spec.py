@@ -187,21 +187,3 @@ def leaves(tree, path=()):
             yield from leaves(child, (*path, str(name)))
     else:
         yield path, tree
-
-
-def partition(tree):
-    """Returns a list of those leaves of a tree that are arrays, and a function that rebuilds the tree from such a list.
-
-    Other leaves (None, bools, strings, functions) stay Python values, so that layers can branch on them.
-    """
-    values, structure = jax.tree.flatten(tree)
-    where = [i for i, value in enumerate(values) if hasattr(value, "shape") and hasattr(value, "dtype")]
-    arrays = [values[i] for i in where]
-
-    def rebuild(arrays):
-        full = list(values)
-        for i, array in zip(where, arrays):
-            full[i] = array
-        return jax.tree.unflatten(structure, full)
-
-    return arrays, rebuild

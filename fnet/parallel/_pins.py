@@ -29,6 +29,7 @@ from fnet.jaxpr import (
     bind,
     bodies,
     description,
+    is_array,
     permutation,
     product,
     restore,
@@ -63,7 +64,7 @@ def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, bat
     @wraps(step)
     def pinned(*args, **kwargs):
         interpreter.given = [0 if i == batch and leaf.ndim else None for i, arg in enumerate((*args, kwargs))
-                             for leaf in jax.tree.leaves(arg) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+                             for leaf in jax.tree.leaves(arg) if is_array(leaf)]
         return interpreter.run(step, args, kwargs)
 
     return pinned

@@ -10,7 +10,7 @@ import jax
 from jax.tree_util import keystr
 
 from fnet.hardware._text_table import aligned
-from fnet.jaxpr import ImplicitInterpreter, Traced, Use, is_implicit, wraps
+from fnet.jaxpr import ImplicitInterpreter, Traced, Use, array_leaves, is_implicit, wraps
 
 
 def use_implicit_arrays(f: Callable) -> Callable:
@@ -98,15 +98,10 @@ class Uses:
 def uses(f: Callable, args: tuple, kwargs: dict) -> Uses:
     """Returns the uses of implicit arrays in f for these arguments. Nothing is computed."""
     interpreter = ImplicitInterpreter()
-    arrays, structure = jax.tree.flatten((args, kwargs))
-    where = [i for i, x in enumerate(arrays) if hasattr(x, "shape") and hasattr(x, "dtype")]
+    arrays, rebuild = array_leaves((args, kwargs))
 
-    def run(*traced):
-        filled = list(arrays)
-        for i, x in zip(where, traced):
-            filled[i] = x
-        args, kwargs = jax.tree.unflatten(structure, filled)
-        _evaluate(interpreter, f, args, kwargs)
+    def run(arrays):
+        _evaluate(interpreter, f, *rebuild(arrays))
 
-    jax.eval_shape(run, *(arrays[i] for i in where))
+    jax.eval_shape(run, arrays)
     return Uses(tuple(interpreter.uses.values()))
