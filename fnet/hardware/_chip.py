@@ -233,11 +233,8 @@ class Chip:
                 return Peak(self.peaks["bf16"] / passes, "bf16", self.basis("bf16"), note)
             if self.vendor == "NVIDIA" and "tf32" in self.peaks and level != "highest":
                 return Peak(self.peaks["tf32"], "tf32", self.basis("tf32"), "float32 products run in TF32 by default")
-        if name in ("fp32", "fp64") and f"{name}_matrix" in self.peaks:
-            return Peak(self.peaks[f"{name}_matrix"], f"{name}_matrix", self.basis(f"{name}_matrix"))
-        if name not in self.peaks:
-            return None
-        return Peak(self.peaks[name], name, self.basis(name))
+        name = f"{name}_matrix" if f"{name}_matrix" in self.peaks else name
+        return Peak(self.peaks[name], name, self.basis(name)) if name in self.peaks else None
 
     @property
     def cores(self) -> int | None:

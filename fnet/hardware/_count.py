@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -133,7 +134,8 @@ class Count:
 
     def under(self, prefix: str) -> Cost:
         """Returns the total cost of a scope and all scopes below it."""
-        return _sum(cost for path, cost in self.scopes.items() if path == prefix or path.startswith(prefix + "/"))
+        inside = (cost for path, cost in self.scopes.items() if path == prefix or path.startswith(prefix + "/"))
+        return sum(inside, Cost())
 
     def by_depth(self, depth: int | None) -> dict[str, Cost]:
         """Returns the cost of each scope, {path: `Cost`}. Scopes whose paths have the same first `depth` segments are
@@ -189,20 +191,20 @@ def count_jaxpr(closed: Any) -> Count:
 def count_frame(frame: Frame) -> Count:
     """Counts a frame (the operations of one jaxpr), as `count` does, but without the bytes of its arguments and
     outputs."""
-    tally = _Tally()
-    tally.frame(frame, 1)
-    return Count(_sum(tally.scopes.values()), FrozenTable(tally.scopes), tuple(tally.matmuls), 0, 0,
-                 tuple(dict.fromkeys(tally.notes)))
+    tally = _Tally(frame, 1)
+    return Count(tally.total, FrozenTable(tally.scopes), tuple(tally.matmuls), 0, 0, tuple(dict.fromkeys(tally.notes)))
 
 
 class _Tally:
-    def __init__(self):
-        self.scopes: dict[str, Cost] = {}
+    def __init__(self, frame: Frame, times: int):
+        self.scopes: dict[str, Cost] = collections.defaultdict(Cost)
         self.matmuls: list[Matmul] = []
         self.notes: list[str] = []
+        self.frame(frame, times)
 
-    def add(self, scope: str, each: Cost) -> None:
-        self.scopes[scope] = self.scopes.get(scope, Cost()) + each
+    @property
+    def total(self) -> Cost:
+        return sum(self.scopes.values(), Cost())
 
     def frame(self, frame: Frame, times: int) -> None:
         for op in frame.ops:
@@ -210,21 +212,16 @@ class _Tally:
                 self.bodies(op, times)
             else:
                 self.operation(op, times)
-        for scope, n in _fused_traffic(frame).items():
-            self.add(scope, Cost(fused_bytes=n * times))
+        for op, n in fused_traffic(frame):
+            self.scopes[op.scope] += Cost(fused_bytes=n * times)
 
     def bodies(self, op: Op, times: int) -> None:
         name, where = op.eqn.primitive.name, _where(op.scope)
         if op.bodies[0][0].kind == "branch":
-            branches = []
-            for _, frame in op.bodies:
-                tally = _Tally()
-                tally.frame(frame, times)
-                branches.append(tally)
-            dearest = max(branches, key=lambda tally: (_sum(tally.scopes.values()).flops, tally.bytes()))
-            if len(branches) > 1 and len({_sum(tally.scopes.values()).flops for tally in branches}) > 1:
+            branches = [_Tally(frame, times) for _, frame in op.bodies]
+            if len({tally.total.flops for tally in branches}) > 1:
                 self.notes.append(f"cond{where}: only the most expensive of {len(branches)} branches is counted")
-            self.merge(dearest)
+            self.merge(max(branches, key=lambda tally: (tally.total.flops, tally.total.bytes)))
             return
         if name == "while":
             self.notes.append(f"while loop{where}: its number of iterations is unknown, one is counted")
@@ -253,34 +250,23 @@ class _Tally:
             self.notes.append(f"{name}{_where(op.scope)}: the FLOPs are the operation's own estimate")
         kinds = {each.kind: flops} if each.kind not in ("free", "unknown") else {}
         again = flops if each.kind == "matmul" and op.recomputed else 0
-        self.add(op.scope, Cost(**kinds, recomputed=again, bytes=moved))
+        self.scopes[op.scope] += Cost(**kinds, recomputed=again, bytes=moved)
 
     def stand_in(self, op: Op, times: int) -> None:
         """Adds `times` runs of a composite operation, which represents several ordinary operations. Counts the FLOPs of
         the ordinary operations, and the bytes of the operands and results of the composite operation."""
-        inner = _Tally()
-        inner.frame(read(jaxpr.description(op.eqn.primitive).plain(op.eqn), op.at), times)
-        for scope in inner.scopes:
-            inner.scopes[scope] = dataclasses.replace(inner.scopes[scope], bytes=0, fused_bytes=0)
+        inner = _Tally(read(jaxpr.description(op.eqn.primitive).plain(op.eqn), op.at), times)
+        for scope, each in inner.scopes.items():
+            inner.scopes[scope] = dataclasses.replace(each, bytes=0, fused_bytes=0)
         self.merge(inner)
         reads, writes = touched(op.eqn)
-        self.add(op.scope, Cost(bytes=(sum(reads) + sum(writes)) * times))
+        self.scopes[op.scope] += Cost(bytes=(sum(reads) + sum(writes)) * times)
 
     def merge(self, other: _Tally) -> None:
         for scope, each in other.scopes.items():
-            self.add(scope, each)
+            self.scopes[scope] += each
         self.matmuls += other.matmuls
         self.notes += other.notes
-
-    def bytes(self) -> int:
-        return _sum(self.scopes.values()).bytes
-
-
-def _fused_traffic(frame: Frame) -> dict[str, int]:
-    traffic: dict[str, int] = {}
-    for op, size in fused_traffic(frame):
-        traffic[op.scope] = traffic.get(op.scope, 0) + size
-    return traffic
 
 
 def fused_traffic(frame: Frame) -> list[tuple[Op, int]]:
@@ -375,10 +361,3 @@ def table(counted: Count, depth: int | None = None) -> str:
 
 def _where(scope: str) -> str:
     return f" in '{scope}'" if scope else ""
-
-
-def _sum(costs: Any) -> Cost:
-    total = Cost()
-    for each in costs:
-        total += each
-    return total

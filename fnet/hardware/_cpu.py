@@ -7,7 +7,7 @@ import dataclasses
 import os
 import platform
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 _SHOWN_FLAGS = ("amx_fp16", "amx_bf16", "amx_int8", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni",
@@ -120,15 +120,13 @@ def _quota(root: Path) -> float | None:
     """Returns the CPU seconds per second that the cgroup of this process and its parents allow, or None. Reads cgroups
     of versions 1 and 2."""
     quotas = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        steps = [Path(*Path(path).parts[1:i + 1]) for i in range(len(Path(path).parts))]
-        for step in steps:
+    for controllers, path in _cgroups(root):
+        for step in (path, *path.parents):
             if not controllers:
                 text = _text(root / "sys/fs/cgroup" / step / "cpu.max").split()
                 if len(text) == 2 and text[0].isdigit():
                     quotas.append(int(text[0]) / int(text[1]))
-            elif "cpu" in controllers.split(","):
+            elif "cpu" in controllers:
                 for mount in ("cpu", "cpu,cpuacct"):
                     quota = _text(root / "sys/fs/cgroup" / mount / step / "cpu.cfs_quota_us").strip()
                     period = _text(root / "sys/fs/cgroup" / mount / step / "cpu.cfs_period_us").strip()
@@ -140,18 +138,23 @@ def _quota(root: Path) -> float | None:
 def _memory(root: Path) -> float | None:
     total = re.search(r"MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"))
     limits = [int(total[1]) * 1024.0] if total else []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        step = Path(*Path(path).parts[1:])
+    for controllers, step in _cgroups(root):
         if not controllers:
             value = _text(root / "sys/fs/cgroup" / step / "memory.max").strip()
-        elif "memory" in controllers.split(","):
+        elif "memory" in controllers:
             value = _text(root / "sys/fs/cgroup/memory" / step / "memory.limit_in_bytes").strip()
         else:
             continue
         if value.isdigit():
             limits.append(float(value))
     return min(limits, default=None)
+
+
+def _cgroups(root: Path) -> Iterator[tuple[list[str], Path]]:
+    """Yields (controllers, relative path) of the cgroups of this process. In version 2 there are no controllers."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        yield list(filter(None, controllers.split(","))), Path(*Path(path).parts[1:])
 
 
 def _text(path: Path) -> str:

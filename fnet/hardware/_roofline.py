@@ -3,6 +3,7 @@ the measured time of the function with the resulting lower bound."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import textwrap
 import time
@@ -138,15 +139,15 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
     counted = count(step, *args)
     share = chip.chips_of(devices)
     compute = compute_seconds(counted, chip, share, depth)
+    memory = lambda each: each.fused_bytes / (chip.bandwidth * share) if chip.bandwidth else None
     rows = []
     for scope, each in counted.by_depth(depth).items():
         if not each.flops and not each.transcendental and not each.fused_bytes:
             continue
-        memory = each.fused_bytes / (chip.bandwidth * share) if chip.bandwidth else None
-        rows.append(_bound(scope, each, compute.get(scope, 0.0) if compute is not None else None, memory))
+        rows.append(_bound(scope, each, compute.get(scope, 0.0) if compute is not None else None, memory(each)))
     seconds = _time(step, args, repeats) if measure else None
     total = _bound("total", counted.total, sum(compute.values()) if compute is not None else None,
-                   counted.total.fused_bytes / (chip.bandwidth * share) if chip.bandwidth else None)
+                   memory(counted.total))
     if all(row.seconds is not None for row in rows):
         total = dataclasses.replace(total, seconds=sum(row.seconds for row in rows))
     if seconds is None:
@@ -172,32 +173,28 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
 def compute_seconds(counted: Count, chip: Chip, share: float, depth: int | None) -> dict[str, float] | None:
     """Returns the seconds of arithmetic in each scope, or None if a peak is unknown. Products run at the peak of their
     dtype, other operations at the float32 peak."""
-    seconds: dict[str, float] = {}
+    seconds: dict[str, float] = collections.defaultdict(float)
     key = lambda path: path if depth is None else "/".join(path.split("/")[:depth])
     for matmul in counted.matmuls:
         peak = chip.peak(matmul.dtype, precision=matmul.precision)
         if peak is None:
             return None
-        scope = key(matmul.scope)
-        seconds[scope] = seconds.get(scope, 0.0) + matmul.flops / (peak.flops * share)
+        seconds[key(matmul.scope)] += matmul.flops / (peak.flops * share)
     vector = chip.peaks.get("fp32")
     if vector is None and not counted.matmuls:
         return None
     if vector is not None:
         for path, each in counted.scopes.items():
             work = each.elementwise + each.reduction + each.transcendental
-            seconds[key(path)] = seconds.get(key(path), 0.0) + work / (vector * share)
+            seconds[key(path)] += work / (vector * share)
     return seconds
 
 
 def _bound(scope: str, each: Cost, compute: float | None, memory: float | None) -> Bound:
-    if compute is None and memory is None:
-        return Bound(scope, each, compute, memory, "unknown", None)
-    if memory is None:
-        return Bound(scope, each, compute, memory, "compute or memory", compute)
-    if compute is None:
-        return Bound(scope, each, compute, memory, "compute or memory", memory)
-    return Bound(scope, each, compute, memory, "compute" if compute >= memory else "memory", max(compute, memory))
+    known = [seconds for seconds in (compute, memory) if seconds is not None]
+    bound = ("unknown" if not known else "compute or memory" if len(known) == 1 else
+             "compute" if known[0] >= known[1] else "memory")
+    return Bound(scope, each, compute, memory, bound, max(known, default=None))
 
 
 def _time(step: Callable[..., Any], args: tuple, repeats: int) -> float:
