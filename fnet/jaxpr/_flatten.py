@@ -5,6 +5,7 @@ Calls are inlined. fnet's own primitives and composite operations are replaced b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,17 +16,16 @@ from fnet.jaxpr._calls import CALLS, INLINED
 from fnet.jaxpr._enter import inline
 from fnet.jaxpr._primitives import description
 from fnet.jaxpr._rewrite import Interpreter
-from fnet.jaxpr._scopes import TOP
-from fnet.jaxpr._values import Value, restore
+from fnet.jaxpr._values import Value
 
 _SAME = ("copy", "copy_p", "stop_gradient", "name", "optimization_barrier", "sharding_constraint", "pvary",
          "pbroadcast", "layout_constraint", "reshard", "device_put", "mesh_cast")
 
 
-def inlined(closed: Any) -> Any:
-    """Returns the closed jaxpr with all jitted calls inlined. Arrays in the closures of these calls become constants.
-    """
-    return _again(_Inliner(INLINED), closed)
+def inlined(closed: Any, *, unless: Callable[[Any], bool] | None = None) -> Any:
+    """Returns the closed jaxpr with all jitted calls inlined, except those for whose equations `unless` is true. Arrays
+    in the closures of the inlined calls become constants."""
+    return _again(_Inliner(INLINED, unless), closed)
 
 
 def flatten(closed: Any) -> Any:
@@ -37,21 +37,19 @@ def flatten(closed: Any) -> Any:
 
 
 def _again(interpreter, closed):
-    def run(*arrays):
-        outputs = interpreter.evaluate(closed.jaxpr, closed.consts, [Value(x) for x in arrays], TOP,
-                                       (None,) * len(closed.jaxpr.outvars))
-        return [restore(y, v.aval) for y, v in zip(outputs, closed.jaxpr.outvars)]
-
-    return jax.make_jaxpr(run)(*closed.in_avals)
+    return jax.make_jaxpr(lambda *arrays: interpreter.outputs(closed, arrays))(*closed.in_avals)
 
 
 class _Inliner(Interpreter):
-    def __init__(self, calls: frozenset[str]):
+    def __init__(self, calls: frozenset[str], unless: Callable[[Any], bool] | None = None):
         super().__init__()
-        self.calls = calls
+        self.calls, self.unless = calls, unless
+
+    def depends(self, at):
+        return None
 
     def equation(self, eqn, at, inputs, plan):
-        if eqn.primitive.name in self.calls:
+        if eqn.primitive.name in self.calls and not (self.unless and self.unless(eqn)):
             return inline(self, eqn, at, inputs, (None,) * len(eqn.outvars))
         return NotImplemented
 
@@ -61,7 +59,7 @@ class _Flattener(_Inliner):
         name, own = eqn.primitive.name, description(eqn.primitive)
         if own.plain is not None:
             jaxpr = own.plain(eqn)
-            return self.evaluate(jaxpr, (), inputs, at, (None,) * len(eqn.outvars))
+            return self.evaluate(jaxpr, (), inputs, at)
         if own.stands_for is not None:
             op, options, compute = own.stands_for(eqn.params)
             operands = [value.x.astype(compute) for value in inputs]

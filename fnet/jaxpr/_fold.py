@@ -20,7 +20,7 @@ from fnet.jaxpr._flatten import inlined
 from fnet.jaxpr._primitives import POINTWISE
 from fnet.jaxpr._rewrite import Interpreter
 from fnet.jaxpr._scopes import TOP, in_jaxpr
-from fnet.jaxpr._values import Value
+from fnet.jaxpr._values import Value, arrays_of
 
 
 class Fold(NamedTuple):
@@ -120,8 +120,7 @@ class Folder:
         """Returns a closed jaxpr as a function of its constants and inputs. The compiled function does not contain the
         constants."""
         def run(consts, arrays):
-            return [y.x for y in Interpreter().evaluate(closed.jaxpr, consts, list(map(Value, arrays)), TOP,
-                                                        (None,) * len(closed.jaxpr.outvars))]
+            return arrays_of(Interpreter().evaluate(closed.jaxpr, consts, list(map(Value, arrays))))
 
         return run
 

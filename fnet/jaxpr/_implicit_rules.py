@@ -16,7 +16,6 @@ from fnet.jaxpr._calls import bodies, donated, has_shardings, scan
 from fnet.jaxpr._enter import inline
 from fnet.jaxpr._implicit import Convolution, ImplicitArray, View, plain_dot
 from fnet.jaxpr._rewrite import Interpreter
-from fnet.jaxpr._scopes import TOP
 from fnet.jaxpr._values import Value, bind, plain
 
 
@@ -50,7 +49,7 @@ class ImplicitInterpreter(Interpreter):
         """Returns the outputs: plain arrays, and the implicit arrays that the program returns unchanged."""
         values = [Value(View.of(x), name) if isinstance(x, ImplicitArray) else Value(x)
                   for x, name in zip(arguments, names)]
-        outputs = self.evaluate(closed.jaxpr, closed.consts, values, TOP, (None,) * len(closed.jaxpr.outvars))
+        outputs = self.evaluate(closed.jaxpr, closed.consts, values)
         return [self._returned(y) for y in outputs]
 
     def equation(self, eqn, at, inputs, plan):
@@ -88,7 +87,7 @@ class ImplicitInterpreter(Interpreter):
 
         def flat(*leaves):
             inputs = [Value(x, value.note) for x, value in zip(jax.tree.unflatten(structure, leaves), values)]
-            outputs = self.evaluate(closed.jaxpr, closed.consts, inputs, at, (None,) * len(closed.jaxpr.outvars))
+            outputs = self.evaluate(closed.jaxpr, closed.consts, inputs, at)
             return [y.x.materialize() if _is_view(y) else y.x for y in outputs]
 
         return flat, leaves

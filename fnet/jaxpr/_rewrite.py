@@ -20,7 +20,7 @@ from fnet.jaxpr import _scopes
 from fnet.jaxpr._enter import ENTER
 from fnet.jaxpr._scopes import TOP, Scope
 from fnet.jaxpr._traced import Traced
-from fnet.jaxpr._values import Value, bind, plain, restore
+from fnet.jaxpr._values import Value, arrays_of, bind, plain, restore
 from fnet.jaxpr._wrapping import wraps
 
 Rule = Callable[[str, str, list, Any], Any]
@@ -61,13 +61,7 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
     >>> float(ft.rewrite(jnp.sin, double_sines)(jnp.pi / 2))
     2.0
     """
-    interpreter = _Rewriter(rule)
-
-    @wraps(f)
-    def rewritten(*args, **kwargs):
-        return interpreter.run(f, args, kwargs)
-
-    return rewritten
+    return _Rewriter(rule).applied(f)
 
 
 class Interpreter:
@@ -116,18 +110,26 @@ class Interpreter:
         equation."""
         return policy
 
+    def applied(self, f: Callable) -> Callable:
+        """Returns f, rewritten."""
+        @wraps(f)
+        def rewritten(*args, **kwargs):
+            return self.run(f, args, kwargs)
+
+        return rewritten
+
     def run(self, f, args, kwargs):
         """Evaluates the rewritten f(*args, **kwargs)."""
         traced = Traced(f, args, kwargs)
-        return traced.result(self._whole(traced.closed, traced.arrays))
+        return traced.result(self.outputs(self.opened(traced.closed), traced.arrays))
 
     def examine(self, f, args, kwargs) -> None:
         """Rewrites f for these arguments, arrays or `jax.ShapeDtypeStruct`s, without computing anything."""
         traced = Traced(f, args, kwargs)
-        jax.eval_shape(lambda arrays: self._whole(traced.closed, arrays), traced.arrays)
+        jax.eval_shape(lambda arrays: self.outputs(self.opened(traced.closed), arrays), traced.arrays)
 
-    def _whole(self, closed, arrays):
-        closed = self.opened(closed)
+    def outputs(self, closed, arrays) -> list:
+        """Returns the outputs of the jaxpr of a whole function."""
         outputs = self.evaluate(closed.jaxpr, closed.consts, list(map(self.argument, arrays)), TOP,
                                 self.outer(closed.jaxpr))
         return [restore(y, v.aval) for y, v in zip(outputs, closed.jaxpr.outvars)]
@@ -144,8 +146,10 @@ class Interpreter:
         """Returns the requirements on the outputs of the whole function."""
         return (None,) * len(jaxpr.outvars)
 
-    def evaluate(self, jaxpr, consts, args: list[Value], outer: Scope, wanted: tuple) -> list[Value]:
-        plan, names = self.plan(jaxpr, wanted), _jax.current_names()
+    def evaluate(self, jaxpr, consts, args: list[Value], outer: Scope = TOP, wanted: tuple | None = None
+                 ) -> list[Value]:
+        plan = self.plan(jaxpr, (None,) * len(jaxpr.outvars) if wanted is None else wanted)
+        names = _jax.current_names()
         env = dict(zip(jaxpr.constvars, map(Value, consts)))
         env.update(zip(jaxpr.invars, args))
         scope_of = _scopes.in_jaxpr(jaxpr, outer)
@@ -240,9 +244,7 @@ class Evaluator(Interpreter):
         return bind(eqn, arrays) if outputs is NotImplemented else list(map(Value, outputs))
 
     def __call__(self, closed, *arrays) -> list:
-        outputs = self.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), TOP,
-                                (None,) * len(closed.jaxpr.outvars))
-        return [y.x for y in outputs]
+        return arrays_of(self.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays))))
 
 
 def _described(x):

@@ -97,7 +97,7 @@ class _Pins(Interpreter):
         if name == "scan":
             return self.scan(eqn, at, inputs, notes)
         if name in _CALLS:
-            outputs = self.default(eqn, at, inputs, self.wanted(plan, eqn))
+            outputs = self.default(eqn, at, inputs, (PARTIAL,) * len(eqn.outvars))
             return [y if y.note == PARTIAL else Value(y.x, note) for y, note in zip(outputs, notes)]
         if (apart := self.apart(eqn, inputs, notes)) is not None:
             return apart
@@ -146,7 +146,7 @@ class _Pins(Interpreter):
         for i in summed:
             inside[consts + i] = PARTIAL
         self.late = bool(summed)
-        body = self.body(parts.closed, at, (None,) * len(eqn.outvars), inside, summed)
+        body = self.body(parts.closed, at, _wanted(summed, eqn.outvars), inside)
         constants = [self.ready(value.x, note, parts.jaxpr, i)
                      for i, (value, note) in enumerate(zip(inputs, inside[:consts]))]
         held = lambda carried: [x if i in summed or not self.activations else self.held(x, note)
@@ -173,21 +173,10 @@ class _Pins(Interpreter):
 
     # Partial sums.
 
-    def body(self, closed, scope, wanted, notes, summed=frozenset(), *, pin=None):
-        """Returns a function that evaluates the body of a loop or call. Partial sums among its outputs are reduced over
-        the chips. Exceptions are outputs with an index in `summed`, and inputs that the body returns unchanged."""
-
-        def call(*arrays):
-            values = [Value(x, note) for x, note in zip(arrays, notes)]
-            outputs = self.evaluate(closed.jaxpr, closed.consts, values, scope, wanted)
-            hands_on = pin is not None and not any(pin)
-            outputs = [y if i in summed or hands_on else self.whole(y) for i, y in enumerate(outputs)]
-            call.notes = [y.note for y in outputs]
-            return [y.x if (pin is not None and not pin[i]) or y.note == PARTIAL else restore(y, v.aval)
-                    for i, (y, v) in enumerate(zip(outputs, closed.jaxpr.outvars))]
-
-        call.notes = []
-        return call
+    def evaluate(self, jaxpr, consts, args, outer, wanted):
+        """Partial sums among the outputs are reduced over the chips, unless they are wanted."""
+        outputs = super().evaluate(jaxpr, consts, args, outer, wanted)
+        return [y if want == PARTIAL else self.whole(y) for y, want in zip(outputs, wanted)]
 
     def whole(self, value):
         return Value(value.x.sum(0)) if value.note == PARTIAL else value
@@ -211,7 +200,7 @@ class _Pins(Interpreter):
         while found:
             notes = [PARTIAL if i - consts in found else note for i, note in enumerate(inside)]
             self.late = True
-            body = self.body(closed, at, (None,) * len(jaxpr.outvars), notes, found)
+            body = self.body(closed, at, _wanted(found, jaxpr.outvars), notes)
             types = [jax.ShapeDtypeStruct(((self.chips,) if note == PARTIAL else ()) + v.aval.shape, v.aval.dtype)
                      for v, note in zip(jaxpr.invars, notes)]
             jax.eval_shape(body, *types)
@@ -262,6 +251,10 @@ class _Pins(Interpreter):
         x = self.held(x, row)
         x = x.reshape(*x.shape[:row], self.chips, x.shape[row] // self.chips, *x.shape[row + 1:])
         return self.held(x, row)
+
+
+def _wanted(summed, outvars) -> tuple:
+    return tuple(PARTIAL if i in summed else None for i in range(len(outvars)))
 
 
 def _index(axes, axis):

@@ -7,15 +7,16 @@ residuals.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from fnet import _jax
-from fnet.jaxpr import INLINED, Interpreter, Scope, Value, has_shardings, inline, marks, nbytes, scan, wraps
+from fnet.jaxpr import Interpreter, Value, has_shardings, inlined, marks, nbytes, scan
 
 _SYMBOLIC = 1024
 _WORTH = 0.8    # a jaxpr is changed only if its residuals shrink to at most this fraction
@@ -45,13 +46,7 @@ def rematerialize(step: Callable) -> Callable:
     >>> step(jnp.zeros(2)).tolist()
     [0.0, 0.0]
     """
-    interpreter = _Rematerialize()
-
-    @wraps(step)
-    def rematerialized(*args, **kwargs):
-        return interpreter.run(step, args, kwargs)
-
-    return rematerialized
+    return _Rematerialize().applied(step)
 
 
 class _Rematerialize(Interpreter):
@@ -61,14 +56,7 @@ class _Rematerialize(Interpreter):
     def opened(self, closed):
         """Inlines jitted parts, because the residuals between two parts are visible only if both parts are in one
         jaxpr."""
-        inliner = _Inliner()
-
-        def flat(*arrays):
-            outputs = inliner.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), Scope(),
-                                       (None,) * len(closed.jaxpr.outvars))
-            return [value.x for value in outputs]
-
-        return jax.make_jaxpr(flat)(*closed.in_avals)
+        return inlined(closed, unless=has_shardings)
 
     def plan(self, jaxpr, wanted):
         plan = _Plan(jaxpr, _jax.current_names())
@@ -79,7 +67,7 @@ class _Rematerialize(Interpreter):
             return NotImplemented
         if eqn in plan.sources:
             return self.source(eqn, at, inputs, plan)
-        if not plan.is_backward(eqn):
+        if eqn not in plan.backward:
             plan.seen(eqn, inputs)
             return NotImplemented
         inputs = [self.again(v, value, plan) for v, value in zip(eqn.invars, inputs)]
@@ -105,7 +93,7 @@ class _Rematerialize(Interpreter):
             for i, x in zip(tied, held):
                 given[i] = Value(x)
             with _jax.names_context(plan.names, "rematted_computation"):    # not the scopes of the reader
-                outputs = self.evaluate(piece, (), given, Scope(), (None,) * len(piece.outvars))
+                outputs = self.evaluate(piece, (), given)
             piece.made = dict(zip(piece.outvars, outputs))
         return piece.made[v]
 
@@ -113,19 +101,18 @@ class _Rematerialize(Interpreter):
         """Evaluates the scan of a forward pass. It is changed to store the inputs of its iterations instead of inner
         values."""
         pair, parts = plan.sources[eqn], scan(eqn)
-        consts, carry = parts.consts, parts.carry
+        carry = parts.carry
         plan.seen(eqn, inputs)
         body = self.body(parts.closed, at, (None,) * len(eqn.outvars), [None] * len(inputs))
-        arrays = [value.x for value in inputs]
+        pair.arrays = [value.x for value in inputs]
+        consts, start, xs = parts.split(pair.arrays)
         kept = [i for i in range(len(eqn.outvars) - carry) if i not in pair.dropped]
 
         def turn(carried, slices):
-            outputs = body(*arrays[:consts], *carried, *slices)
+            outputs = body(*consts, *carried, *slices)
             return outputs[:carry], ([outputs[carry + i] for i in kept], [carried[i] for i in pair.saved])
 
-        carried, (stacked, pair.given) = lax.scan(turn, arrays[consts:consts + carry], arrays[consts + carry:],
-                                                  **parts.options)
-        pair.arrays = arrays
+        carried, (stacked, pair.given) = lax.scan(turn, start, xs, **parts.options)
         outputs = dict(zip(kept, stacked))
         return [*map(Value, carried), *(Value(outputs.get(i)) for i in range(len(eqn.outvars) - carry))]
 
@@ -133,42 +120,26 @@ class _Rematerialize(Interpreter):
         """Evaluates the scan of a backward pass. It is changed to recompute the values that the forward pass did not
         store."""
         pair, parts = plan.pairs[eqn], scan(eqn)
-        consts, carry, source = parts.consts, parts.carry, scan(pair.source)
-        its_consts, its_carry, inner = source.consts, source.carry, source.jaxpr
-        piece = _piece(inner, [inner.outvars[its_carry + i] for i in pair.dropped])
-        needs = {inner.invars.index(v) for v in piece.invars if v in set(inner.invars)}
-        constvars = dict(zip(inner.constvars, source.closed.consts))
+        piece, source = pair.piece, scan(pair.source)
+        fixed, saved, sliced = source.split(source.jaxpr.invars)
+        saved = [saved[i] for i in pair.saved]
+        constants = dict(zip([*source.jaxpr.constvars, *fixed], [*source.closed.consts, *pair.arrays]))
+        theirs = {i: x for i, x in enumerate(source.split(pair.arrays)[2]) if sliced[i] in piece.invars}
         body = self.body(parts.closed, at, (None,) * len(eqn.outvars), [None] * len(inputs))
-        arrays = [value.x for value in inputs]
-        own = {i: x for i, x in enumerate(arrays[consts + carry:]) if i not in pair.places}
-        theirs = {i: pair.arrays[i] for i in needs if i >= its_consts + its_carry}
+        consts, start, xs = parts.split(value.x for value in inputs)
+        own = {i: x for i, x in enumerate(xs) if i not in pair.places}
 
         def turn(carried, slices):
             mine, given, others = slices
-            before = {its_consts + i: x for i, x in zip(pair.saved, given)}
-            values = {**{i: pair.arrays[i] for i in needs if i < its_consts}, **before, **others}
-            found = {v: Value(values[inner.invars.index(v)]) if v not in constvars else Value(constvars[v])
-                     for v in piece.invars}
+            values = constants | dict(zip(saved, given)) | {sliced[i]: x for i, x in others.items()}
             with jax.named_scope("rematted_computation"):
-                made = self.evaluate(piece, (), [found[v] for v in piece.invars], at, (None,) * len(piece.outvars))
+                made = self.evaluate(piece, (), [Value(values[v]) for v in piece.invars], at)
             all_slices = {**mine, **{place: y.x for place, y in zip(pair.places, made)}}
-            outputs = body(*arrays[:consts], *carried, *(all_slices[i] for i in range(len(all_slices))))
-            return outputs[:carry], outputs[carry:]
+            outputs = body(*consts, *carried, *(all_slices[i] for i in range(len(all_slices))))
+            return outputs[:parts.carry], outputs[parts.carry:]
 
-        carried, stacked = lax.scan(turn, arrays[consts:consts + carry], (own, pair.given, theirs), **parts.options)
+        carried, stacked = lax.scan(turn, start, (own, pair.given, theirs), **parts.options)
         return [*map(Value, carried), *map(Value, stacked)]
-
-
-class _Inliner(Interpreter):
-    """Inlines calls that do not specify shardings."""
-
-    def depends(self, at):
-        return None
-
-    def equation(self, eqn, at, inputs, plan):
-        if eqn.primitive.name in INLINED and not has_shardings(eqn):
-            return inline(self, eqn, at, inputs, (None,) * len(eqn.outvars))
-        return NotImplemented
 
 
 class _Piece:
@@ -184,12 +155,13 @@ class _Piece:
 class _Pair:
     """A scan of the forward pass, and the scan of the backward pass that reads its stacked outputs.
 
-    `dropped` are the indices of the stacked outputs that are recomputed instead of stored. `places` are their positions
-    among the scanned inputs of the backward scan. `saved` are the indices of the carries that are stored instead.
+    `dropped` are the indices of the stacked outputs that are recomputed instead of stored, by `piece`. `places` are
+    their positions among the scanned inputs of the backward scan. `saved` are the indices of the carries that are
+    stored instead.
     """
 
-    def __init__(self, source, dropped, places, saved):
-        self.source, self.dropped, self.places, self.saved = source, dropped, places, saved
+    def __init__(self, source, piece, dropped, places, saved):
+        self.source, self.piece, self.dropped, self.places, self.saved = source, piece, dropped, places, saved
         self.given, self.arrays = [], []
 
 
@@ -197,6 +169,7 @@ class _Plan:
     """The recomputed values of a jaxpr.
 
     Attributes:
+        backward: the equations of the backward pass, as keys in their order.
         pairs: {equation of a backward scan: _Pair}.
         sources: {equation of a forward scan: _Pair}.
         cut: {variable: the `_Piece` that recomputes it}.
@@ -206,9 +179,8 @@ class _Plan:
 
     def __init__(self, jaxpr, names):
         self.names = names
-        self.backward = [eqn for eqn in jaxpr.eqns if _backward(eqn)]
-        self._backward = {id(eqn) for eqn in self.backward}
-        self.pairs, self.sources, self.cut, self.env, self.latest = _Table(), _Table(), {}, {}, None
+        self.backward = dict.fromkeys(eqn for eqn in jaxpr.eqns if _backward(eqn))
+        self.pairs, self.sources, self.cut, self.env, self.latest = {}, {}, {}, {}, None
         if not self.backward:
             return
         uses = _uses(jaxpr)
@@ -218,26 +190,10 @@ class _Plan:
         self.cut = _cuts(jaxpr, self, uses)
         self.env = {v: None for piece in self.cut.values() for v in piece.invars}
 
-    def is_backward(self, eqn) -> bool:
-        return id(eqn) in self._backward
-
     def seen(self, eqn, inputs):
         for v, value in zip(eqn.invars, inputs):
             if not isinstance(v, _jax.Literal) and v in self.env:
                 self.env[v] = value
-
-
-class _Table(dict):
-    """A dict whose keys are equations, compared by identity: equations are not hashable in every version of JAX."""
-
-    def __setitem__(self, eqn, value):
-        super().__setitem__(id(eqn), value)
-
-    def __getitem__(self, eqn):
-        return super().__getitem__(id(eqn))
-
-    def __contains__(self, eqn):
-        return super().__contains__(id(eqn))
 
 
 def _backward(eqn) -> bool:
@@ -251,14 +207,11 @@ def _forward(eqn) -> bool:
 def _uses(jaxpr) -> dict:
     """Returns {variable: the list of equations that read it}. For an output of the jaxpr, the list also contains
     None."""
-    found: dict[Any, list] = {}
-    for eqn in jaxpr.eqns:
-        for v in eqn.invars:
+    found = collections.defaultdict(list)
+    for eqn, read in (*((eqn, eqn.invars) for eqn in jaxpr.eqns), (None, jaxpr.outvars)):
+        for v in read:
             if not isinstance(v, _jax.Literal):
-                found.setdefault(v, []).append(eqn)
-    for v in jaxpr.outvars:
-        if not isinstance(v, _jax.Literal):
-            found.setdefault(v, []).append(None)
+                found[v].append(eqn)
     return found
 
 
@@ -267,36 +220,35 @@ def _pair(jaxpr, sink, uses):
     these outputs saves no memory."""
     makers = {v: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan" and _forward(eqn) for v in eqn.outvars}
     xs, length = scan(sink).split(sink.invars)[2], scan(sink).length
-    by_source: dict[int, list] = {}
+    by_source = collections.defaultdict(list)
     for place, v in enumerate(xs):
         if not isinstance(v, _jax.Literal) and v in makers and uses[v] == [sink]:
-            by_source.setdefault(id(makers[v]), []).append((place, v))
+            by_source[makers[v]].append((place, v))
     best = None
-    for read in by_source.values():
-        source = makers[read[0][1]]
+    for source, read in by_source.items():
         parts = scan(source)
-        its_consts, its_carry, inner = parts.consts, parts.carry, parts.jaxpr
         if parts.length != length:
             continue
-        stacked = [(place, source.outvars.index(v) - its_carry) for place, v in read]
+        stacked = [(place, source.outvars.index(v) - parts.carry) for place, v in read]
         stacked = [(place, i) for place, i in stacked if i >= 0]
-        piece = _piece(inner, [inner.outvars[its_carry + i] for _, i in stacked])
+        piece = _piece(parts.jaxpr.eqns, [parts.jaxpr.outvars[parts.carry + i] for _, i in stacked])
         if any(eqn.effects for eqn in piece.eqns):    # side effects would occur twice
             continue
-        needs = {inner.invars.index(v) for v in piece.invars if v in set(inner.invars)}
-        saved = [i - its_consts for i in sorted(needs) if its_consts <= i < its_consts + its_carry]
-        before = sum(_bytes(source.outvars[its_carry + i].aval) for _, i in stacked)
-        after = length * sum(_bytes(inner.invars[its_consts + i].aval) for i in saved)
+        carries = parts.split(parts.jaxpr.invars)[1]
+        saved = [i for i, v in enumerate(carries) if v in piece.invars]
+        before = sum(_bytes(source.outvars[parts.carry + i].aval) for _, i in stacked)
+        after = length * sum(_bytes(carries[i].aval) for i in saved)
         if after < _WORTH * before and (best is None or before - after > best[0]):
-            best = before - after, _Pair(source, [i for _, i in stacked], [place for place, _ in stacked], saved)
+            places, dropped = [place for place, _ in stacked], [i for _, i in stacked]
+            best = before - after, _Pair(source, piece, dropped, places, saved)
     return best and best[1]
 
 
-def _piece(jaxpr, outvars, eqns=None) -> _Piece:
-    """Returns the equations that these variables depend on, and the inputs of these equations."""
+def _piece(eqns, outvars) -> _Piece:
+    """Returns those of the equations that these variables depend on, and the inputs of these equations."""
     wanted = dict.fromkeys(v for v in outvars if not isinstance(v, _jax.Literal))
     found, made = [], set()
-    for eqn in reversed(jaxpr.eqns if eqns is None else eqns):
+    for eqn in reversed(eqns):
         if any(v in wanted for v in eqn.outvars):
             found.append(eqn)
             made.update(eqn.outvars)
@@ -317,32 +269,31 @@ class _Cut(NamedTuple):
 
 def _cuts(jaxpr, plan, uses) -> dict:
     """Splits code without loops into pieces. Returns {variable: the piece that recomputes it}."""
-    backward = plan._backward
     # The forward equations between the scans above, of one forward pass. If a step has several forward passes, the next
     # one uses results of the previous backward pass.
     runs, run = [], []
     for eqn in jaxpr.eqns:
-        if eqn in plan.sources or id(eqn) in backward:
+        if eqn in plan.sources or eqn in plan.backward:
             runs, run = [*runs, *[run] * bool(run)], []
         elif _forward(eqn) and not eqn.effects:
             run.append(eqn)
     found = {}
     for eqns in [*runs, run]:
-        found |= _cut_run(jaxpr, eqns, uses, backward)
+        found |= _cut_run(eqns, uses, plan.backward)
     return found
 
 
-def _cut_run(jaxpr, eqns, uses, backward) -> dict:
-    at = {id(eqn): i for i, eqn in enumerate(eqns)}
+def _cut_run(eqns, uses, backward) -> dict:
+    at = {eqn: i for i, eqn in enumerate(eqns)}
     weight, crossing = [], [0] * (len(eqns) + 1)    # stored bytes of each equation's outputs; live bytes after each
     last_use = {}
     for i, eqn in enumerate(eqns):
         kept = 0
         for v in eqn.outvars:
             readers = uses.get(v, ())
-            kept += _bytes(v.aval) if any(id(each) in backward for each in readers if each is not None) else 0
-            elsewhere = [each for each in readers if each is None or (id(each) not in backward and id(each) not in at)]
-            last = len(eqns) if elsewhere else max((at[id(each)] for each in readers if id(each) in at), default=i)
+            kept += _bytes(v.aval) if any(each in backward for each in readers) else 0
+            elsewhere = any(each not in backward and each not in at for each in readers)
+            last = len(eqns) if elsewhere else max((at[each] for each in readers if each in at), default=i)
             last_use[v] = last
             if last > i:
                 crossing[i] += _bytes(v.aval)
@@ -362,10 +313,9 @@ def _cut_run(jaxpr, eqns, uses, backward) -> dict:
     for end in best.ends:    # the outputs after the last cut are needed immediately
         part = eqns[begin:end + 1]
         lost = [v for eqn in part for v in eqn.outvars if last_use[v] <= end
-                and any(id(each) in backward for each in uses.get(v, ()) if each is not None)]
+                and any(each in backward for each in uses.get(v, ()))]
         if lost:
-            piece = _piece(jaxpr, lost, part)
-            found.update(dict.fromkeys(lost, piece))
+            found.update(dict.fromkeys(lost, _piece(part, lost)))
         begin = end + 1
     return found
 
