@@ -9,6 +9,7 @@ differentiated by JAX: their derivatives are those of equivalent operations of `
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import jax
@@ -21,7 +22,7 @@ from fnet._jax import Primitive
 from fnet.layers import _attend_flash as flash
 from fnet.layers import _attend_xla as xla
 from fnet.layers._attend_xla import Form, Products
-from fnet.layers._sizes import sized
+from fnet.layers._sizes import integers, sized
 
 
 def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, mask: jax.Array | None = None,
@@ -79,8 +80,8 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
     (b, t, h, _), s = query.shape, key.shape[1]
     if mask is not None:
         mask = mask_of(mask, (b, h, t, s), "dot_product_attention: mask")
-    lengths, starts = (None if x is None else _integers(x, b, name) for x, name in ((lengths, "lengths"),
-                                                                                   (starts, "starts")))
+    lengths, starts = (None if x is None else integers(x, b, f"dot_product_attention: {name}")
+                       for x, name in ((lengths, "lengths"), (starts, "starts")))
     if window is not None and window < 1:
         raise ValueError(f"dot_product_attention: window must be >= 1; got {window}")
     if softcap is not None and not softcap > 0:
@@ -127,14 +128,6 @@ def _check(query, key, value):
                         f"{query.dtype}, {key.dtype} and {value.dtype}")
 
 
-def _integers(x, batch, name):
-    x = jnp.asarray(x)
-    if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"dot_product_attention: {name} must be integers [batch] ({batch},); got "
-                         f"{x.dtype}{list(x.shape)}")
-    return x
-
-
 # The primitives. The operands are query, key and value, then the arrays named in `form.given`, then the operands listed
 # in the docstrings below. The parameter `compute` is the dtype to which operands of products are rounded, and `outs`
 # contains the dtypes of the results. Autocast sets both.
@@ -167,19 +160,17 @@ def _backward(blocks, products, *args, form, compute, outs):
     return [x.astype(dtype) for x, dtype in zip(gradients, outs)]
 
 
-def _whole(f, *args, **params):
-    """Evaluates `f` with operations of `jax.lax` that are the same on every platform. JAX differentiates these
-    operations to compute higher derivatives. The operands of products are float32 instead of a 16-bit dtype, because
-    XLA:CPU does not support all 16-bit products."""
+def _in_one_block(operand, f, *args, **params):
+    """Evaluates `f` on all queries and keys at once. `operand(dtype)` is the dtype of the operands of products."""
     form, compute = params["form"], params["compute"]
-    products = Products(compute, xla.widened(compute), form.precision)
+    products = Products(compute, operand(compute), form.precision)
     return f([xla.Span(0, args[0].shape[1], 0, args[1].shape[1])], products, *args, **params)
 
 
-def _by_xla(f, *args, **params):
-    form, compute = params["form"], params["compute"]
-    products = Products(compute, compute, form.precision)
-    return f([xla.Span(0, args[0].shape[1], 0, args[1].shape[1])], products, *args, **params)
+_by_xla = functools.partial(_in_one_block, lambda compute: compute)
+# The operations are the same on every platform. JAX differentiates them to compute higher derivatives. The operands of
+# products are float32 instead of a 16-bit dtype, because XLA:CPU does not support all 16-bit products.
+_whole = functools.partial(_in_one_block, xla.widened)
 
 
 def _on_cpu(f, *args, **params):
@@ -344,10 +335,10 @@ def _derivative(primitive, f, primals, tangents, **params):
 def _attention_jvp(primals, tangents, *, residuals, **params):
     results = attention_p.bind(*primals, residuals=True, **params)
     out, peak, total = (checkpoint_name(x, "attention") for x in results)
-    nonzero = [x for x in tangents[:3] if not isinstance(x, ad.Zero)]
     moving = tuple(not isinstance(x, ad.Zero) for x in tangents[:3])
     results, zeros = [out, peak, total], [ad.Zero(jax.typeof(x)) for x in (out, peak, total)]
-    if nonzero:
+    if any(moving):
+        nonzero = itertools.compress(tangents, moving)
         zeros[0] = tangent_p.bind(*primals, out, peak, total, *nonzero, moving=moving, **params)[0]
     count = 3 if residuals else 1
     return results[:count], zeros[:count]
@@ -359,16 +350,15 @@ def _tangent_transpose(cotangents, *args, form, compute, outs, moving):
         return [None] * len(args)
     outs = tuple(x.dtype for x in args[:3])
     gradients = backward_p.bind(*args[:count], cotangents[0], form=form, compute=compute, outs=outs)
-    return [None] * count + [x for x, moves in zip(gradients, moving) if moves]
+    return [*[None] * count, *itertools.compress(gradients, moving)]
 
 
 def _backward_transpose(cotangents, *args, form, compute, outs):
     moving = tuple(not isinstance(x, ad.Zero) for x in cotangents)
     if not any(moving):
         return [None] * len(args)
-    nonzero = [x for x in cotangents if not isinstance(x, ad.Zero)]
-    outs = args[-1].aval.dtype,
-    out_tangent = tangent_p.bind(*args[:-1], *nonzero, form=form, compute=compute, outs=outs, moving=moving)
+    out_tangent = tangent_p.bind(*args[:-1], *itertools.compress(cotangents, moving), form=form, compute=compute,
+                                 outs=(args[-1].aval.dtype,), moving=moving)
     return [None] * (len(args) - 1) + out_tangent
 
 

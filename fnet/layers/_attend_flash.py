@@ -175,16 +175,10 @@ def _named(kinds, arrays):
     return bias, rest.pop(0) if "b" in kinds else None, rest
 
 
-def _cudnn_forward(form, kinds, results, q, k, v, *rest):
-    bias, lengths, _ = _named(kinds, rest)
-    return tuple(_jax.kernels.cudnn_attention(q, k, v, bias, lengths, scale=form.scale, causal=form.causal,
-                                      window=form.window, residuals=len(results) > 1))
-
-
-def _cudnn_backward(form, kinds, results, q, k, v, *rest):
-    bias, lengths, (peak, out, gradient) = _named(kinds, rest)
-    return tuple(_jax.kernels.cudnn_attention(q, k, v, bias, lengths, peak, out, gradient, scale=form.scale,
-                                      causal=form.causal, window=form.window))
+def _cudnn_attention(form, kinds, results, q, k, v, *rest):
+    bias, lengths, rest = _named(kinds, rest)
+    return tuple(_jax.kernels.cudnn_attention(q, k, v, bias, lengths, *rest, scale=form.scale, causal=form.causal,
+                                              window=form.window, residuals=len(results) > 1))
 
 
 def _splash_forward(form, kinds, results, q, k, v, *rest):
@@ -215,7 +209,7 @@ def _block(q, k):
     return next(n for n in (512, 256, 128) if q.shape[1] % n == k.shape[1] % n == 0)
 
 
-_KERNELS = {"cuda": (_cudnn_forward, _cudnn_backward), "tpu": (_splash_forward, _splash_backward)}
+_KERNELS = {"cuda": (_cudnn_attention, _cudnn_attention), "tpu": (_splash_forward, _splash_backward)}
 
 
 def _split(kernel, form, operands, results, partitioning):

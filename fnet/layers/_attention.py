@@ -14,11 +14,13 @@ from jax import lax
 
 from fnet.jaxpr import tag
 from fnet.layers._attend import attend, mask_of
-from fnet.layers._attend_xla import Form, Span, seen
+from fnet.layers._attend_xla import Form, Products
+from fnet.layers._attend_xla import weights as attention_weights
 from fnet.layers._core import Layer
 from fnet.layers._dropout import Dropout
 from fnet.layers._linear import Dense, floating, lecun_normal, wide, zeros
 from fnet.layers._scope import Scope
+from fnet.layers._sizes import integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +180,8 @@ class Attention(Layer):
         x = floating(x, scope, "Attention")
         source = x if context is None else floating(context, scope, "Attention")
         groups, dim = self._sizes(scope, x, source)
-        lengths = self._lengths(scope, lengths, x)
+        if lengths is not None:
+            lengths = integers(lengths, x.shape[0], f"Attention at {scope}: lengths")
         q = self._project(scope, "query", x, self.heads, dim, self.qk_norm)            # [b, t, h, d]
         k = self._project(scope, "key", source, groups, dim, self.qk_norm)             # [b, s, g, d]
         v = self._project(scope, "value", source, groups, dim)
@@ -241,15 +244,6 @@ class Attention(Layer):
         y = y.reshape(*x.shape[:2], heads, dim)
         return norm(scope[f"{name}_norm"], y) if norm is not None and self.norm_heads else y
 
-    def _lengths(self, scope, lengths, x):
-        if lengths is None:
-            return None
-        lengths = jnp.asarray(lengths)
-        if lengths.shape != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
-            raise ValueError(f"Attention at {scope}: lengths must be integers [batch] {x.shape[:1]}; got "
-                             f"{lengths.dtype}{list(lengths.shape)}")
-        return lengths
-
     def _positions(self, scope, positions, x):
         positions = jnp.asarray(positions)
         if positions.shape not in (x.shape[:2], x.shape[1:2]):
@@ -292,24 +286,11 @@ class Attention(Layer):
     def _dropped(self, scope, q, k, v, where):
         """Returns the attention output, an array [b, t, h, d], with dropout applied to the attention weights."""
         b, t, heads, dim = q.shape
-        groups, s = k.shape[2], k.shape[1]
         where = {name: x for name, x in where.items() if x is not None}
         scale = 1 / math.sqrt(dim) if self.scale is None else self.scale
         form = Form(self.causal, self.window, scale, tuple(where), softcap=self.softcap)
-        mask = seen(form, Span(0, t, 0, s), (t, s), where.values())
-        q = q.reshape(b, t, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4).reshape(b, groups, -1, dim)
-        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)          # [b, g, s, d]
-        batch = (0, 1), (0, 1)
-        logits = lax.dot_general(q, k, (((3,), (3,)), batch), preferred_element_type=wide(q).dtype)
-        logits = logits.reshape(b, heads, t, s) * form.scale
-        if form.softcap is not None:
-            logits = form.softcap * jnp.tanh(logits / form.softcap)
-        if mask is not None:
-            logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min)
-        weights = jax.nn.softmax(logits)
-        if mask is not None and form.blind(t, s):
-            weights = jnp.where(mask, weights, 0)
+        weights = attention_weights(form, Products(q.dtype, q.dtype, None), q, k, *where.values())    # [b, h, t, s]
         weights = Dropout(self.dropout)(scope["dropout"], tag(weights, "weights"))
-        weights = weights.astype(v.dtype).reshape(b, groups, -1, s)
-        y = lax.dot_general(weights, v, (((3,), (2,)), batch))                                 # [b, g, h/g t, d]
+        weights = weights.astype(v.dtype).reshape(b, k.shape[2], -1, k.shape[1])
+        y = lax.dot_general(weights, v.transpose(0, 2, 1, 3), (((3,), (2,)), ((0, 1), (0, 1))))    # [b, g, h/g t, d]
         return y.reshape(b, heads, t, dim).transpose(0, 2, 1, 3)

@@ -62,19 +62,11 @@ class Conv(Layer):
     def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "Conv")
         window, strides, dilation = geometry("Conv", scope, x, self.kernel_size, self.strides, self.dilation)
-        inputs = x.shape[-1]
-        if inputs % self.groups or self.features % self.groups:
-            raise ValueError(f"Conv at {scope}: the input's {inputs} channels and features={self.features} must be "
-                             f"multiples of groups={self.groups}")
-        shape = (*window, inputs // self.groups, self.features)
-        kernel = scope.param("kernel", shape, self.kernel_init, (*[None] * len(window), "in", "out"))
-        y = lax.conv_general_dilated(
-            x, kernel.astype(x.dtype), strides, pads("Conv", scope, self.padding, window, dilation),
-            rhs_dilation=dilation, dimension_numbers=layout(x.ndim), feature_group_count=self.groups)
+        kernel = _kernel("Conv", self, scope, x, window).astype(x.dtype)
+        padding = pads("Conv", scope, self.padding, window, dilation)
+        y = _convolved(self, scope, x, kernel, strides, padding, rhs_dilation=dilation)
         if 0 in y.shape[1:-1]:
             raise ValueError(f"Conv at {scope}: the window {window} is larger than the input {x.shape[1:-1]}")
-        if self.use_bias:
-            y = y + align(scope.param("bias", (self.features,), self.bias_init, ("out",)), y)
         return y
 
 
@@ -156,14 +148,9 @@ class ConvTranspose(Layer):
     def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "ConvTranspose")
         window, strides, dilation = geometry("ConvTranspose", scope, x, self.kernel_size, self.strides, self.dilation)
-        inputs, groups = x.shape[-1], self.groups
-        if inputs % groups or self.features % groups:
-            raise ValueError(f"ConvTranspose at {scope}: the input's {inputs} channels and features={self.features} "
-                             f"must be multiples of groups={groups}")
         if self.padding == "CAUSAL":
             raise ValueError(f"ConvTranspose at {scope}: padding must be 'SAME', 'VALID' or explicit; got 'CAUSAL'")
-        shape = (*window, inputs // groups, self.features)
-        kernel = scope.param("kernel", shape, self.kernel_init, (*[None] * len(window), "in", "out"))
+        kernel = jnp.flip(_kernel("ConvTranspose", self, scope, x, window), range(len(window))).astype(x.dtype)
         extra = numbers("output_padding", self.output_padding, len(window), "ConvTranspose", scope)
         reach = [d * (k - 1) + 1 for k, d in zip(window, dilation)]
         explicit = pads("ConvTranspose", scope, self.padding, window, dilation)
@@ -174,12 +161,27 @@ class ConvTranspose(Layer):
             # If the stride is larger than the window, the convolution skips positions at the end.
             extra = [e + max(s - r, 0) for e, r, s in zip(extra, reach, strides)]
         padding = [(r - 1 - low, r - 1 - high + e) for r, (low, high), e in zip(reach, explicit, extra)]
-        y = lax.conv_general_dilated(
-            x, jnp.flip(kernel, range(len(window))).astype(x.dtype), (1,) * len(window), padding,
-            lhs_dilation=strides, rhs_dilation=dilation, dimension_numbers=layout(x.ndim), feature_group_count=groups)
-        if self.use_bias:
-            y = y + align(scope.param("bias", (self.features,), self.bias_init, ("out",)), y)
-        return y
+        return _convolved(self, scope, x, kernel, (1,) * len(window), padding, lhs_dilation=strides,
+                          rhs_dilation=dilation)
+
+
+def _kernel(who, layer, scope, x, window) -> jax.Array:
+    """Returns the kernel of a convolution, [*window, in // groups, features]."""
+    inputs, groups = x.shape[-1], layer.groups
+    if inputs % groups or layer.features % groups:
+        raise ValueError(f"{who} at {scope}: the input's {inputs} channels and features={layer.features} must be "
+                         f"multiples of groups={groups}")
+    return scope.param("kernel", (*window, inputs // groups, layer.features), layer.kernel_init,
+                       (*[None] * len(window), "in", "out"))
+
+
+def _convolved(layer, scope, x, kernel, strides, padding, **dilations) -> jax.Array:
+    """Convolves the input, and adds the bias."""
+    y = lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=layout(x.ndim),
+                                 feature_group_count=layer.groups, **dilations)
+    if layer.use_bias:
+        y = y + align(scope.param("bias", (layer.features,), layer.bias_init, ("out",)), y)
+    return y
 
 
 def layout(ndim: int) -> lax.ConvDimensionNumbers:

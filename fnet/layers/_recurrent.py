@@ -17,6 +17,7 @@ from jax.nn import initializers
 from fnet.layers._core import Layer, method
 from fnet.layers._linear import affine, align, floating, lecun_normal, linear, wide, zeros
 from fnet.layers._scope import Scope, describe
+from fnet.layers._sizes import integers
 
 _orthogonal = initializers.orthogonal()
 
@@ -106,6 +107,9 @@ class _Recurrent(Layer):
     def _one_carry(self, zero):
         return zero
 
+    def _output(self, carry):
+        return carry
+
     def _begin(self, carry, x, scope):
         dtype = jnp.float32 if jnp.finfo(x.dtype).bits < 32 else x.dtype
         zero = self.zero_carry(x.shape[0], dtype)
@@ -186,9 +190,6 @@ class RNN(_Recurrent):
     def _step(self, arrays, hidden, projected, recur):
         (px,), (ph,) = projected, recur(hidden)
         return self.activation(px + ph)
-
-    def _output(self, carry):
-        return carry
 
 
 class LSTM(_Recurrent):
@@ -276,9 +277,6 @@ class GRU(_Recurrent):
         z = jax.nn.sigmoid(zx + zh)
         return (1 - z) * jnp.tanh(nx + jax.nn.sigmoid(rx + rh) * nh) + z * hidden
 
-    def _output(self, carry):
-        return carry
-
 
 # Jitted, so that eager calls compile once for each layer and shape. An eager scan would compile in each call, because
 # its closure is a new function each time.
@@ -310,10 +308,7 @@ def _scan(layer, arrays, x, carry, valid, reverse):
 
 def _valid(lengths, x, layer, scope):
     """Returns a boolean array [time, batch, 1] that is True for valid steps."""
-    lengths = jnp.asarray(lengths)
-    if lengths.shape != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"{type(layer).__name__} at {scope}: lengths must be integers [batch] {x.shape[:1]}; got "
-                         f"{lengths.dtype}{list(lengths.shape)}")
+    lengths = integers(lengths, x.shape[0], f"{type(layer).__name__} at {scope}: lengths")
     steps = lax.broadcasted_iota(jnp.int32, (x.shape[1], x.shape[0], 1), 0)    # lengths.dtype may be too narrow
     return steps < lengths[None, :, None].astype(jnp.int32)
 

@@ -48,11 +48,8 @@ class Place:
     def child(self, name):
         found = self.children.get(name)
         if found is None:
-            params, state = self.params, self.state
-            found = self.children[name] = Place(
-                self.run, self, (*self.path, name),
-                params.get(name) if isinstance(params, Mapping) else None,
-                state.get(name) if isinstance(state, Mapping) else None)
+            found = self.children[name] = Place(self.run, self, (*self.path, name), _spec.get(self.params, (name,)),
+                                                _spec.get(self.state, (name,)))
         return found
 
     def key(self):
@@ -231,7 +228,7 @@ class Scope:
         self._same_trace(f"update({name!r})")
         if place.run.record is not None:
             return
-        held = place.state.get(name) if isinstance(place.state, Mapping) else None
+        held = _spec.get(place.state, (name,))
         if held is None:
             raise ValueError(f"{self._owner} updates the state {quote((*place.path, name))}, which is missing in the "
                              "state that was passed in; declare it with scope.state")
