@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from fnet.training.checkpoints._storage import StorePath, location
+from fnet.training.checkpoints._storage import StorePath, location, write_whole
 
 Config = TypeVar("Config")
 CONFIG = "config.json"
@@ -116,14 +116,8 @@ def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
     folder = location(workdir)
     values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)
     folder.mkdir(parents=True, exist_ok=True)
-    new, path = folder / f"{CONFIG}.new", folder / CONFIG
-    text = json.dumps(values, indent=2) + "\n"
-    if isinstance(path, StorePath):
-        path.write_text(text)
-        return path
-    new.write_text(text)
-    os.replace(new, path)
-    return path
+    write_whole(folder / CONFIG, f"{json.dumps(values, indent=2)}\n".encode())
+    return folder / CONFIG
 
 
 def same_config(config: Any, workdir: str | os.PathLike, *, but: tuple[str, ...] = ()) -> None:

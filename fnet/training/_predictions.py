@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fnet.training._media import Image, _png
+from fnet.training.checkpoints._storage import write_whole
 
 PREDICTIONS = "predictions.json"
 
@@ -65,7 +66,5 @@ def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any
         mistakes.append(mistake)
     path = Path(workdir) / PREDICTIONS
     text = json.dumps({"classes": names, "confusion": confusion.tolist(), "mistakes": mistakes})
-    temporary = path.with_name(f"{path.name}.new")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    write_whole(path, text.encode())
     return path

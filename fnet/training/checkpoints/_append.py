@@ -3,12 +3,11 @@ cannot be extended, so the last object is written again for each line, until it 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from fnet.training.checkpoints._storage import StorageError, StorePath
+from fnet.training.checkpoints._storage import StorageError, StorePath, write_whole
 
 _FULL = 256 << 10      # bytes of an object, after which the next object is started
 
@@ -31,12 +30,10 @@ def rewrite(path: Path | StorePath, keep: Callable[[bytes], bytes]) -> None:
         raw = part.read_bytes()
         if (new := keep(raw)) == raw:
             continue
-        if isinstance(part, StorePath):
-            part.write_bytes(new) if new else part.unlink(missing_ok=True)
+        if isinstance(part, StorePath) and not new:
+            part.unlink(missing_ok=True)
         else:
-            temporary = part.with_name(f"{part.name}.new")
-            temporary.write_bytes(new)
-            os.replace(temporary, part)
+            write_whole(part, new)
 
 
 class Objects:

@@ -12,6 +12,7 @@ from typing import Any
 
 from fnet.training.checkpoints import _manifest
 from fnet.training.checkpoints._lock import LOCK, Lock
+from fnet.training.checkpoints._storage import write_whole
 
 ASIDE = re.compile(r"(\d+)\.damaged(-\d+)?")
 _TEMPORARY = (".saving-", ".deleting-", ".replaced-")
@@ -79,9 +80,7 @@ class Folder:
 
     def write_part(self, step: int, process: int, text: str) -> None:
         """Writes a JSON description of the file of `process`. Process 0 reads it before it commits the step."""
-        part = self._part(step, process)
-        part.with_suffix(".new").write_text(text)
-        os.replace(part.with_suffix(".new"), part)
+        write_whole(self._part(step, process), text.encode())
 
     def take_part(self, step: int, process: int) -> str | None:
         """Removes the description that `process` has written, and returns it. Returns None if it has not been written

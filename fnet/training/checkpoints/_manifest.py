@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from fnet.training.checkpoints._leaves import DTYPES
-from fnet.training.checkpoints._storage import Reader, StorePath
+from fnet.training.checkpoints._storage import Readable, Reader, StorePath
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "fnet checkpoint", 1
 FILE = re.compile(r"arrays-\d{1,6}(-[0-9a-f]{16})?\.safetensors")
@@ -78,7 +78,7 @@ def _sink(path: Path | StorePath) -> Iterator[Any]:
     if isinstance(path, StorePath):
         buffers = _Buffers()
         yield buffers
-        path.write_parts(buffers.parts)
+        path.write_parts(buffers)
         return
     with path.open("wb") as file:
         yield file
@@ -86,12 +86,8 @@ def _sink(path: Path | StorePath) -> Iterator[Any]:
         os.fsync(file.fileno())
 
 
-class _Buffers:
-    def __init__(self):
-        self.parts: list[Any] = []
-
-    def write(self, raw: Any) -> None:
-        self.parts.append(raw)
+class _Buffers(list):
+    write = list.append
 
 
 def raw_bytes(array: np.ndarray) -> memoryview:
@@ -144,10 +140,8 @@ def sealed(content: Mapping[str, Any]) -> bytes:
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """Writes manifest.json under a temporary name, syncs it to the disk and renames it."""
     new = folder / f".{MANIFEST}.new"
-    with new.open("wb") as file:
+    with _sink(new) as file:
         file.write(sealed(content))
-        file.flush()
-        os.fsync(file.fileno())
     os.replace(new, folder / MANIFEST)
     sync_folder(folder)
 
@@ -280,7 +274,7 @@ def opened(path: Path | StorePath) -> Iterator[tuple[Any, int]]:
             raise Damaged(f"{path.name} cannot be read ({error.strerror})") from None
 
 
-class _Whole:
+class _Whole(Readable):
     """An unbuffered file whose `read` and `readinto` return fewer bytes than requested only at the end of the file."""
 
     def __init__(self, file):
@@ -288,10 +282,6 @@ class _Whole:
 
     def seek(self, at: int) -> None:
         self._file.seek(at)
-
-    def read(self, size: int) -> bytearray:
-        raw = bytearray(size)
-        return raw[:self.readinto(memoryview(raw))]
 
     def readinto(self, view: memoryview) -> int:
         got = 0

@@ -65,6 +65,14 @@ def location(where: str | os.PathLike) -> Path | StorePath:
     return StorePath(_store(scheme, bucket), f"{scheme}://{bucket}", names)
 
 
+def write_whole(path: Path | StorePath, data: bytes) -> None:
+    """Writes a file or object. Readers find its old or its new content, never a part of it."""
+    new = path if isinstance(path, StorePath) else path.with_name(f"{path.name}.new")
+    new.write_bytes(data)
+    if new is not path:
+        os.replace(new, path)
+
+
 def _store(scheme: str, bucket: str) -> Any:
     try:
         from obstore import store
@@ -311,7 +319,18 @@ def _brief(error: Exception) -> str:
     return re.sub(r"\s+", " ", line).strip()[:200]
 
 
-class Reader:
+class Readable:
+    """A file or object with a method `readinto`."""
+
+    def read(self, size: int) -> bytearray:
+        raw = bytearray(size)
+        return raw[:self.readinto(memoryview(raw))]
+
+    def readinto(self, view: memoryview) -> int:
+        raise NotImplementedError
+
+
+class Reader(Readable):
     """A reader of an object with `read` and `seek`, and with a buffer for small reads."""
 
     _AHEAD = 4 << 20
@@ -322,10 +341,6 @@ class Reader:
 
     def seek(self, at: int) -> None:
         self._at = at
-
-    def read(self, size: int) -> bytearray:
-        raw = bytearray(size)
-        return raw[:self.readinto(memoryview(raw))]
 
     def readinto(self, view: memoryview) -> int:
         got, wanted = 0, min(len(view), self._size - self._at)

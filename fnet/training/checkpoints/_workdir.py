@@ -34,20 +34,17 @@ def clear(workdir: str | os.PathLike) -> None:
     []
     """
     folder = location(workdir) / CHECKPOINTS
-    if isinstance(folder, StorePath):
-        with Checkpoints(folder) as checkpoints:
-            checkpoints.clear()
-            remove_logs(workdir)
-        return
-    if not folder.is_dir():
+    local = not isinstance(folder, StorePath)
+    if local and not folder.is_dir():
         remove_logs(workdir)
         return
     with Checkpoints(folder) as checkpoints:
         checkpoints.clear()
         remove_logs(workdir)
-        for entry in folder.iterdir():                     # the lock, last
-            entry.unlink()
-        folder.rmdir()
+        if local:
+            for entry in folder.iterdir():                 # the lock, last
+                entry.unlink()
+            folder.rmdir()
 
 
 def remove_logs(workdir: str | os.PathLike) -> None:

@@ -29,11 +29,7 @@ def local(where: str | os.PathLike) -> Path:
         return source
     if (meta := source.meta()) is None:
         raise FileNotFoundError(f"{source}: no such object")
-    base = Path(os.environ.get("FNET_DATA") or "~/.cache/fnet")
-    try:
-        base = base.expanduser()
-    except RuntimeError:                                   # HOME is not set and the user is unknown
-        raise FileNotFoundError(f"{source}: this user has no home directory for {base}; set FNET_DATA") from None
+    base = data_folder(source, None, "set FNET_DATA")
     digest = hashlib.blake2b(str(source).encode(), digest_size=8).hexdigest()
     copy = base / "objects" / f"{digest}-{source.name}"
     note = copy.with_name(f"{copy.name}.json")
@@ -59,6 +55,16 @@ def local(where: str | os.PathLike) -> Path:
         new.unlink(missing_ok=True)
     note.write_text(json.dumps(wanted | {"blake2b": seal.hexdigest()}))
     return copy
+
+
+def data_folder(what: object, folder: str | os.PathLike | None, hint: str) -> Path:
+    """Returns the folder of downloaded data, `folder` if it is not None. `what` and `hint` are parts of the error
+    message."""
+    base = Path(folder or os.environ.get("FNET_DATA") or "~/.cache/fnet")
+    try:
+        return base.expanduser()
+    except RuntimeError:                                   # HOME is not set and the user is unknown
+        raise FileNotFoundError(f"{what}: this user has no home directory for {base}; {hint}") from None
 
 
 def _digest(path: Path) -> str:

@@ -4,7 +4,6 @@ import difflib
 import hashlib
 import http.client
 import os
-import pathlib
 import secrets
 import urllib.error
 import urllib.request
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fnet.training.data._cache import data_folder
 from fnet.training.data._image_formats import (
     CIFAR_FOLDER,
     CIFAR_NAMES,
@@ -160,12 +160,7 @@ def load(
         return load_digits(split)
     if split != "random":
         raise ValueError(f"{name} has a fixed split: split={split!r} is only for digits")
-    base = pathlib.Path(data_dir or os.environ.get("FNET_DATA") or "~/.cache/fnet")
-    try:
-        base = base.expanduser()
-    except RuntimeError:    # HOME is not set and the user is unknown
-        raise FileNotFoundError(
-            f"{name}: this user has no home directory for {base}; pass data_dir or set FNET_DATA") from None
+    base = data_folder(name, data_dir, "pass data_dir or set FNET_DATA")
     find, read = {"cifar10": (_find_cifar10, _load_cifar10)}.get(name, (_find_idx, _load_idx))
     found, missing = find(name, base / name)
     if missing:

@@ -4,6 +4,7 @@ do."""
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 
 from fnet.training.checkpoints._reading import CheckpointError
 from fnet.training.loop import _recovery
+from fnet.training.loop._signals import Stopping
 
 if TYPE_CHECKING:
     from fnet.training.loop._run import Run
@@ -61,6 +63,19 @@ def rescue(run: Run) -> None:
         with contextlib.suppress(CheckpointError, OSError, jax.errors.JaxRuntimeError):
             run.save()
             run.checkpoints and run.checkpoints.wait()
+
+
+@contextlib.contextmanager
+def rescuing(run: Run) -> Iterator[None]:
+    """Saves the last complete step if user code raises an error, or if a signal arrives while it runs."""
+    try:
+        yield
+    except Stopping:
+        interruption(run, boundary=False)
+        raise
+    except BaseException:
+        rescue(run)
+        raise
 
 
 def interruption(run: Run, *, boundary: bool) -> None:

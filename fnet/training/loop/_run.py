@@ -223,12 +223,9 @@ class Run:
     def advance_once(self) -> None:
         batch = self.next_batch()
         _recompile.notice(self, batch)
-        try:
+        with _ending.rescuing(self):                       # for example, the step cannot be traced with this batch
             self.state, self.loop["metrics"], self.watch, metrics = self.advance(
                 self.state, self.loop["metrics"], self.watch, batch)
-        except BaseException:                              # for example, the step cannot be traced with this batch
-            _ending.rescue(self)
-            raise
         self.at += 1
         self.flying.append(self.watch["bad"])
         if len(self.flying) > _IN_FLIGHT:
@@ -261,14 +258,8 @@ class Run:
         return self.at % self.log_every == 0 or last, self.at % self.every == 0 or last
 
     def next_batch(self) -> Any:
-        try:
+        with _ending.rescuing(self):
             return self.prefetch()
-        except Stopping:
-            _ending.interruption(self, boundary=False)
-            raise
-        except BaseException:
-            _ending.rescue(self)
-            raise
 
     def check_counter(self) -> None:
         if (counted := int(self.state.step)) != self.at:
@@ -280,11 +271,8 @@ class Run:
             values = {name: value for name, value in values.items() if not name.rpartition("/")[2].isdigit()}
             rate = self.clock.rate
             left, mfu = rate and self.clock.left(self.at, self.steps), self.use(rate) if rate and self.use else None
-            try:
+            with _ending.rescuing(self):                   # a stream or a subclass of the user's
                 self.progress.log(self.at, values, rate, left, mfu)
-            except BaseException:                          # a stream or a subclass of the user's
-                _ending.rescue(self)
-                raise
 
     def log(self) -> dict[str, float]:
         self.check_counter()
@@ -317,15 +305,9 @@ class Run:
         self.loop["due"] = np.array(True)
         if self.saves():
             self.save()
-        try:
+        with _ending.rescuing(self):
             values = self.measure()
             _contract.check_watched(self.watched(), self.evaluate, values=values)
-        except Stopping:
-            _ending.interruption(self, boundary=False)
-            raise
-        except BaseException:
-            _ending.rescue(self)
-            raise
         self.show({**trained, **_scalars(values)})
         self.loop["due"] = np.array(False)
         improved = self.judge(values)
