@@ -108,11 +108,7 @@ def nnx_variables(module):
         raise TypeError(f"nnx_variables: expected a flax.nnx module; got {describe(module)}")
     params, state = {}, {}
     for path, variable in _variables(module):
-        *above, name = _names(path)
-        node = params if isinstance(variable, nnx.Param) else state
-        for part in above:
-            node = node.setdefault(part, {})
-        node[name] = variable.get_value()
+        _spec.put(params if isinstance(variable, nnx.Param) else state, _names(path), variable.get_value())
     return params, state
 
 

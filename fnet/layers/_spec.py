@@ -180,6 +180,14 @@ def get(tree, path):
     return tree
 
 
+def put(tree: dict, path, value) -> None:
+    """Sets the leaf at a path of nested dicts, and creates the dicts above it."""
+    *above, name = path
+    for part in above:
+        tree = tree.setdefault(part, {})
+    tree[name] = value
+
+
 def leaves(tree, path=()):
     """Yields (path, leaf) for every leaf of a tree of mappings, depth first."""
     if isinstance(tree, Mapping):

@@ -25,6 +25,7 @@ import jax
 import numpy as np
 
 from fnet import compress
+from fnet.layers._spec import put
 from fnet.models._model import Model
 from fnet.models.weights import _config, _folder, _hub, _key_map, _llama2c, _match, _tensors
 from fnet.models.weights._adapters import load_adapter, save_adapter
@@ -138,11 +139,7 @@ def _load(model, path, dtype, names, check_config):
     trees = {"params": {}, "state": {}}
     for entry in key_map.reads:
         for place, array in zip(entry.paths, _read(entry, tensors, dtype)):
-            *above, last = place.split("/")
-            node = trees[kinds[place]]
-            for part in above:
-                node = node.setdefault(part, {})
-            node[last] = array
+            put(trees[kinds[place]], place.split("/"), array)
     return trees["params"], trees["state"]
 
 

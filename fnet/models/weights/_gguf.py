@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet.compress import Int4, Int8, Quantized
+from fnet.layers._spec import put
 from fnet.models._decoder import Decoder
 from fnet.models._decoder_names import block
 from fnet.models._rope import LinearScaling
@@ -88,11 +89,7 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
                 " ..." if len(names) > 4 else ""))
     params: dict[str, Any] = {}
     for entry in key_map.reads:
-        *above, last = entry.paths[0].split("/")
-        node = params
-        for part in above:
-            node = node.setdefault(part, {})
-        node[last] = _array(file, entry, [tensors[key] for key in entry.keys])
+        put(params, entry.paths[0].split("/"), _array(file, entry, [tensors[key] for key in entry.keys]))
     return model, params, {}
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from fnet.layers._spec import put
+
 _LEAF = 1      # None is null; a dict {"dict": {...}}, a list {"list": [...]}, a tuple {"tuple": [...]}
 
 
@@ -55,9 +57,5 @@ def nested(leaves: Mapping[str, Any]) -> Any:
     for path, leaf in leaves.items():
         if not path:
             return leaf
-        *above, name = path.split("/")
-        node = tree
-        for part in above:
-            node = node.setdefault(part, {})
-        node[name] = leaf
+        put(tree, path.split("/"), leaf)
     return tree
