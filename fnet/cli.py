@@ -27,6 +27,8 @@ from typing import Any
 from fnet import _cli_bundle, _cli_compare, _cli_export, _cli_plan, _cli_report, _cli_serve, _cli_sweep
 from fnet.hardware._chip import Chip, si
 
+_COMMANDS = {"plan": _cli_plan, "bundle": _cli_bundle, "export": _cli_export, "serve": _cli_serve,
+             "compare": _cli_compare, "report": _cli_report, "sweep": _cli_sweep}
 _WIDTH = 100      # columns of output to a pipe or a file
 
 
@@ -54,13 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     chips.add_argument("name", nargs="*", help='name of a chip, a system or a device kind, such as "TPU v5e" or DGX-1')
     chips.add_argument("--plot", metavar="FILE", help="draw FLOP per dollar and per watt over the years, to a PNG, SVG "
                        "or PDF file")
-    _cli_plan.define(commands)
-    _cli_bundle.define(commands)
-    _cli_export.define(commands)
-    _cli_serve.define(commands)
-    _cli_compare.define(commands)
-    _cli_report.define(commands)
-    _cli_sweep.define(commands)
+    for module in _COMMANDS.values():
+        module.define(commands)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:      # closed, as in fnet chips >&-
             setattr(sys, name, open(os.devnull, "w"))
@@ -96,20 +93,8 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         return 0
     if args.command == "chips":
         return _row(" ".join(args.name)) if args.name else _catalog()
-    if args.command == "plan":
-        return _cli_plan.run(args)
-    if args.command == "bundle":
-        return _cli_bundle.run(args)
-    if args.command == "export":
-        return _cli_export.run(args)
-    if args.command == "serve":
-        return _cli_serve.run(args)
-    if args.command == "compare":
-        return _cli_compare.run(args)
-    if args.command == "report":
-        return _cli_report.run(args)
-    if args.command == "sweep":
-        return _cli_sweep.run(args)
+    if args.command in _COMMANDS:
+        return _COMMANDS[args.command].run(args)
     parser.print_help()
     return 0
 
