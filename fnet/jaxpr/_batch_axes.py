@@ -52,8 +52,12 @@ def _alike(eqn, notes):
 
 
 def _reduced(eqn, notes):
-    axes, note = eqn.params["axes"], notes[0]
-    return [None if note is None or note in axes else note - sum(axis < note for axis in axes)] * len(eqn.outvars)
+    return [_without(eqn.params["axes"], notes[0])] * len(eqn.outvars)
+
+
+def _without(removed, note):
+    """Returns the batch axis of an array after some of its axes were removed."""
+    return None if note is None or note in removed else note - sum(axis < note for axis in removed)
 
 
 def _broadcast(eqn, notes):
@@ -76,11 +80,6 @@ def _reshaped(eqn, notes):
     places = [i for i in range(len(after)) if math.prod(after[:i]) == ahead and after[i] > 1 and before[note] > 1
               and (after[i] % before[note] == 0 or before[note] % after[i] == 0)]
     return places[-1:] or [None]
-
-
-def _squeezed(eqn, notes):
-    note, dropped = notes[0], eqn.params["dimensions"]
-    return [None if note is None or note in dropped else note - sum(axis < note for axis in dropped)]
 
 
 def _product(contract, batched, ranks, notes):
@@ -164,6 +163,7 @@ def _branched(eqn, notes):
 _UNKNOWN = frozenset(("while", "shard_map"))
 _RULES = {
     "transpose": lambda eqn, notes: [None if notes[0] is None else permutation(eqn).index(notes[0])],
-    "broadcast_in_dim": _broadcast, "reshape": _reshaped, "squeeze": _squeezed, "gather": _gathered,
+    "broadcast_in_dim": _broadcast, "reshape": _reshaped, "gather": _gathered,
+    "squeeze": lambda eqn, notes: [_without(eqn.params["dimensions"], notes[0])],
     "scatter-add": _scattered, "scatter": _scattered, "scan": _scanned, "cond": _branched,
 }

@@ -32,7 +32,7 @@ class Traced:
             result = f(*args, **kwargs)
             results, self._structure = jax.tree.flatten(
                 (_mutable.returned(result, new), _mutable.updates(new, modules)))
-            self._results = [None if isinstance(x, _TRACED) else _Constant(x) for x in results]
+            self._results = [None if isinstance(x, _TRACED) else (x,) for x in results]    # constants in tuples
             for x in results:
                 _check(x)
             return [x for x in results if isinstance(x, _TRACED)]
@@ -48,7 +48,7 @@ class Traced:
     def tree(self, arrays: list) -> tuple[Any, Any]:
         """Returns the result of `f`, and the new state of the nnx modules among its arguments."""
         rest = iter(arrays)
-        filled = [next(rest) if constant is None else constant.value for constant in self._results]
+        filled = [next(rest) if constant is None else constant[0] for constant in self._results]
         return jax.tree.unflatten(self._structure, filled)
 
 
@@ -64,10 +64,3 @@ def _check(x: Any) -> None:
         raise TypeError(f"a transformed function must return arrays, or pytrees of arrays; it returned {what} "
                         "arrays that were computed inside. Return the arrays themselves, or register the class with "
                         "jax.tree_util.register_dataclass")
-
-
-class _Constant:
-    """A result that is not a JAX array: a Python number, a NumPy array, a string, a function, ..."""
-
-    def __init__(self, value):
-        self.value = value

@@ -15,7 +15,7 @@ import jax
 
 from fnet import _jax
 from fnet.hardware._count import Kept, heavy
-from fnet.jaxpr import Frame, Scope, batch_axes, description, marks, nbytes, product, read, scan
+from fnet.jaxpr import Frame, Scope, batch_axes, before, description, marks, nbytes, product, read, scan
 from fnet.parallel._ledger import Ledger, Transfer
 
 
@@ -274,7 +274,7 @@ class _Walk:
                     if (multiplied := product(eqn)) is not None:    # cast, then gathered
                         size = size * multiplied.dtype.itemsize // v.aval.dtype.itemsize
                     temporary += size
-                    if (key := (i, _backward(eqn))) not in gathered:
+                    if (key := (i, "transpose" in marks(eqn))) not in gathered:
                         gathered.add(key)
                         self.transfers.append(Transfer("all-gather", scope, size, self.data, turns))
         found = []
@@ -325,7 +325,6 @@ class _Walk:
 
 def _inside(split: Split) -> Split:
     """Returns how x[i] is split, if x is split as `split` describes."""
-    before = lambda axis: axis - 1 if axis else None
     return Split(before(split.rows), before(split.data), tuple((axis - 1, name) for axis, name in split.more if axis))
 
 
@@ -337,7 +336,3 @@ def _reshaped(eqn, axis, chips) -> int | None:
     ahead = math.prod(old[:axis])
     places = [i for i in range(len(new)) if math.prod(new[:i]) == ahead and new[i] % chips == 0 and new[i] > 1]
     return places[-1] if places else None
-
-
-def _backward(eqn) -> bool:
-    return "transpose" in marks(eqn)

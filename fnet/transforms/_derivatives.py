@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fnet.jaxpr import wraps
-from fnet.transforms._microbatch import batch_rows, batched, fold_key, replaced
+from fnet.transforms._microbatch import batch_leaves, batch_rows, batched
 
 
 def hvp(f: Callable) -> Callable:
@@ -71,15 +70,9 @@ def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) ->
     def each(*args, **options):
         where = batched("per_example", args, argnums)
         rows = batch_rows("per_example", args, where)
-        leaves, structure = jax.tree.flatten([args[i] for i in where])
-        rows_of = [a for a in leaves if np.ndim(a)]
-
-        def one(i, row):
-            rest = iter(row)
-            filled = [jnp.expand_dims(next(rest), 0) if np.ndim(a) else fold_key(a, i) for a in leaves]
-            return f(*replaced(args, where, jax.tree.unflatten(structure, filled)), **options)
-
-        return jax.vmap(one)(jnp.arange(rows, dtype=jnp.int32), rows_of)
+        arrays, rebuild = batch_leaves(args, where)
+        one = lambda i, row: f(*rebuild(i, [jnp.expand_dims(a, 0) for a in row]), **options)
+        return jax.vmap(one)(jnp.arange(rows, dtype=jnp.int32), arrays)
 
     return each
 

@@ -192,30 +192,30 @@ def batch_rows(who: str, args, where) -> int:
 def _slices(args, where, n):
     """Returns the batched leaves as arrays [n, rows / n, ...], and a function that returns the arguments with slice i
     in place of the batch."""
-    leaves, structure = jax.tree.flatten([args[i] for i in where])
+    arrays, rebuild = batch_leaves(args, where)
 
     def split(a):
         return jnp.swapaxes(jnp.reshape(a, (a.shape[0] // n, n, *a.shape[1:])), 0, 1)    # [n, rows / n, ...]
 
-    stacked = [split(jnp.asarray(a)) for a in leaves if np.ndim(a)]
-
-    def rebuild(i, stacked):
-        rest = iter(stacked)
-        filled = [next(rest) if np.ndim(a) else fold_key(a, i) for a in leaves]
-        return replaced(args, where, jax.tree.unflatten(structure, filled))
-
-    return stacked, rebuild
+    return [split(jnp.asarray(a)) for a in arrays], rebuild
 
 
-def replaced(args, where, values) -> list:
-    """Returns the arguments with `values` at the positions `where`."""
-    args = list(args)
-    for i, value in zip(where, values):
-        args[i] = value
-    return args
+def batch_leaves(args, where):
+    """Returns the leaves of the batched arguments that have rows, and a function `rebuild(i, leaves)` that returns the
+    arguments with other leaves in their place. It folds i into random keys."""
+    leaves, structure = jax.tree.flatten([args[i] for i in where])
+
+    def rebuild(i, arrays):
+        rest, new = iter(arrays), list(args)
+        filled = [next(rest) if np.ndim(a) else _fold_key(a, i) for a in leaves]
+        for at, value in zip(where, jax.tree.unflatten(structure, filled)):
+            new[at] = value
+        return new
+
+    return [a for a in leaves if np.ndim(a)], rebuild
 
 
-def fold_key(scalar, i):
+def _fold_key(scalar, i):
     """Folds the integer i into a random key. Returns other scalars, and leaves that are not arrays, unchanged."""
     key = isinstance(scalar, jax.Array) and jnp.issubdtype(scalar.dtype, jax.dtypes.prng_key)
     return jax.random.fold_in(scalar, i) if key else scalar

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -256,17 +257,10 @@ def _broadcast(prefix, tree, message) -> list:
         return [prefix] * count
     leaf = lambda x: x is None
     try:
-        boxed = jax.tree.map(_Box, prefix, is_leaf=leaf)
+        boxed = jax.tree.map(lambda axis: SimpleNamespace(axis=axis), prefix, is_leaf=leaf)
         return [box.axis for box in jax.tree.leaves(jax.tree.broadcast(boxed, tree))]
     except ValueError as error:
         raise ValueError(f"{message}, which has {jax.tree.structure(tree)}") from error
-
-
-class _Box:
-    """A container for an axis or None. Unlike None, it is a leaf of a tree."""
-
-    def __init__(self, axis):
-        self.axis = axis
 
 
 def _mesh(devices, axis) -> Mesh:

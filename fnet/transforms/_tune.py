@@ -183,7 +183,8 @@ class _Program:
         elif plain:
             functional = wraps(step)(lambda *args, **kwargs: self._boxed(step(*args, **kwargs)))
         inner = jax.jit(functional) if plain else step
-        self._compiled = _compiled(inner, tuner, *self._arguments(args, kwargs)[:2], name=_name(step))
+        self._compiled = _compiled(inner, tuner, *self._arguments(args, kwargs)[:2], 
+                                   name=getattr(step, "__name__", type(step).__name__))
 
     def __call__(self, args, kwargs):
         return self.call(self._compiled, args, kwargs)
@@ -266,10 +267,6 @@ def _pays(rule) -> bool:
 
 def _version(text) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")[:3] if part.isdigit())
-
-
-def _name(step) -> str:
-    return getattr(step, "__name__", type(step).__name__)
 
 
 def _compiled(inner, tuner, args, kwargs, *, name):
