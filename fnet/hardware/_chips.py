@@ -175,16 +175,14 @@ def raw() -> dict[str, Any]:
     return json.loads(resources.files("fnet.hardware").joinpath("chips.json").read_text(encoding="utf-8"))
 
 
-def _read_chips() -> Iterator[Chip]:
-    return (_chip(row) for row in raw()["chips"])
+def _fields(cls: type, row: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a class that a row of the catalog contains under their names. Lists become tuples."""
+    known = {field.name: row[field.name] for field in dataclasses.fields(cls) if field.name in row}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
 
 
-def _read_systems() -> Iterator[System]:
-    for row in raw()["systems"]:
-        yield System(
-            name=row["name"], chip=chips[row["chip"]], count=row["count"], year=row.get("year"),
-            quoted=_quotes(row), prices=_prices(row), power_watts=row.get("power_watts"),
-            power_source=row.get("power_source", ""))
+def _system(row: dict[str, Any]) -> System:
+    return System(**_fields(System, row) | dict(chip=chips[row["chip"]], quoted=_quotes(row), prices=_prices(row)))
 
 
 def _chip(row: dict[str, Any]) -> Chip:
@@ -199,20 +197,16 @@ def _chip(row: dict[str, Any]) -> Chip:
         units["flop_per_cycle"] = FrozenTable(units["flop_per_cycle"])
     links = row.get("links")
     giga = lambda key, table: table[key] * 1e9 if table.get(key) is not None else None
-    return Chip(
-        name=row["name"], kind=row["kind"], vendor=row["vendor"], known=True, year=row.get("year"),
-        device_kinds=tuple(row["device_kinds"]), aliases=tuple(row.get("aliases", ())),
-        architecture=row.get("architecture") or units.get("isa"),
+    return Chip(**_fields(Chip, row) | dict(
+        known=True, architecture=row.get("architecture") or units.get("isa"),
         peaks=FrozenTable({name: tera * 1e12 for name, tera in row["peak_tflops"].items()}),
-        memory_bytes=row["memory_gib"] * _GIB if "memory_gib" in row else None, memory_kind=row.get("memory_kind"),
+        memory_bytes=row["memory_gib"] * _GIB if "memory_gib" in row else None,
         caches=FrozenTable({name: mib * 2**20 for name, mib in row.get("caches_mib", {}).items()}),
         bandwidth=giga("bandwidth_gbs", row),
-        links=links and Links(links["type"], links.get("count"), giga("each_way_gbs", links), giga("total_gbs", links),
-                              links.get("topology"), giga("network_gbs", links), links.get("network_source", "")),
-        jax_devices_per_chip=row["jax_devices_per_chip"], power_watts=row.get("power_watts"),
-        power_source=row.get("power_source", ""), prices=_prices(row), quoted=_quotes(row),
-        explained=FrozenTable(row.get("explained", {})), units=FrozenTable(units), bases=FrozenTable(bases),
-        sources=tuple(row["sources"]), notes=row.get("notes", ""))
+        links=links and Links(**_fields(Links, links) | {
+            name: giga(f"{name}_gbs", links) for name in ("each_way", "total", "network")}),
+        prices=_prices(row), quoted=_quotes(row), explained=FrozenTable(row.get("explained", {})),
+        units=FrozenTable(units), bases=FrozenTable(bases)))
 
 
 def _prices(row: dict[str, Any]) -> tuple[Price, ...]:
@@ -224,5 +218,5 @@ def _quotes(row: dict[str, Any]) -> tuple[Quote, ...]:
                        quote.get("at_boost", False)) for quote in row.get("quoted", ()))
 
 
-chips = Chips("chip", _read_chips)
-systems = _Catalog("system", _read_systems)
+chips = Chips("chip", lambda: map(_chip, raw()["chips"]))
+systems = _Catalog("system", lambda: map(_system, raw()["systems"]))

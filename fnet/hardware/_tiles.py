@@ -116,10 +116,7 @@ def tile_waste(matmuls: Iterable[Matmul], chip: Chip, *, below: float = 0.9) -> 
     for matmul in matmuls:
         padded = padded_shape(matmul.shape, matmul.dtype, chip)
         useful = math.prod(matmul.shape)
-        if not useful or math.prod(padded) == useful:
-            continue
-        fill = useful / math.prod(padded)
-        if fill >= below:
+        if not useful or (fill := useful / math.prod(padded)) >= min(below, 1):
             continue
         key = (matmul.scope, matmul.op, matmul.shape, matmul.dtype)
         wasted, times = matmul.flops * (1 / fill - 1), matmul.times
