@@ -242,29 +242,22 @@ def _figures(chip: Chip) -> list[tuple[str, str]]:
     """Returns peaks, memory and links as text, with the basis (such as published or measured) of each number."""
     rows = [(f"peak {name}", f"{si(rate)}{'OP' if name.startswith('int') else 'FLOP'}/s ({chip.basis(name)})")
             for name, rate in chip.peaks.items()]
-    if not rows:
-        rows.append(("peak", "unknown, because the chip is not in the catalog"))
-    if chip.cores:
-        rows.append(("cores", f"{chip.cores:,}"))
-    if chip.memory_bytes:
-        rows.append(("memory", f"{chip.memory_bytes / 2**30:.4g} GiB ({chip.basis('memory_bytes')})"))
-    if chip.memory_kind:
-        rows.append(("memory kind", f"{chip.memory_kind} ({chip.basis('memory_kind')})"))
-    if chip.caches:
-        sizes = ", ".join(f"{name} {size / 2**20:g} MiB" for name, size in chip.caches.items())
-        rows.append(("caches", f"{sizes} ({chip.basis('caches')})"))
-    if tops := chip.units.get("npu_tops"):
-        rows.append(("neural engine", f"{tops:g} TOP/s (published; JAX cannot use it)"))
-    bandwidth = f"{si(chip.bandwidth)}B/s ({chip.basis('bandwidth')})" if chip.bandwidth else "unknown"
-    rows.append(("bandwidth", bandwidth))
-    if chip.links:
-        links = chip.links
-        parts = [f"{links.count} links" if links.count else "",
-                 f"{si(links.each_way)}B/s each way" if links.each_way else "",
-                 f"{si(links.total)}B/s in total" if links.total else "", links.topology or "",
-                 f"{si(links.network)}B/s to other slices or machines" if links.network else ""]
-        rows.append(("links", f"{links.type}: {', '.join(part for part in parts if part)} ({chip.basis('links')})"))
-    return rows
+    tops, links = chip.units.get("npu_tops"), chip.links
+    parts = links and [links.count and f"{links.count} links", links.each_way and f"{si(links.each_way)}B/s each way",
+                       links.total and f"{si(links.total)}B/s in total", links.topology,
+                       links.network and f"{si(links.network)}B/s to other slices or machines"]
+    sizes = ", ".join(f"{name} {size / 2**20:g} MiB" for name, size in chip.caches.items())
+    facts = {
+        "cores": chip.cores and f"{chip.cores:,}",
+        "memory": chip.memory_bytes and f"{chip.memory_bytes / 2**30:.4g} GiB ({chip.basis('memory_bytes')})",
+        "memory kind": chip.memory_kind and f"{chip.memory_kind} ({chip.basis('memory_kind')})",
+        "caches": sizes and f"{sizes} ({chip.basis('caches')})",
+        "neural engine": tops and f"{tops:g} TOP/s (published; JAX cannot use it)",
+        "bandwidth": f"{si(chip.bandwidth)}B/s ({chip.basis('bandwidth')})" if chip.bandwidth else "unknown",
+        "links": links and f"{links.type}: {', '.join(filter(None, parts))} ({chip.basis('links')})",
+    }
+    rows = rows or [("peak", "unknown, because the chip is not in the catalog")]
+    return rows + [(label, text) for label, text in facts.items() if text]
 
 
 def _tera(chip: Chip, name: str) -> str:
