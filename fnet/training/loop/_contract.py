@@ -60,13 +60,10 @@ def check_state(state: Any, new: Any) -> None:
     Raises:
       TypeError: the structure, a shape or a dtype differs, so the run could not be resumed.
     """
-    took, returned = ({path: _leaves.entry(path, leaf) for path, leaf in _leaves.paths(tree).items()}
+    took, returned = ({path: _leaves.describe(_leaves.entry(path, leaf)) for path, leaf in _leaves.paths(tree).items()}
                       for tree in (state, new))
-    lines = [f"'{path}': {_leaves.describe(took[path]) if path in took else 'nothing'} became "
-             f"{_leaves.describe(returned[path]) if path in returned else 'nothing'}"
-             for path in sorted(took.keys() | returned.keys())
-             if path not in took or path not in returned
-             or _leaves.describe(took[path]) != _leaves.describe(returned[path])]
+    lines = [f"'{path}': {took.get(path, 'nothing')} became {returned.get(path, 'nothing')}"
+             for path in sorted(took.keys() | returned.keys()) if took.get(path) != returned.get(path)]
     if not lines and jax.tree.structure(new) != jax.tree.structure(state):
         lines = [f"{jax.tree.structure(state)} became {jax.tree.structure(new)}"]
     if lines:
