@@ -37,18 +37,12 @@ def unplaced(params: dict) -> bool:
     return all(sharding is UNSPECIFIED for sharding in shardings)
 
 
-def hoisted(params: dict, closed: Any) -> tuple[dict, list]:
-    """Changes the parameters of a jit equation so that it evaluates `closed`, whose constants become the first inputs.
-    Returns the new parameters, and the values of the constants."""
+def hoisted(params: dict, closed: Any, outputs: int = 0) -> tuple[dict, list]:
+    """Changes the parameters of a jit equation so that it evaluates `closed`, whose constants become the first inputs,
+    and which has this number of additional outputs. Returns the new parameters, and the values of the constants."""
     count = len(closed.consts)
     first = {"in_shardings": UNSPECIFIED, "in_layouts": None, "donated_invars": False}
     changes = {name: (value,) * count + tuple(params[name]) for name, value in first.items()}
+    last = {"out_shardings": UNSPECIFIED, "out_layouts": None}
+    changes |= {name: tuple(params[name]) + (value,) * outputs for name, value in last.items()}
     return {**changes, "jaxpr": close(consts_as_inputs(closed))}, list(closed.consts)
-
-
-def widened(params: dict, closed: Any, outputs: int) -> tuple[dict, list]:
-    """Does the same as `hoisted`. In addition, `closed` has more outputs than the equation with the parameters
-    `params`. `outputs` is the number of additional outputs."""
-    changes, consts = hoisted(params, closed)
-    more = {"out_shardings": UNSPECIFIED, "out_layouts": None}
-    return {**changes, **{name: (*params[name], *(value,) * outputs) for name, value in more.items()}}, consts

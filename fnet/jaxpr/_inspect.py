@@ -156,7 +156,7 @@ class Inspector(Interpreter):
         run, collect, sites = self._apart(self._body(body.closed, at, level), level)
         closed = jax.make_jaxpr(run)(*(jax.typeof(value.x) for value in inputs))
         if eqn.primitive.name in ("jit", "pjit"):
-            changes, consts = _jax.widened(eqn.params, closed, sum(len(site.leaves) for site in sites))
+            changes, consts = _jax.hoisted(eqn.params, closed, sum(len(site.leaves) for site in sites))
         else:
             changes, consts = {"jaxpr": _jax.consts_as_inputs(closed)}, closed.consts
         outputs = bind(eqn, [*consts, *arrays_of(inputs)], **changes)

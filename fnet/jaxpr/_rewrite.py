@@ -70,8 +70,8 @@ class Interpreter:
     An instance caches rewritten jaxprs, so that a jitted function that is called 60 times is rewritten only once.
     """
 
-    def __init__(self):
-        self._bodies = weakref.WeakKeyDictionary()
+    def __init__(self, rule: Callable | None = None):
+        self._bodies, self.rule = weakref.WeakKeyDictionary(), rule    # `rule`: for subclasses that apply one function
 
     def equation(self, eqn, at: Scope, inputs: list[Value], plan) -> Any:
         """Returns the outputs of an equation, a list of `Value`s, or NotImplemented.
@@ -212,10 +212,6 @@ class Interpreter:
 
 
 class _Rewriter(Interpreter):
-    def __init__(self, rule):
-        super().__init__()
-        self.rule = rule
-
     def equation(self, eqn, at, inputs, plan):
         outputs = self.rule(eqn.primitive.name, at.path, [value.x for value in inputs], eqn)
         if outputs is NotImplemented:
@@ -233,10 +229,6 @@ class _Rewriter(Interpreter):
 class Evaluator(Interpreter):
     """Evaluates jaxprs on arrays of any dtype, with a rule `rule(eqn, arrays) -> arrays or NotImplemented`. The rule is
     not called for equations inside loops, branches and calls."""
-
-    def __init__(self, rule):
-        super().__init__()
-        self.rule = rule
 
     def equation(self, eqn, at, inputs, plan):
         arrays = [value.x for value in inputs]

@@ -116,8 +116,7 @@ class Channel:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             there = self._list(f"{self.at}/said")
             if missing := [p for p in self.processes if p not in there and p != self.me]:
-                sys.stderr.write(f"{self.gone(missing, 'did not come')}\n")
-                sys.stderr.flush()
+                print(self.gone(missing, "did not come"), file=sys.stderr, flush=True)
 
     def _say(self, why):
         with contextlib.suppress(jax.errors.JaxRuntimeError):    # the other processes may have ended
@@ -182,8 +181,7 @@ class Channel:
             if seconds > _GRACE and (failed := self._failed()):
                 error, began, seconds = failed, time.monotonic(), min(_GRACE, self.timeout)
             if time.monotonic() - began > seconds:
-                sys.stderr.write(f"{error} (this process was blocked in a step)\n")
-                sys.stderr.flush()
+                print(f"{error} (this process was blocked in a step)", file=sys.stderr, flush=True)
                 self._last()
                 os._exit(1)
 

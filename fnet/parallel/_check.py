@@ -65,7 +65,9 @@ def call(plan, state, batch) -> str | None:
     """Returns the reason why a plan's step does not accept this state and batch, or None if it accepts them."""
     if not plan.attached:
         return f"this plan is for {plan.target}, which are not attached; use devices='local' to run it"
-    for name, tree, wanted in (("state", state, plan.state), ("batch", batch, plan.batch)):
+    parts = (("state", state, plan.state, "plan.place(state)"),
+             ("batch", batch, plan.batch, "jax.device_put(batch, plan.batch)"))
+    for name, tree, wanted, _ in parts:
         if jax.tree.structure(tree) != jax.tree.structure(wanted):
             return (f"the {name} has another structure than in the plan: {jax.tree.structure(tree)} and "
                     f"{jax.tree.structure(wanted)}")
@@ -74,8 +76,7 @@ def call(plan, state, batch) -> str | None:
         if jnp.ndim(x) and jnp.shape(x)[0] % chips:
             return (f"batch{jax.tree_util.keystr(path)} of shape {jnp.shape(x)} has {jnp.shape(x)[0]} rows, not a "
                     f"multiple of {chips} devices; parallel.feed pads short batches")
-    for name, tree, wanted, put in (("state", state, plan.state, "plan.place(state)"),
-                                    ("batch", batch, plan.batch, "jax.device_put(batch, plan.batch)")):
+    for name, tree, wanted, put in parts:
         for (path, x), where in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(wanted)):
             if isinstance(x, jax.Array) and x.committed and not x.sharding.is_equivalent_to(where, x.ndim):
                 return (f"{name}{jax.tree_util.keystr(path)} does not have the plan's sharding, but {x.sharding}; call "

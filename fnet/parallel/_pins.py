@@ -19,28 +19,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet.jaxpr import (
-    DOT,
-    INLINED,
-    Interpreter,
-    Value,
-    batch_axes,
-    before,
-    bind,
-    bodies,
-    description,
-    is_array,
-    permutation,
-    product,
-    restore,
-    scan,
-    wraps,
-)
+from fnet import jaxpr
+from fnet.jaxpr import DOT, Interpreter, Value, batch_axes, before, restore, scan
 from fnet.transforms._lowered import lowered
 
 PINNED = frozenset(("dot_general", "conv_general_dilated", "gather", "lowered", "attention", "attention_backward"))
 PARTIAL = "partial"    # marks a partial sum, an array whose first axis is the axis of chips
-_CALLS = INLINED | {"remat2", "checkpoint"}
+_CALLS = jaxpr.INLINED | {"remat2", "checkpoint"}
 
 
 def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, batch: int = 1,
@@ -61,10 +46,10 @@ def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, bat
     """
     interpreter = _Pins(mesh, axis, activations)
 
-    @wraps(step)
+    @jaxpr.wraps(step)
     def pinned(*args, **kwargs):
         interpreter.given = [0 if i == batch and leaf.ndim else None for i, arg in enumerate((*args, kwargs))
-                             for leaf in jax.tree.leaves(arg) if is_array(leaf)]
+                             for leaf in jax.tree.leaves(arg) if jaxpr.is_array(leaf)]
         return interpreter.run(step, args, kwargs)
 
     return pinned
@@ -116,7 +101,7 @@ class _Pins(Interpreter):
 
     def apart(self, eqn, inputs, notes) -> list[Value] | None:
         """Runs attention in a shard_map over the rows, because XLA cannot partition a TPU kernel."""
-        refusal = description(eqn.primitive).refusal
+        refusal = jaxpr.description(eqn.primitive).refusal
         if refusal is None or not self.alone or self.chips == 1 or any(notes) or None in notes:
             return None
         if self.mesh.devices.flat[0].platform != "tpu" or refusal("tpu", eqn) is not None:
@@ -127,8 +112,8 @@ class _Pins(Interpreter):
                 return None
             specs.append(P() if value.note is None else P(self.axis))
         arrays = [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)]
-        mapped = jax.shard_map(lambda *xs: tuple(y.x for y in bind(eqn, xs)), mesh=self.mesh, in_specs=tuple(specs),
-                               out_specs=(P(self.axis),) * len(notes), check_vma=False)
+        mapped = jax.shard_map(lambda *xs: tuple(y.x for y in jaxpr.bind(eqn, xs)), mesh=self.mesh,
+                               in_specs=tuple(specs), out_specs=(P(self.axis),) * len(notes), check_vma=False)
         return [Value(y, 0) for y in mapped(*arrays)]
 
     def scan(self, eqn, at, inputs, notes):
@@ -162,11 +147,11 @@ class _Pins(Interpreter):
         carried = [init[i] + x.sum(0) if i in summed else x for i, x in enumerate(carried)]
         return [Value(y, note) for y, note in zip([*carried, *stacked], notes)]
 
-    def ready(self, x, note, jaxpr, i):
+    def ready(self, x, note, program, i):
         """Returns a constant of a scan, gathered on all chips before the loop if it is a weight for a product."""
         if note is not None or not self.activations or not self.alone or x.ndim < 2 or self.chips == 1:
             return x
-        if not _taken(jaxpr, jaxpr.invars[i]):
+        if not _taken(program, program.invars[i]):
             return x
         # The barrier prevents XLA from moving the gather back into the loop.
         return lax.optimization_barrier(lax.with_sharding_constraint(x, NamedSharding(self.mesh, P())))
@@ -194,15 +179,15 @@ class _Pins(Interpreter):
         else."""
         if self.chips == 1:
             return frozenset()
-        consts, carry, closed, jaxpr = parts.consts, parts.carry, parts.closed, parts.jaxpr
+        consts, carry, closed, program = parts.consts, parts.carry, parts.closed, parts.jaxpr
         found = frozenset(i for i in range(carry) if inside[consts + i] is None
-                          and _only_added_to(jaxpr, jaxpr.invars[consts + i], jaxpr.outvars[i]))
+                          and _only_added_to(program, program.invars[consts + i], program.outvars[i]))
         while found:
             notes = [PARTIAL if i - consts in found else note for i, note in enumerate(inside)]
             self.late = True
-            body = self.body(closed, at, _wanted(found, jaxpr.outvars), notes)
+            body = self.body(closed, at, _wanted(found, program.outvars), notes)
             types = [jax.ShapeDtypeStruct(((self.chips,) if note == PARTIAL else ()) + v.aval.shape, v.aval.dtype)
-                     for v, note in zip(jaxpr.invars, notes)]
+                     for v, note in zip(program.invars, notes)]
             jax.eval_shape(body, *types)
             self.late = False
             kept = frozenset(i for i in found if body.notes[i] == PARTIAL)
@@ -218,11 +203,11 @@ class _Pins(Interpreter):
         if name in ("add", "add_any") and notes == [PARTIAL, PARTIAL]:
             return Value(inputs[0].x + inputs[1].x, PARTIAL)
         if name == "transpose" and notes == [PARTIAL]:
-            order = (0, *(i + 1 for i in permutation(eqn)))
+            order = (0, *(i + 1 for i in jaxpr.permutation(eqn)))
             return Value(lax.transpose(inputs[0].x, order), PARTIAL)
         if name == "convert_element_type" and notes == [PARTIAL] and _linear(eqn):
             return Value(lax.convert_element_type(inputs[0].x, eqn.outvars[0].aval.dtype), PARTIAL)
-        if self.late and (found := product(eqn)) is not None and found.op is DOT:
+        if self.late and (found := jaxpr.product(eqn)) is not None and found.op is DOT:
             return self.product(found, inputs)
         return None
 
@@ -230,8 +215,8 @@ class _Pins(Interpreter):
         """Computes a product that contracts the batch axis as a partial sum: each chip contracts only its own rows.
         Returns None for other products."""
         eqn, ((left, right), (left_batch, right_batch)) = found.eqn, found.dimensions
-        rows = [value.note for value in inputs[:2]]
-        if None in rows or PARTIAL in rows or rows[0] not in left or left.index(rows[0]) != _index(right, rows[1]):
+        rows = tuple(value.note for value in inputs[:2])
+        if rows not in zip(left, right):
             return None
         if eqn.outvars[0].aval.dtype.itemsize < 4 or inputs[0].x.shape[rows[0]] % self.chips:
             return None
@@ -257,10 +242,6 @@ def _wanted(summed, outvars) -> tuple:
     return tuple(PARTIAL if i in summed else None for i in range(len(outvars)))
 
 
-def _index(axes, axis):
-    return axes.index(axis) if axis in axes else None
-
-
 def _linear(eqn) -> bool:
     """Whether the cast of a sum equals the sum of the casts, up to rounding.
 
@@ -270,27 +251,27 @@ def _linear(eqn) -> bool:
     return after.itemsize >= 4 and (jnp.issubdtype(after, jnp.inexact) or jnp.issubdtype(before, jnp.integer))
 
 
-def _only_added_to(jaxpr, before, after) -> bool:
+def _only_added_to(program, before, after) -> bool:
     """Whether the only use of a carry is an addition to it."""
-    readers = [eqn for eqn in jaxpr.eqns for v in eqn.invars if v is before]    # c + c reads c twice
+    readers = [eqn for eqn in program.eqns for v in eqn.invars if v is before]    # c + c reads c twice
     return (len(readers) == 1 and readers[0].primitive.name in ("add", "add_any") and readers[0].outvars[0] is after
-            and not any(v is after for eqn in jaxpr.eqns for v in eqn.invars)
-            and not any(v is before for v in jaxpr.outvars)    # a returned carry must be complete
-            and sum(v is after for v in jaxpr.outvars) == 1 and len(before.aval.shape) > 1)
+            and not any(v is after for eqn in program.eqns for v in eqn.invars)
+            and not any(v is before for v in program.outvars)    # a returned carry must be complete
+            and sum(v is after for v in program.outvars) == 1 and len(before.aval.shape) > 1)
 
 
-def _taken(jaxpr, v) -> bool:
+def _taken(program, v) -> bool:
     """Whether a product, convolution or gather reads a value, directly or after a cast or transpose."""
-    for eqn in jaxpr.eqns:
+    for eqn in program.eqns:
         where = [i for i, each in enumerate(eqn.invars) if each is v]
         if not where:
             continue
         name = eqn.primitive.name
         if name in PINNED:
             return True
-        if name in ("convert_element_type", "transpose") and _taken(jaxpr, eqn.outvars[0]):
+        if name in ("convert_element_type", "transpose") and _taken(program, eqn.outvars[0]):
             return True
-        for body in bodies(eqn):
+        for body in jaxpr.bodies(eqn):
             if body.kind == "call" and any(_taken(body.jaxpr, body.jaxpr.invars[i]) for i in where):
                 return True
     return False

@@ -97,11 +97,7 @@ def is_parameter(path, state) -> bool:
     tuple."""
     if not path:
         return False
-    return _head(path[0]) == ("params" if hasattr(state, "params") or isinstance(state, dict) else 0)
-
-
-def _head(key):
-    return getattr(key, "name", getattr(key, "key", getattr(key, "idx", None)))
+    return path_of(path[:1]) == ("params" if hasattr(state, "params") or isinstance(state, dict) else "0")
 
 
 def scanned_leaves(jaxpr, paths: list) -> frozenset[str]:
