@@ -47,9 +47,10 @@ class Atoms:
                 found.append(atom)
         return tuple(found)
 
-    def freeze(self, axis: Axis, why: str) -> None:
-        for atom in self.expand(axis):
-            self._frozen.setdefault(atom, why)
+    def freeze(self, why: str, *axes: Axis) -> None:
+        for axis in axes:
+            for atom in self.expand(axis):
+                self._frozen.setdefault(atom, why)
 
     def reason(self, atom: int) -> str | None:
         """Returns the reason why the size of an atom cannot change, or None if it can."""
@@ -71,13 +72,17 @@ class Atoms:
             else:
                 break
             left, right = list(self.expand(tuple(left))), list(self.expand(tuple(right)))
-        self.freeze((*left, *right), "reshaped to sizes that are not factors of it")
+        self.freeze("reshaped to sizes that are not factors of it", (*left, *right))
+
+    def tie_all(self, x: Iterable[Axis], y: Iterable[Axis]) -> None:
+        for a, b in zip(x, y):
+            self.tie(a, b)
 
     def _split(self, atom: int, minor: int) -> Axis:
         parts = self.new(self._sizes[atom] // minor), self.new(minor)
         self._parts[atom] = parts
         if atom in self._frozen:
-            self.freeze(parts, self._frozen[atom])
+            self.freeze(self._frozen[atom], parts)
         return parts
 
     def _join(self, a: int, b: int) -> None:

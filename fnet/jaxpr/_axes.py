@@ -102,8 +102,7 @@ def _pointwise(eqn, ins, atoms):
 def _unknown(eqn, ins, atoms, why):
     outs = [atoms.axes(_shape(v)) for v in eqn.outvars]
     for axes in (*ins, *outs):
-        for axis in axes:
-            atoms.freeze(axis, why)
+        atoms.freeze(why, *axes)
     return outs
 
 
@@ -111,15 +110,14 @@ def _scanned(frame, eqn, ins, atoms):
     parts = scan(eqn)
     consts, carry, slices = parts.split(ins)
     for axes in slices:
-        atoms.freeze(axes[0], "scanned over")
+        atoms.freeze("scanned over", axes[0])
     inner = tie_axes(parts.jaxpr, [*consts, *carry, *(axes[1:] for axes in slices)], atoms)
     frame.inner[id(eqn)] = inner,
     outs = [inner.of(v) for v in parts.jaxpr.outvars]
     for before, after in zip(carry, outs):
-        for a, b in zip(before, after):
-            atoms.tie(a, b)
+        atoms.tie_all(before, after)
     length = atoms.axes((parts.length,))[0]
-    atoms.freeze(length, "scanned over")
+    atoms.freeze("scanned over", length)
     stacked = [(length, *(axes or atoms.axes(_shape(v)[1:])))
                for axes, v in zip(outs[parts.carry:], eqn.outvars[parts.carry:])]
     return [*carry, *stacked]
@@ -131,8 +129,7 @@ def _branched(frame, eqn, ins, atoms):
     outs = [_results(inner, eqn, atoms) for inner in frames]
     for other in outs[1:]:
         for x, y in zip(outs[0], other):
-            for a, b in zip(x, y):
-                atoms.tie(a, b)
+            atoms.tie_all(x, y)
     return outs[0]
 
 
@@ -143,9 +140,8 @@ def _described(eqn, ins, atoms):
         return _unknown(eqn, ins, atoms, f"an operation without a rule ({eqn.primitive.name})")
     atom = {name: atoms.new(size) for name, size in sizes.items()}
     for name in sizes.keys() - set(free):
-        atoms.freeze((atom[name],), f"an axis of {eqn.primitive.name} other than heads")
+        atoms.freeze(f"an axis of {eqn.primitive.name} other than heads", (atom[name],))
     named = lambda text: tuple(tuple(atom[name] for name in axis) for axis in text.split())
     for axes, text in zip(ins, operands):
-        for a, b in zip(axes, named(text)):
-            atoms.tie(a, b)
+        atoms.tie_all(axes, named(text))
     return list(map(named, results))

@@ -28,16 +28,14 @@ def _fixed(why):
     def rule(frame, eqn, ins, atoms):
         outs = _new(frame, eqn, ins, atoms)
         for axes in (*ins, *outs):
-            for axis in axes:
-                atoms.freeze(axis, why)
+            atoms.freeze(why, *axes)
         return outs
     return rule
 
 
 def _random_bits(frame, eqn, ins, atoms):
     outs = _new(frame, eqn, ins, atoms)
-    for axis in outs[0][:len(_shape(eqn.invars[0]))]:
-        atoms.freeze(axis, "an axis of random keys")
+    atoms.freeze("an axis of random keys", *outs[0][:len(_shape(eqn.invars[0]))])
     return outs
 
 
@@ -45,11 +43,6 @@ def _bitcast(frame, eqn, ins, atoms):
     if _shape(eqn.outvars[0]) == _shape(eqn.invars[0]):
         return list(ins)
     return _fixed("converted to another number of values")(frame, eqn, ins, atoms)
-
-
-def _tie_all(atoms, x, y):
-    for a, b in zip(x, y):
-        atoms.tie(a, b)
 
 
 def _broadcast(frame, eqn, ins, atoms):
@@ -110,9 +103,8 @@ def _reduced(over):
     for a sum: whether these sizes can change depends on the summands (see `freeze_nonzero_sums`)."""
     def rule(frame, eqn, ins, atoms):
         reduced = eqn.params["axes"]
-        for axes in ins[:len(eqn.outvars)]:
-            for i in reduced if over else ():
-                atoms.freeze(axes[i], over)
+        for axes in ins[:len(eqn.outvars)] if over else ():
+            atoms.freeze(over, *(axes[i] for i in reduced))
         out = tuple(axis for i, axis in enumerate(ins[0]) if i not in reduced)
         return [out] * len(eqn.outvars)
     return rule
@@ -125,10 +117,9 @@ def _along(parameter, why):
     def rule(frame, eqn, ins, atoms):
         where = eqn.params[parameter]
         for i in where if isinstance(where, (tuple, list)) else (where,):
-            for axes in ins:
-                atoms.freeze(axes[i], why)
+            atoms.freeze(why, *(axes[i] for axes in ins))
         for other in ins[1:]:
-            _tie_all(atoms, ins[0], other)
+            atoms.tie_all(ins[0], other)
         return [ins[0]] * len(eqn.outvars)
     return rule
 
@@ -150,11 +141,9 @@ def _convolve(frame, eqn, lhs, rhs, found, atoms):
     out = list(atoms.axes(_shape(eqn.outvars[0])))
     for axes, order, why in ((lhs, spec.lhs_spec, "space"), (rhs, spec.rhs_spec, "the window of a convolution"),
                              (out, spec.out_spec, "space")):
-        for i in order[2:]:
-            atoms.freeze(axes[i], why)
+        atoms.freeze(why, *(axes[i] for i in order[2:]))
     if batch_groups > 1:
-        for axis in (*lhs, *rhs, *out):
-            atoms.freeze(axis, "a convolution with groups of examples")
+        atoms.freeze("a convolution with groups of examples", *lhs, *rhs, *out)
         return [tuple(out)]
     features = _shape(eqn.outvars[0])[spec.out_spec[1]]
     group, within = atoms.axes((groups, features // groups))
@@ -174,8 +163,7 @@ def _window(frame, eqn, ins, atoms):
             if (params["window_dimensions"][i], params["window_strides"][i], *params["padding"][i]) == (1, 1, 0, 0):
                 atoms.tie(a, b)
             else:
-                atoms.freeze(a, "space")
-                atoms.freeze(b, "space")
+                atoms.freeze("space", a, b)
         outs.append(out)
     return outs
 
@@ -184,7 +172,7 @@ def _blocks(atoms, axis, block, size, why):
     """Splits an axis into blocks of equal size, and returns the axis of a block. Freezes the number of blocks."""
     parts = atoms.axes((size // block, block))
     atoms.tie(axis, (*parts[0], *parts[1]))
-    atoms.freeze(parts[0], why)
+    atoms.freeze(why, parts[0])
     return parts[1]
 
 
@@ -198,9 +186,8 @@ def _slice(frame, eqn, ins, atoms):
         elif m and strides[i] == 1 and n % m == 0 and start % m == 0:
             out.append(_blocks(atoms, axis, m, n, "sliced into parts"))
         else:
-            atoms.freeze(axis, "sliced")
             out.append(atoms.axes((m,))[0])
-            atoms.freeze(out[-1], "sliced")
+            atoms.freeze("sliced", axis, out[-1])
     return [tuple(out)]
 
 
@@ -210,41 +197,38 @@ def _split(frame, eqn, ins, atoms):
     if len(set(sizes)) == 1 and sizes[0]:
         block = _blocks(atoms, ins[0][at], sizes[0], n, "split into parts")
         return [(*ins[0][:at], block, *ins[0][at + 1:])] * len(sizes)
-    atoms.freeze(ins[0][at], "split into unequal parts")
     pieces = atoms.axes(sizes)
-    for piece in pieces:
-        atoms.freeze(piece, "split into unequal parts")
+    atoms.freeze("split into unequal parts", ins[0][at], *pieces)
     return [(*ins[0][:at], piece, *ins[0][at + 1:]) for piece in pieces]
 
 
 def _concatenate(frame, eqn, ins, atoms):
     at, sizes = eqn.params["dimension"], [_shape(v)[eqn.params["dimension"]] for v in eqn.invars]
     for other in ins[1:]:
-        _tie_all(atoms, (*ins[0][:at], *ins[0][at + 1:]), (*other[:at], *other[at + 1:]))
+        atoms.tie_all((*ins[0][:at], *ins[0][at + 1:]), (*other[:at], *other[at + 1:]))
     count = atoms.axes((len(ins),))[0]
-    atoms.freeze(count, "concatenated")
+    atoms.freeze("concatenated", count)
     if len(set(sizes)) == 1:
         for other in ins[1:]:
             atoms.tie(ins[0][at], other[at])
         axis = (*count, *ins[0][at])
     else:
         axis = atoms.axes((sum(sizes),))[0]
-        for each in (axis, *(axes[at] for axes in ins)):
-            atoms.freeze(each, "concatenated with an axis of another size")
+        atoms.freeze("concatenated with an axis of another size", axis, *(axes[at] for axes in ins))
     return [(*ins[0][:at], axis, *ins[0][at + 1:])]
 
 
 def _stack(frame, eqn, ins, atoms):
     for other in ins[1:]:
-        _tie_all(atoms, ins[0], other)
+        atoms.tie_all(ins[0], other)
     at, count = eqn.params["axis"], atoms.axes((len(ins),))[0]
-    atoms.freeze(count, "stacked")
+    atoms.freeze("stacked", count)
     return [(*ins[0][:at], count, *ins[0][at:])]
 
 
 def _unstack(frame, eqn, ins, atoms):
     at = eqn.params["axis"]
-    atoms.freeze(ins[0][at], "unstacked")
+    atoms.freeze("unstacked", ins[0][at])
     return [(*ins[0][:at], *ins[0][at + 1:])] * len(eqn.outvars)
 
 
@@ -252,32 +236,36 @@ def _tile(frame, eqn, ins, atoms):
     return [tuple((*count, *axis) for count, axis in zip(atoms.axes(eqn.params["reps"]), ins[0]))]
 
 
-def _pad(frame, eqn, ins, atoms):
+def _resized(eqn, axes, atoms, changed, why):
+    """Returns the axes of the output of an operation that changes the sizes of the axes for which `changed(i)` is true.
+    The sizes of these axes cannot change further, because of `why`."""
     out = list(atoms.axes(_shape(eqn.outvars[0])))
-    for i, (axis, widths) in enumerate(zip(ins[0], eqn.params["padding_config"])):
-        if widths == (0, 0, 0):
-            out[i] = axis
+    for i, axis in enumerate(axes):
+        if changed(i):
+            atoms.freeze(why, axis, out[i])
         else:
-            atoms.freeze(axis, "padded")
-            atoms.freeze(out[i], "padded")
+            out[i] = axis
     return [tuple(out)]
+
+
+def _pad(frame, eqn, ins, atoms):
+    return _resized(eqn, ins[0], atoms, lambda i: eqn.params["padding_config"][i] != (0, 0, 0), "padded")
 
 
 def _gather(frame, eqn, ins, atoms):
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     out, rank = list(atoms.axes(_shape(eqn.outvars[0]))), len(_shape(eqn.outvars[0]))
     rows = [i for i in range(rank) if i not in numbers.offset_dims]
-    _tie_all(atoms, [out[i] for i in rows], ins[1][:-1])
-    atoms.freeze(ins[1][-1], "indices")
+    atoms.tie_all([out[i] for i in rows], ins[1][:-1])
+    atoms.freeze("indices", ins[1][-1])
     kept = [i for i in range(len(ins[0])) if i not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
     for i, axis in enumerate(ins[0]):
         whole = i in kept and sizes[i] == _shape(eqn.invars[0])[i] and i not in numbers.start_index_map
         if whole:
             out[numbers.offset_dims[kept.index(i)]] = axis
         else:
-            atoms.freeze(axis, "looked up by index")
-            if i in kept:
-                atoms.freeze(out[numbers.offset_dims[kept.index(i)]], "looked up by index")
+            found = [out[numbers.offset_dims[kept.index(i)]]] if i in kept else []
+            atoms.freeze("looked up by index", axis, *found)
     return [tuple(out)]
 
 
@@ -291,24 +279,17 @@ def _scatter(frame, eqn, ins, atoms):
                 and _shape(eqn.invars[2])[at] == _shape(eqn.invars[0])[i]):
             atoms.tie(axis, updates[at])
         else:
-            atoms.freeze(axis, "updated by index")
-            if at is not None:
-                atoms.freeze(updates[at], "updated by index")
+            changed = [axis] if at is None else [axis, updates[at]]
+            atoms.freeze("updated by index", *changed)
     rows = [axis for i, axis in enumerate(updates) if i not in numbers.update_window_dims]
-    _tie_all(atoms, rows, indices[:-1])
-    atoms.freeze(indices[-1], "indices")
+    atoms.tie_all(rows, indices[:-1])
+    atoms.freeze("indices", indices[-1])
     return [operand]
 
 
 def _dynamic_slice(frame, eqn, ins, atoms):
-    out = list(atoms.axes(_shape(eqn.outvars[0])))
-    for i, axis in enumerate(ins[0]):
-        if _shape(eqn.invars[0])[i] == _shape(eqn.outvars[0])[i]:
-            out[i] = axis
-        else:
-            atoms.freeze(axis, "sliced at a computed position")
-            atoms.freeze(out[i], "sliced at a computed position")
-    return [tuple(out)]
+    before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    return _resized(eqn, ins[0], atoms, lambda i: before[i] != after[i], "sliced at a computed position")
 
 
 def _dynamic_update_slice(frame, eqn, ins, atoms):
@@ -316,8 +297,7 @@ def _dynamic_update_slice(frame, eqn, ins, atoms):
         if _shape(eqn.invars[0])[i] == _shape(eqn.invars[1])[i]:
             atoms.tie(a, b)
         else:
-            atoms.freeze(a, "updated at a computed position")
-            atoms.freeze(b, "updated at a computed position")
+            atoms.freeze("updated at a computed position", a, b)
     return [ins[0]]
 
 

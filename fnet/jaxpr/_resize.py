@@ -46,13 +46,13 @@ class TiedProgram:
         self.inputs = [self.atoms.axes(getattr(v.aval, "shape", ())) for v in jaxpr.invars]
         self.frame = tie_axes(jaxpr, self.inputs, self.atoms)
         for axes, may_change in zip(self.inputs, changing):
-            for axis in () if may_change else axes:
-                self.atoms.freeze(axis, "an axis of an argument")
+            if not may_change:
+                self.atoms.freeze("an axis of an argument", *axes)
         for i, v in enumerate(jaxpr.outvars):
-            for a, b in zip(self.frame.of(v), self.inputs[returned[i]] if i in returned else self.frame.of(v)):
-                self.atoms.tie(a, b)
-                if i not in returned:
-                    self.atoms.freeze(a, "an axis of a result")
+            if i in returned:
+                self.atoms.tie_all(self.frame.of(v), self.inputs[returned[i]])
+            else:
+                self.atoms.freeze("an axis of a result", *self.frame.of(v))
         for i, sizes in (factors or {}).items():
             for axis, each in zip(self.inputs[i], sizes):
                 self.atoms.tie(axis, tuple(map(self.atoms.new, each)))

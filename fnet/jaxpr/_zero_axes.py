@@ -112,7 +112,7 @@ def _broadcast(frame, eqn, v, zero, atoms) -> Zero:
 
 def _summed(axes, zero, atoms, why):
     for atom in frozenset() if zero is ALWAYS else _atoms_of(axes, atoms) - zero:
-        atoms.freeze((atom,), why)
+        atoms.freeze(why, (atom,))
 
 
 def _bounded(eqn, name, ins) -> Zero:
