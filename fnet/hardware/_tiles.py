@@ -66,10 +66,9 @@ def padded_shape(shape: tuple[int, int, int, int], dtype: str, chip: Chip) -> tu
         side, rows = chip.units.get("mxu_dim", 128), 8 * max(1, 4 // size)
         options = [(b, _up(m, rows), _up(n, side), _up(k, side)), (b, _up(m, side), _up(n, rows), _up(k, side))]
         return min(options, key=math.prod)
-    if chip.kind == "gpu" and chip.vendor == "NVIDIA":
-        return b, _up(m, 64), _up(n, 64), _up(k, max(1, 16 // size))
-    if chip.kind == "gpu" and chip.vendor == "AMD":
-        return b, _up(m, 32), _up(n, 32), _up(k, max(1, 16 // size))
+    if chip.kind == "gpu" and chip.vendor in ("NVIDIA", "AMD"):
+        side = 64 if chip.vendor == "NVIDIA" else 32
+        return b, _up(m, side), _up(n, side), _up(k, max(1, 16 // size))
     if chip.kind == "cpu":
         return b, m, _up(n, max(1, _vector_bytes(chip) // size)), k
     return shape

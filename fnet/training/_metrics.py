@@ -276,8 +276,8 @@ def evaluator(
         in_flight: collections.deque = collections.deque()
         for batch in batches(1 if place is None else place.mesh.size // place.shard_shape((place.mesh.size,))[0]):
             poll()
-            total = _placed(zeros(jax.eval_shape(measured, state, batch)), whole) if total is None else total
-            total = more(state, total, _placed(batch, place))
+            total = placed(zeros(jax.eval_shape(measured, state, batch)), whole) if total is None else total
+            total = more(state, total, placed(batch, place))
             in_flight.append(total)
             if len(in_flight) > 2:                         # otherwise, a signal would have to wait for all of the data
                 jax.block_until_ready(in_flight.popleft())
@@ -310,8 +310,9 @@ def _rows(state: Any) -> NamedSharding | None:
     return None
 
 
-def _placed(tree, place):
+def placed(tree: Any, place: NamedSharding | None) -> Any:
+    """Returns a tree of arrays with the sharding `place`, or unchanged for None."""
     if place is None:
         return tree
-    put = lambda x: jax.make_array_from_callback(x.shape, place, lambda index: np.asarray(x)[index])
+    put = lambda x: jax.make_array_from_callback(np.shape(x), place, lambda index: np.asarray(x)[index])
     return jax.tree.map(put, tree)

@@ -13,7 +13,7 @@ from jax import export, lax
 
 from fnet import layers as nn
 from fnet import transforms as ft
-from fnet.layers._sizes import at_most, sized
+from fnet.layers._sizes import at_most, integers, sized
 from fnet.models._blocks import unstack
 from fnet.models.text._sampling import Sampling, is_sampled, penalized, pick, sampling
 
@@ -275,10 +275,7 @@ def _prompts(caller, model, prompts, lengths, max_tokens):
     if max_tokens < 1:
         raise ValueError(f"{caller}: max_tokens must be >= 1; got {max_tokens}")
     batch, time = prompts.shape
-    lengths = jnp.full(batch, time, jnp.int32) if lengths is None else jnp.asarray(lengths)
-    if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"{caller}: lengths must be integers [batch] ({batch},); got "
-                         f"{lengths.dtype}{list(lengths.shape)}")
+    lengths = jnp.full(batch, time, jnp.int32) if lengths is None else integers(lengths, batch, f"{caller}: lengths")
     longest = time
     if not isinstance(lengths, jax.core.Tracer):
         held = np.asarray(lengths)

@@ -35,16 +35,15 @@ class Folder:
 
     def steps(self) -> list[int]:
         """Returns the steps of complete checkpoints, ascending."""
-        try:
-            return sorted(int(entry.name) for entry in os.scandir(self.folder)
-                          if entry.name.isdecimal() and entry.is_dir())
-        except FileNotFoundError:
-            return []
+        return sorted(int(entry.name) for entry in self._entries() if entry.name.isdecimal() and entry.is_dir())
 
     def damaged(self) -> list[str]:
         """Returns the names of damaged checkpoints, which were renamed."""
+        return sorted(entry.name for entry in self._entries() if ASIDE.fullmatch(entry.name))
+
+    def _entries(self) -> list[os.DirEntry]:
         try:
-            return sorted(name for name in os.listdir(self.folder) if ASIDE.fullmatch(name))
+            return list(os.scandir(self.folder))
         except FileNotFoundError:
             return []
 

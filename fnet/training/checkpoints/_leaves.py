@@ -116,9 +116,9 @@ def plain(array: np.ndarray, saved: Mapping[str, Any]) -> Any:
 
 def like(leaf: Any, array: np.ndarray, saved: Mapping[str, Any]) -> Any:
     """Converts a saved array to an array with the type, the dtype and the sharding of `leaf`, a leaf of the target."""
+    if "key" not in saved and array.dtype != leaf.dtype:
+        array = array.astype(leaf.dtype)
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        if array.dtype != leaf.dtype:
-            array = array.astype(leaf.dtype)
         return array if isinstance(leaf, np.ndarray) else array[()]
     # An uncommitted array must stay uncommitted, because it may be combined with sharded data.
     bound = isinstance(leaf, jax.ShapeDtypeStruct) or leaf.committed
@@ -128,8 +128,6 @@ def like(leaf: Any, array: np.ndarray, saved: Mapping[str, Any]) -> Any:
         if sharding is not None and not sharding.is_fully_addressable:
             return jax.jit(wrap, out_shardings=sharding)(array)
         return jax.device_put(wrap(array), sharding)
-    if array.dtype != leaf.dtype:
-        array = array.astype(leaf.dtype)
     if sharding is not None and not sharding.is_fully_addressable:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
     placed = jax.device_put(array, sharding)

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet.parallel import Plan
 from fnet.parallel._local_batches import LocalBatches
+from fnet.training._metrics import placed
 
 
 class Spread:
@@ -71,11 +71,7 @@ class Spread:
     def whole(self, tree: Any) -> Any:
         """Replicates small arrays on all devices of the plan. The step returns them with this sharding, so it is not
         compiled a second time."""
-        if self.plan is None:
-            return tree
-        place = NamedSharding(self.plan.mesh, P())
-        put = lambda x: jax.make_array_from_callback(np.shape(x), place, lambda index: np.asarray(x)[index])
-        return jax.tree.map(put, tree)
+        return placed(tree, None if self.plan is None else NamedSharding(self.plan.mesh, P()))
 
 
 def _copy(x):
