@@ -17,6 +17,7 @@ from fnet.models._blocks import Blocks
 from fnet.models._model import Model
 from fnet.models.weights._config import Fields, Must, Use, transformers
 from fnet.models.weights._labels import labels
+from fnet.models.weights._torch_layers import spare, torch_layers
 from fnet.models.weights._weight_names import Names, Rule, Spare, Tied, torch
 
 HEADS = "masked_lm", "sequence", "tokens", "questions", "next_sentence", "pretraining"
@@ -62,13 +63,12 @@ def bert_block(scope, x, lengths=None, *, heads, hidden, dropout, epsilon):     
     return norm(scope["norm2"], x + drop(scope["drop2"], y))
 
 
-def _rules(ours, theirs):
-    dense = {"attention/query": "attention.self.query", "attention/key": "attention.self.key",
-             "attention/value": "attention.self.value", "attention/out": "attention.output.dense",
-             "fc": "intermediate.dense", "proj": "output.dense"}
-    norms = {"norm1": "attention.output.LayerNorm", "norm2": "output.LayerNorm"}
-    return (*(torch.dense(f"{ours}/{mine}", f"{theirs}.{name}") for mine, name in dense.items()),
-            *(torch.norm(f"{ours}/{mine}", f"{theirs}.{name}") for mine, name in norms.items()))
+def _rules(ours, theirs="encoder.layer.{i}"):
+    return torch_layers(ours, theirs, {
+        "attention/query": "attention.self.query", "attention/key": "attention.self.key",
+        "attention/value": "attention.self.value", "attention/out": "attention.output.dense",
+        "fc": "intermediate.dense", "proj": "output.dense",
+    }, {"norm1": "attention.output.LayerNorm", "norm2": "output.LayerNorm"})
 
 
 ENCODER = (
@@ -76,8 +76,7 @@ ENCODER = (
     torch.embed("embed/positions", "embeddings.position_embeddings"),
     torch.embed("embed/segments", "embeddings.token_type_embeddings"),
     torch.norm("embed/norm", "embeddings.LayerNorm"), torch.dense("pooler", "pooler.dense"),
-    _rules("blocks", "encoder.layer.{i}"), _rules("blocks/{i}", "encoder.layer.{i}"),
-    Spare("embeddings.position_ids"), Spare("pooler.dense.weight"), Spare("pooler.dense.bias"),
+    _rules("blocks"), _rules("blocks/{i}"), Spare("embeddings.position_ids"), spare("pooler.dense"),
 )
 ALIASES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -91,10 +90,8 @@ def heads_of(dense: str, norm: str, logits: str, bias: str, *others: str) -> tup
     """
     words = (torch.dense("masked_lm/dense", dense), torch.norm("masked_lm/norm", norm), Rule("masked_lm/bias", bias),
              Tied(f"{logits}.weight", "embed/words/embedding"), Tied(f"{logits}.bias", "masked_lm/bias"))
-    spare = [f"{key}.{leaf}" for key in (dense, norm, logits, "classifier", "qa_outputs", *others)
-             for leaf in ("weight", "bias")]
-    return (words, torch.dense("head", "classifier"), torch.dense("questions", "qa_outputs"),
-            *map(Spare, [bias, *spare]))
+    return (words, torch.dense("head", "classifier"), torch.dense("questions", "qa_outputs"), Spare(bias),
+            spare(dense, norm, logits, "classifier", "qa_outputs", *others))
 
 
 def architectures(prefix: str, without: str = "Model") -> dict:

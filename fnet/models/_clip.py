@@ -16,6 +16,7 @@ from fnet.models._images import ImageInput
 from fnet.models._model import Model
 from fnet.models._vit import encoder_block, gelu
 from fnet.models.weights._config import SKIP, Config, Fields, Must, Use, transformers
+from fnet.models.weights._torch_layers import torch_layers
 from fnet.models.weights._weight_names import DENSE, Names, Rule, Spare, torch
 
 small = initializers.normal(0.02)
@@ -31,12 +32,11 @@ IMAGE = ImageInput(resize=224, resample="bicubic", mean=(0.48145466, 0.4578275, 
 
 
 def _blocks(ours, theirs):
-    attention = dict(query="q_proj", key="k_proj", value="v_proj", out="out_proj")
-    each = f"{theirs}encoder.layers.{{i}}."
-    return (*(torch.norm(f"{ours}blocks/norm{n}", f"{each}layer_norm{n}") for n in (1, 2)),
-            *(torch.dense(f"{ours}blocks/attention/{mine}", f"{each}self_attn.{name}")
-              for mine, name in attention.items()),
-            *(torch.dense(f"{ours}blocks/{name}", f"{each}mlp.{name}") for name in ("fc1", "fc2")))
+    return torch_layers(f"{ours}blocks", f"{theirs}encoder.layers.{{i}}", {
+        "attention/query": "self_attn.q_proj", "attention/key": "self_attn.k_proj",
+        "attention/value": "self_attn.v_proj", "attention/out": "self_attn.out_proj",
+        "fc1": "mlp.fc1", "fc2": "mlp.fc2",
+    }, {"norm1": "layer_norm1", "norm2": "layer_norm2"})
 
 
 def _text(ours="", theirs=""):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import KW_ONLY
 from typing import ClassVar
 
@@ -14,29 +13,15 @@ from fnet import layers as nn
 from fnet.models._bert import Encoded
 from fnet.models._images import ImageInput
 from fnet.models._model import Model
-from fnet.models.weights._config import Fields, Must, Use, timm, transformers
+from fnet.models.weights._config import Fields, Must, Use, name_of, timm, transformers
 from fnet.models.weights._labels import labels
-from fnet.models.weights._weight_names import Names, Rule, Spare, torch
+from fnet.models.weights._torch_layers import spare, torch_layers
+from fnet.models.weights._weight_names import Names, Rule, torch
 
-_SIZES = {"tiny": ((3, 3, 9, 3), 96), "small": ((3, 3, 27, 3), 96), "base": ((3, 3, 27, 3), 128),
-          "large": ((3, 3, 27, 3), 192)}
+_TIMM = {f"convnext_{size}": dict(depths=depths, widths=tuple(width * 2**s for s in range(4)))
+         for size, depths, width in (("tiny", (3, 3, 9, 3), 96), ("small", (3, 3, 27, 3), 96),
+                                     ("base", (3, 3, 27, 3), 128), ("large", (3, 3, 27, 3), 192))}
 _KINDS = {"ConvNextForImageClassification": dict(classes=...), "ConvNextModel": dict(classes=None)}
-
-
-def _fields(size):
-    depths, width = _SIZES[size]
-    return dict(depths=depths, widths=tuple(width * 2**s for s in range(4)))
-
-
-def _architecture(name):
-    """Returns the fields of the model for a timm architecture such as convnext_tiny, or None."""
-    found = re.fullmatch("convnext_(tiny|small|base|large)", name)
-    return _fields(found[1]) if found else None
-
-
-def _architecture_of(model):
-    sizes = dict(depths=model.depths, widths=model.widths)
-    return next((f"convnext_{size}" for size in _SIZES if _fields(size) == sizes), "other")
 
 
 def _numbers(field, default):
@@ -89,18 +74,16 @@ class ConvNeXt(Model):
     28589128
     """
 
-    PRESETS: ClassVar = {f"convnext_{size}": _fields(size) for size in _SIZES}
-    HUB: ClassVar = {f"convnext_{size}": (f"timm/convnext_{size}.fb_in1k", f"facebook/convnext-{size}-224")
-                     for size in _SIZES}
+    PRESETS: ClassVar = _TIMM
+    HUB: ClassVar = {name: (f"timm/{name}.fb_in1k", f"facebook/{name.replace('_', '-')}-224") for name in _TIMM}
     NAMES: ClassVar = {
         "timm": Names((
             torch.conv("stem/conv", "stem.0"), torch.norm("stem/norm", "stem.1"),
             torch.norm("stage{s}/down/norm", "stages.{s}.downsample.0"),
             torch.conv("stage{s}/down/conv", "stages.{s}.downsample.1"),
             torch.conv("stage{s}/block{b}/depthwise", "stages.{s}.blocks.{b}.conv_dw"),
-            torch.norm("stage{s}/block{b}/norm", "stages.{s}.blocks.{b}.norm"),
-            torch.dense("stage{s}/block{b}/fc1", "stages.{s}.blocks.{b}.mlp.fc1"),
-            torch.dense("stage{s}/block{b}/fc2", "stages.{s}.blocks.{b}.mlp.fc2"),
+            torch_layers("stage{s}/block{b}", "stages.{s}.blocks.{b}", {"fc1": "mlp.fc1", "fc2": "mlp.fc2"},
+                         {"norm": "norm"}),
             Rule("stage{s}/block{b}/scale", "stages.{s}.blocks.{b}.gamma"),
             torch.norm("norm", "head.norm"), torch.dense("head", "head.fc"),
         ), config={"epsilon": 1e-6}, metadata={"format": "pt"}, image=ImageInput(resample="bicubic")),
@@ -109,13 +92,11 @@ class ConvNeXt(Model):
             torch.norm("stage{s}/down/norm", "encoder.stages.{s}.downsampling_layer.0"),
             torch.conv("stage{s}/down/conv", "encoder.stages.{s}.downsampling_layer.1"),
             torch.conv("stage{s}/block{b}/depthwise", "encoder.stages.{s}.layers.{b}.dwconv"),
-            torch.norm("stage{s}/block{b}/norm", "encoder.stages.{s}.layers.{b}.layernorm"),
-            torch.dense("stage{s}/block{b}/fc1", "encoder.stages.{s}.layers.{b}.pwconv1"),
-            torch.dense("stage{s}/block{b}/fc2", "encoder.stages.{s}.layers.{b}.pwconv2"),
+            torch_layers("stage{s}/block{b}", "encoder.stages.{s}.layers.{b}", {"fc1": "pwconv1", "fc2": "pwconv2"},
+                         {"norm": "layernorm"}),
             Rule("stage{s}/block{b}/scale", "encoder.stages.{s}.layers.{b}.layer_scale_parameter"),
             torch.norm("norm", "layernorm"),
-        ), prefixes=("", "convnext."), heads=(torch.dense("head", "classifier"), Spare("classifier.weight"),
-                                              Spare("classifier.bias")),
+        ), prefixes=("", "convnext."), heads=(torch.dense("head", "classifier"), spare("classifier")),
             config={"epsilon": 1e-12}, metadata={"format": "pt"}, image=ImageInput(resample="bicubic")),
     }
     CONFIGS: ClassVar = {
@@ -125,7 +106,7 @@ class ConvNeXt(Model):
             "num_channels": Must((3,)), "hidden_act": Must(("gelu", "gelu_python")),
             "layer_scale_init_value": Fields(_scaled), **labels(_KINDS, "ConvNextForImageClassification"),
         }, architectures=_KINDS, irrelevant="drop_path_rate image_size out_features out_indices stage_names"),
-        "timm": timm(_architecture, "avg", "convnext_{tiny, small, base, large}", write=_architecture_of),
+        "timm": timm(_TIMM.get, lambda model: name_of(model, _TIMM), "avg", "convnext_{tiny, small, base, large}"),
     }
 
     depths: tuple[int, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnet.models.weights import _llama2c
+from fnet.models.weights._torch_layers import fused, qkv, torch_layers
 from fnet.models.weights._weight_names import DENSE, SAME, Names, Rule, Spare, Tied, interleaved, torch
 
 KERNELS = (*(f"attention/{name}" for name in ("query", "key", "value", "out")), "gate", "down", "up")
@@ -38,9 +39,9 @@ def norms(model, ours, theirs):
     """Returns the rules for the norms of a block. The key post_attention_layernorm belongs to the norm after the
     attention if the model has `post_norm`. Otherwise, it belongs to the norm before the MLP."""
     second = "pre_feedforward_layernorm" if model.post_norm else "post_attention_layernorm"
-    return (torch.norm(f"{ours}/norm1", f"{theirs}.input_layernorm"), torch.norm(f"{ours}/norm2", f"{theirs}.{second}"),
-            torch.norm(f"{ours}/post_norm1", f"{theirs}.post_attention_layernorm"),
-            torch.norm(f"{ours}/post_norm2", f"{theirs}.post_feedforward_layernorm"))
+    return torch_layers(ours, theirs, {}, {
+        "norm1": "input_layernorm", "norm2": second, "post_norm1": "post_attention_layernorm",
+        "post_norm2": "post_feedforward_layernorm"})
 
 
 def experts(ours, theirs, router="mlp.gate", name="mlp.experts.{e}.{}_proj", parts=("gate", "up", "down")):
@@ -59,11 +60,9 @@ def mixtral(model):
 
 
 def attention(ours, theirs):
-    ours, theirs = f"{ours}/attention", f"{theirs}.self_attn"
-    return (*(torch.dense(f"{ours}/{mine}", f"{theirs}.{name}_proj") for mine, name in (
-                ("query", "q"), ("key", "k"), ("value", "v"), ("out", "o"))),
-            *(torch.norm(f"{ours}/{mine}_norm", f"{theirs}.{name}_norm") for mine, name in (
-                ("query", "q"), ("key", "k"))))
+    return torch_layers(f"{ours}/attention", f"{theirs}.self_attn",
+                        {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"},
+                        {"query_norm": "q_norm", "key_norm": "k_norm"})
 
 
 def huggingface(model):
@@ -78,8 +77,8 @@ def phi3(model):
     """Returns the rules for files in which one matrix contains the kernels of query, key and value, and another matrix
     contains those of gate and up."""
     def rules(ours, theirs="model.layers.{i}"):
-        fused = tuple(f"{ours}/attention/{name}/kernel" for name in ("query", "key", "value"))
-        return (Rule(fused, f"{theirs}.self_attn.qkv_proj.weight", DENSE),
+        kernels = tuple(f"{each}/kernel" for each in qkv(ours))
+        return (Rule(kernels, f"{theirs}.self_attn.qkv_proj.weight", DENSE),
                 Rule((f"{ours}/gate/kernel", f"{ours}/up/kernel"), f"{theirs}.mlp.gate_up_proj.weight", DENSE),
                 torch.dense(f"{ours}/attention/out", f"{theirs}.self_attn.o_proj"),
                 torch.dense(f"{ours}/down", f"{theirs}.mlp.down_proj"), norms(model, ours, theirs))
@@ -93,16 +92,12 @@ def gpt_neox(model):
     layout = interleaved(model.heads)
 
     def rules(ours, theirs="gpt_neox.layers.{i}"):
-        fused = [Rule(tuple(f"{ours}/attention/{name}/{mine}" for name in ("query", "key", "value")),
-                      f"{theirs}.attention.query_key_value.{key}", layout)
-                 for mine, key in (("kernel", "weight"), ("bias", "bias"))]
         spare = (Spare(f"{theirs}.attention.{name}", f"{ours}/norm1/scale")
                  for name in ("bias", "masked_bias", "rotary_emb.inv_freq"))
-        return (*fused, torch.dense(f"{ours}/attention/out", f"{theirs}.attention.dense"),
-                torch.dense(f"{ours}/up", f"{theirs}.mlp.dense_h_to_4h"),
-                torch.dense(f"{ours}/down", f"{theirs}.mlp.dense_4h_to_h"),
-                torch.norm(f"{ours}/norm1", f"{theirs}.input_layernorm"),
-                torch.norm(f"{ours}/norm2", f"{theirs}.post_attention_layernorm"), *spare)
+        return (fused(qkv(ours), f"{theirs}.attention.query_key_value", layout, layout), torch_layers(
+            ours, theirs,
+            {"attention/out": "attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"},
+            {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}), *spare)
 
     return (torch.embed("embed", "gpt_neox.embed_in"), torch.dense("head", "embed_out"), both(rules),
             torch.norm("norm", "gpt_neox.final_layer_norm"), Tied("embed_out.weight", "embed/embedding"))

@@ -14,10 +14,11 @@ from jax.nn import initializers
 from fnet import layers as nn
 from fnet.models._bert import Encoded
 from fnet.models._images import ImageInput
-from fnet.models._vit import ENCODER, IRRELEVANT, ViT, gelu, sizes
+from fnet.models._vit import CLASSIFIER, ENCODER, IRRELEVANT, ViT, gelu, sizes
 from fnet.models.weights._config import Fields, Must, Use, transformers
 from fnet.models.weights._labels import labels
-from fnet.models.weights._weight_names import DENSE, Names, Rule, Spare, torch
+from fnet.models.weights._torch_layers import fused, torch_layers
+from fnet.models.weights._weight_names import Names, Rule, Spare
 
 _KINDS = {"Dinov2Model": dict(classes=None), "Dinov2ForImageClassification": dict(classes=...)}
 
@@ -113,16 +114,14 @@ class DINOv2(ViT):
                      "dinov2_l_14": ("facebook/dinov2-large",), "dinov2_g_14": ("facebook/dinov2-giant",)}
     NAMES: ClassVar = {
         "huggingface": Names((
-            *(torch.norm(f"blocks/{name}", f"encoder.layer.{{i}}.{name}") for name in ("norm1", "norm2")),
-            *(torch.dense(f"blocks/{name}", f"encoder.layer.{{i}}.mlp.{name}") for name in ("fc1", "fc2")),
+            torch_layers("blocks", "encoder.layer.{i}", {"fc1": "mlp.fc1", "fc2": "mlp.fc2", "down": "mlp.weights_out"},
+                         {"norm1": "norm1", "norm2": "norm2"}),
             Rule("blocks/scale1", "encoder.layer.{i}.layer_scale1.lambda1"),
             Rule("blocks/scale2", "encoder.layer.{i}.layer_scale2.lambda1"),
-            Rule(("blocks/gate/kernel", "blocks/up/kernel"), "encoder.layer.{i}.mlp.weights_in.weight", DENSE),
-            Rule(("blocks/gate/bias", "blocks/up/bias"), "encoder.layer.{i}.mlp.weights_in.bias"),
-            torch.dense("blocks/down", "encoder.layer.{i}.mlp.weights_out"), ENCODER, Spare("embeddings.mask_token"),
-        ), prefixes=("", "dinov2."), heads=(torch.dense("head", "classifier"), Spare("classifier.weight"),
-                                            Spare("classifier.bias")),
-            metadata={"format": "pt"}, image=ImageInput(resample="bicubic")),
+            fused(("blocks/gate", "blocks/up"), "encoder.layer.{i}.mlp.weights_in"), ENCODER,
+            Spare("embeddings.mask_token"),
+        ), prefixes=("", "dinov2."), heads=CLASSIFIER, metadata={"format": "pt"},
+            image=ImageInput(resample="bicubic")),
     }
     CONFIGS: ClassVar = {
         "dinov2": transformers({

@@ -11,18 +11,17 @@ from fnet import layers as nn
 from fnet.models._bert import ALIASES, Bert, architectures, heads_of, tied
 from fnet.models.weights._config import Fields, Must, Use, transformers
 from fnet.models.weights._labels import labels
+from fnet.models.weights._torch_layers import torch_layers
 from fnet.models.weights._weight_names import Names, torch
 
 _KINDS = architectures("DistilBert")
 
 
-def _rules(ours, theirs):
-    dense = {"attention/query": "attention.q_lin", "attention/key": "attention.k_lin",
-             "attention/value": "attention.v_lin", "attention/out": "attention.out_lin", "fc": "ffn.lin1",
-             "proj": "ffn.lin2"}
-    norms = {"norm1": "sa_layer_norm", "norm2": "output_layer_norm"}
-    return (*(torch.dense(f"{ours}/{mine}", f"{theirs}.{name}") for mine, name in dense.items()),
-            *(torch.norm(f"{ours}/{mine}", f"{theirs}.{name}") for mine, name in norms.items()))
+def _rules(ours, theirs="transformer.layer.{i}"):
+    return torch_layers(ours, theirs, {
+        "attention/query": "attention.q_lin", "attention/key": "attention.k_lin", "attention/value": "attention.v_lin",
+        "attention/out": "attention.out_lin", "fc": "ffn.lin1", "proj": "ffn.lin2",
+    }, {"norm1": "sa_layer_norm", "norm2": "output_layer_norm"})
 
 
 class DistilBert(Bert):
@@ -50,8 +49,7 @@ class DistilBert(Bert):
         "huggingface": Names((
             torch.embed("embed/words", "embeddings.word_embeddings"),
             torch.embed("embed/positions", "embeddings.position_embeddings"),
-            torch.norm("embed/norm", "embeddings.LayerNorm"),
-            _rules("blocks", "transformer.layer.{i}"), _rules("blocks/{i}", "transformer.layer.{i}"),
+            torch.norm("embed/norm", "embeddings.LayerNorm"), _rules("blocks"), _rules("blocks/{i}"),
         ), prefixes=("", "distilbert."), metadata={"format": "pt"}, aliases=ALIASES,
             heads=(torch.dense("dense", "pre_classifier"), heads_of(
                 "vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias", "pre_classifier"))),

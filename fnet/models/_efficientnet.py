@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import re
 from dataclasses import KW_ONLY
 from typing import ClassVar
 
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from fnet import layers as nn
 from fnet.models._images import ImageInput
-from fnet.models._mobilenet import _divisible
+from fnet.models._mobilenet import _divisible, _torch
 from fnet.models._model import Model
-from fnet.models.weights._config import Fields, Must, Use, timm, transformers
+from fnet.models.weights._config import Fields, Must, Use, name_of, timm, transformers
 from fnet.models.weights._labels import labels
 from fnet.models.weights._weight_names import Names, torch
 
@@ -34,19 +34,9 @@ def _fields(name):
     return dict(width=width, depth=depth, size=size, dropout=dropout, lite=name.startswith("lite"))
 
 
-def _architecture(name):
-    """Returns the fields of the model for a timm architecture such as tf_efficientnet_b0, or None."""
-    found = re.fullmatch("(tf_)?efficientnet_(b0|lite0)", name)
-    if found is None:
-        return None
-    padding, epsilon = ("same", 1e-3) if found[1] else ("symmetric", 1e-5)
-    return {**_fields(found[2]), "padding": padding, "epsilon": epsilon}
-
-
-def _architecture_of(model):
-    names = (f"{prefix}efficientnet_{size}" for size in ("b0", "lite0") for prefix in ("", "tf_"))
-    return next((name for name in names if all(
-        getattr(model, field) == value for field, value in _architecture(name).items() if field != "dropout")), "other")
+_TIMM = {f"{prefix}efficientnet_{size}": {**_fields(size), "padding": padding, "epsilon": epsilon}
+         for size in ("b0", "lite0")
+         for prefix, padding, epsilon in (("", "symmetric", 1e-5), ("tf_", "same", 1e-3))}
 
 
 def _widths(value, config):
@@ -64,10 +54,6 @@ def _even(value, config):
 
 def _stage(index):
     return [stage[index] for stage in STAGES]
-
-
-def _torch(ours, conv, norm):
-    return torch.conv(f"{ours}/conv", conv), torch.batch_norm(f"{ours}/norm", norm)
 
 
 def _names_of_blocks(key, expand, depthwise, squeeze, project):
@@ -161,8 +147,8 @@ class EfficientNet(Model):
             "num_block_repeats": Must((_stage(2),)), **labels(_KINDS, "EfficientNetForImageClassification"),
         }, architectures=_KINDS,
             irrelevant="batch_norm_momentum dropout_rate drop_connect_rate num_hidden_layers"),
-        "timm": timm(_architecture, "avg", "efficientnet_b0, efficientnet_lite0 and the same with tf_",
-                     write=_architecture_of),
+        "timm": timm(_TIMM.get, lambda model: name_of(dataclasses.replace(model, dropout=0.2), _TIMM), "avg",
+                     "efficientnet_b0, efficientnet_lite0 and the same with tf_"),
     }
 
     width: float

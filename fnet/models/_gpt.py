@@ -17,7 +17,8 @@ from fnet.models._decoder import ACTIVATIONS
 from fnet.models._decoder_configs import Count, Flag, Number, activation
 from fnet.models._model import LanguageModel
 from fnet.models.weights._config import Must, Use, transformers
-from fnet.models.weights._weight_names import Names, Rule, Spare, Tied, torch
+from fnet.models.weights._torch_layers import fused, qkv, torch_layers
+from fnet.models.weights._weight_names import SAME, Names, Spare, Tied, torch
 
 zeros = jax.nn.initializers.zeros
 normal = functools.cache(jax.nn.initializers.normal)    # equal options give the same object, so layers compare equal
@@ -38,19 +39,13 @@ def gpt_block(scope, x, lengths=None, kind=0, *, heads, hidden, dropout, epsilon
     return x + drop(scope["drop2"], y)
 
 
-def _rules(ours, theirs):
+def _rules(ours, theirs="h.{i}"):
     """Rules for a block. Files of GPT-2 have kernels [in, out]. One array contains query, key and value."""
-    qkv = tuple(f"{ours}/attention/{name}" for name in ("query", "key", "value"))
-    dense = [(f"{ours}/attention/out", f"{theirs}.attn.c_proj"), (f"{ours}/fc", f"{theirs}.mlp.c_fc"),
-             (f"{ours}/proj", f"{theirs}.mlp.c_proj"), (qkv, f"{theirs}.attn.c_attn")]
-    rules = [torch.norm(f"{ours}/norm1", f"{theirs}.ln_1"), torch.norm(f"{ours}/norm2", f"{theirs}.ln_2")]
-    for path, key in dense:
-        for mine, name in ("kernel", "weight"), ("bias", "bias"):
-            rules.append(Rule(tuple(f"{each}/{mine}" for each in path) if path is qkv else f"{path}/{mine}",
-                              f"{key}.{name}"))
     # The causal mask, which old files contain.
     masks = (Spare(f"{theirs}.attn.{name}", f"{ours}/norm1/scale") for name in ("bias", "masked_bias"))
-    return (*rules, *masks)
+    return (fused(qkv(ours), f"{theirs}.attn.c_attn", SAME), torch_layers(
+        ours, theirs, {"attention/out": "attn.c_proj", "fc": "mlp.c_fc", "proj": "mlp.c_proj"},
+        {"norm1": "ln_1", "norm2": "ln_2"}, SAME), *masks)
 
 
 class GPT(LanguageModel):
@@ -101,7 +96,7 @@ class GPT(LanguageModel):
     NAMES: ClassVar = {
         "huggingface": Names((
             torch.embed("embed", "wte"), torch.embed("positions", "wpe"), torch.norm("norm", "ln_f"),
-            _rules("blocks", "h.{i}"), _rules("blocks/{i}", "h.{i}"), Tied("lm_head.weight", "embed/embedding"),
+            _rules("blocks"), _rules("blocks/{i}"), Tied("lm_head.weight", "embed/embedding"),
         ), prefixes=("", "transformer."), heads=(torch.dense("head", "lm_head"),),
             config={"epsilon": 1e-5}, metadata={"format": "pt"}),
     }

@@ -91,8 +91,8 @@ class MobileNetV2(Model):
     PRESETS: ClassVar = {"mobilenet_v2": {}}
     HUB: ClassVar = {"mobilenet_v2": ("timm/mobilenetv2_100.ra_in1k", "torchvision:mobilenet_v2")}
     CONFIGS: ClassVar = {"timm": timm(
-        _architecture, "avg", "mobilenetv2_W with a width of W percent, such as 100",
-        write=lambda model: f"mobilenetv2_{round(100 * model.width):03d}")}
+        _architecture, lambda model: f"mobilenetv2_{round(100 * model.width):03d}", "avg",
+        "mobilenetv2_W with a width of W percent, such as 100")}
     NAMES: ClassVar = {
         "torchvision": Names(tuple(_torchvision()), metadata={"format": "pt"}, image=TORCHVISION),
         "timm": Names((

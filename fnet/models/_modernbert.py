@@ -18,7 +18,8 @@ from fnet.models._model import Model
 from fnet.models._rope_config import FULL, SLIDING, collapsed, layer_types, layers, number, rope_by_type, whole
 from fnet.models.weights._config import SKIP, Fields, Use, transformers
 from fnet.models.weights._labels import labels
-from fnet.models.weights._weight_names import DENSE, SAME, Names, Rule, Spare, Tied, torch
+from fnet.models.weights._torch_layers import fused, qkv, spare, torch_layers
+from fnet.models.weights._weight_names import Names, Rule, Tied, torch
 
 HEADS = "masked_lm", "sequence", "tokens", "questions"
 _KINDS = architectures("ModernBert")
@@ -40,13 +41,9 @@ def modernbert_block(scope, x, lengths=None, kind=0, *, attentions, hidden, acti
 
 
 def _rules(ours, theirs):
-    fused = [Rule(tuple(f"{ours}/{name}/{mine}" for name in names), f"{theirs}.{key}.{leaf}", layout)
-             for names, key in ((("attention/query", "attention/key", "attention/value"), "attn.Wqkv"),
-                                (("gate", "up"), "mlp.Wi"))
-             for mine, leaf, layout in (("kernel", "weight", DENSE), ("bias", "bias", SAME))]
-    return (*fused, torch.dense(f"{ours}/attention/out", f"{theirs}.attn.Wo"),
-            torch.dense(f"{ours}/down", f"{theirs}.mlp.Wo"), torch.norm(f"{ours}/norm1", f"{theirs}.attn_norm"),
-            torch.norm(f"{ours}/norm2", f"{theirs}.mlp_norm"))
+    return (fused(qkv(ours), f"{theirs}.attn.Wqkv"), fused((f"{ours}/gate", f"{ours}/up"), f"{theirs}.mlp.Wi"),
+            torch_layers(ours, theirs, {"attention/out": "attn.Wo", "down": "mlp.Wo"},
+                         {"norm1": "attn_norm", "norm2": "mlp_norm"}))
 
 
 # config.json: layers with and without windows. Each of the two kinds has its own base of the rotary positions.
@@ -148,8 +145,7 @@ class ModernBert(Model):
             torch.dense("head/dense", "head.dense"), torch.norm("head/norm", "head.norm"),
             Rule("head/bias", "decoder.bias"), torch.dense("classifier", "classifier"),
             Tied("decoder.weight", "embed/words/embedding"),
-            *(Spare(f"{layer}.{leaf}") for layer in ("head.dense", "head.norm", "decoder", "classifier")
-              for leaf in ("weight", "bias")))),
+            spare("head.dense", "head.norm", "decoder", "classifier"))),
     }
     CONFIGS: ClassVar = {
         "modernbert": transformers({

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from fnet import layers as nn
 from fnet.models._images import CAFFE, TORCHVISION
 from fnet.models._model import Model
-from fnet.models.weights._config import timm
+from fnet.models.weights._config import name_of, timm
 from fnet.models.weights._weight_names import Names, keras, torch
 
 
@@ -44,12 +44,6 @@ def residual_block(scope, x, *, channels, stride, bottleneck, version, use_bias,
 _DEPTHS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 _TIMM = {f"resnet{layers}": dict(depths=depths, bottleneck=layers >= 50, width=64)
          for layers, depths in _DEPTHS.items()}
-
-
-def _architecture_of(model):
-    """Returns timm's name for the architecture of a model."""
-    sizes = dict(depths=model.depths, bottleneck=model.bottleneck, width=model.width)
-    return next((name for name, each in _TIMM.items() if each == sizes), "other")
 
 
 class ResNet(Model):
@@ -97,7 +91,7 @@ class ResNet(Model):
         "resnet101": dict(depths=(3, 4, 23, 3)),
     }
     HUB: ClassVar = {name: (f"timm/{name}.tv_in1k", f"torchvision:{name}") for name in PRESETS}
-    CONFIGS: ClassVar = {"timm": timm(_TIMM.get, "avg", ", ".join(_TIMM), write=_architecture_of)}
+    CONFIGS: ClassVar = {"timm": timm(_TIMM.get, lambda model: name_of(model, _TIMM), "avg", ", ".join(_TIMM))}
     NAMES: ClassVar = {
         "torchvision": Names((
             torch.conv("stem/conv", "conv1"),

@@ -17,13 +17,13 @@ from fnet import layers as nn
 from fnet.models._bert import Encoded
 from fnet.models._images import AUGREG, TORCHVISION, ImageInput
 from fnet.models._model import Model
-from fnet.models.weights._config import Fields, Must, Use, timm, transformers
+from fnet.models.weights._config import Fields, Must, Use, name_of, timm, transformers
 from fnet.models.weights._labels import labels
-from fnet.models.weights._weight_names import DENSE, Names, Rule, Spare, torch
+from fnet.models.weights._torch_layers import fused, qkv, spare, torch_layers
+from fnet.models.weights._weight_names import Names, Rule, torch
 
 gelu = functools.partial(jax.nn.gelu, approximate=False)
 small = initializers.normal(0.02)
-QKV = ("query", "key", "value")
 
 
 @nn.layer
@@ -37,43 +37,45 @@ def encoder_block(scope, x, *, heads, hidden, dropout, epsilon, activation=gelu,
     return x + drop(scope["drop3"], nn.Dense(x.shape[-1], axes=("mlp", "embed"))(scope["fc2"], y))
 
 
-def fused(weight, bias):
-    """Returns the rules for files in which one array contains query, key and value."""
-    parts = [tuple(f"blocks/attention/{name}/{leaf}" for name in QKV) for leaf in ("kernel", "bias")]
-    return Rule(parts[0], weight, DENSE), Rule(parts[1], bias)
+SIZES = {"tiny": dict(width=192, depth=12, heads=3), "small": dict(width=384, depth=12, heads=6),
+         "base": dict(width=768, depth=12, heads=12), "large": dict(width=1024, depth=24, heads=16)}
 
 
-_TIMM = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)}
+def architectures(pattern, name, sizes, **others):
+    """Returns two functions for timm's architectures such as vit_small_patch16_224: from the name of an architecture to
+    the fields of the model, or None, and from a model to the name. `{}` in `pattern` and `name` stands for the size."""
+    pattern = pattern.format(f"({'|'.join(sizes)})") + "_patch([0-9]{1,3})_([0-9]{1,4})"
+
+    def read(text):
+        found = re.fullmatch(pattern, text)
+        return found and {**sizes[found[1]], "patch": int(found[2]), "size": int(found[3]), **others}
+
+    def write(model):
+        return f"{name.format(name_of(model, sizes))}_patch{model.patch}_{model.size}"
+
+    return read, write
 
 
-def _architecture(name):
-    """Returns the fields of the model for a timm architecture such as vit_small_patch16_224, or None."""
-    found = re.fullmatch("(?:vit|deit)_(tiny|small|base|large)_patch([0-9]{1,3})_([0-9]{1,4})", name)
-    if found is None:
-        return None
-    width, depth, heads = _TIMM[found[1]]
-    return dict(width=width, depth=depth, heads=heads, patch=int(found[2]), size=int(found[3]))
-
-
-def _architecture_of(model):
-    """Returns timm's name for the architecture of a model: the inverse of `_architecture`."""
-    sizes = model.width, model.depth, model.heads
-    size = next((size for size, each in _TIMM.items() if each == sizes), "other")
-    return f"vit_{size}_patch{model.patch}_{model.size}"
-
-
+TIMM = (
+    Rule("class_token", "cls_token"), Rule("position", "pos_embed"), torch.conv("patches", "patch_embed.proj"),
+    fused(qkv("blocks"), "blocks.{i}.attn.qkv"), torch_layers(
+        "blocks", "blocks.{i}", {"attention/out": "attn.proj", "fc1": "mlp.fc1", "fc2": "mlp.fc2"},
+        {"norm1": "norm1", "norm2": "norm2"}),
+    torch.norm("norm", "norm"), torch.dense("head", "head"),
+)
 ENCODER = (    # transformers' keys
     Rule("class_token", "embeddings.cls_token"),
     Rule("position", "embeddings.position_embeddings"),
     torch.conv("patches", "embeddings.patch_embeddings.projection"),
-    torch.norm("blocks/norm1", "encoder.layer.{i}.layernorm_before"),
-    *(torch.dense(f"blocks/attention/{name}", f"encoder.layer.{{i}}.attention.attention.{name}") for name in QKV),
-    torch.dense("blocks/attention/out", "encoder.layer.{i}.attention.output.dense"),
-    torch.norm("blocks/norm2", "encoder.layer.{i}.layernorm_after"),
-    torch.dense("blocks/fc1", "encoder.layer.{i}.intermediate.dense"),
-    torch.dense("blocks/fc2", "encoder.layer.{i}.output.dense"),
+    torch_layers("blocks", "encoder.layer.{i}", {
+        "attention/query": "attention.attention.query", "attention/key": "attention.attention.key",
+        "attention/value": "attention.attention.value", "attention/out": "attention.output.dense",
+        "fc1": "intermediate.dense", "fc2": "output.dense",
+    }, {"norm1": "layernorm_before", "norm2": "layernorm_after"}),
     torch.norm("norm", "layernorm"),
 )
+POOLING = torch.dense("pooler", "pooler.dense"), spare("pooler.dense")
+CLASSIFIER = torch.dense("head", "classifier"), spare("classifier")
 HALF = ImageInput(resize=None, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 
 
@@ -138,10 +140,8 @@ class ViT(Model):
     """
 
     PRESETS: ClassVar = {
-        "vit_ti_16": dict(width=192, depth=12, heads=3),
-        "vit_s_16": dict(width=384, depth=12, heads=6),
-        "vit_b_16": dict(width=768, depth=12, heads=12),
-        "vit_b_32": dict(width=768, depth=12, heads=12, patch=32),
+        "vit_ti_16": SIZES["tiny"], "vit_s_16": SIZES["small"], "vit_b_16": SIZES["base"],
+        "vit_b_32": dict(SIZES["base"], patch=32),
     }
     HUB: ClassVar = {
         "vit_ti_16": ("timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k",),
@@ -155,41 +155,23 @@ class ViT(Model):
             Rule("class_token", "class_token"),
             Rule("position", "encoder.pos_embedding"),
             torch.conv("patches", "conv_proj"),
-            torch.norm("blocks/norm1", "encoder.layers.encoder_layer_{i}.ln_1"),
-            fused("encoder.layers.encoder_layer_{i}.self_attention.in_proj_weight",
-                   "encoder.layers.encoder_layer_{i}.self_attention.in_proj_bias"),
-            torch.dense("blocks/attention/out", "encoder.layers.encoder_layer_{i}.self_attention.out_proj"),
-            torch.norm("blocks/norm2", "encoder.layers.encoder_layer_{i}.ln_2"),
-            torch.dense("blocks/fc1", "encoder.layers.encoder_layer_{i}.mlp.0"),
-            torch.dense("blocks/fc2", "encoder.layers.encoder_layer_{i}.mlp.3"),
+            fused(qkv("blocks"), "encoder.layers.encoder_layer_{i}.self_attention.in_proj", join="_"),
+            torch_layers("blocks", "encoder.layers.encoder_layer_{i}", {
+                "attention/out": "self_attention.out_proj", "fc1": "mlp.0", "fc2": "mlp.3",
+            }, {"norm1": "ln_1", "norm2": "ln_2"}),
             torch.norm("norm", "encoder.ln"),
             torch.dense("head", "heads.head"),
         ), config={"epsilon": 1e-6}, metadata={"format": "pt"}, image=TORCHVISION),
-        "timm": Names((
-            Rule("class_token", "cls_token"),
-            Rule("position", "pos_embed"),
-            torch.conv("patches", "patch_embed.proj"),
-            torch.norm("blocks/norm1", "blocks.{i}.norm1"),
-            fused("blocks.{i}.attn.qkv.weight", "blocks.{i}.attn.qkv.bias"),
-            torch.dense("blocks/attention/out", "blocks.{i}.attn.proj"),
-            torch.norm("blocks/norm2", "blocks.{i}.norm2"),
-            torch.dense("blocks/fc1", "blocks.{i}.mlp.fc1"),
-            torch.dense("blocks/fc2", "blocks.{i}.mlp.fc2"),
-            torch.norm("norm", "norm"),
-            torch.dense("head", "head"),
-        ), config={"epsilon": 1e-6}, metadata={"format": "pt"}, image=AUGREG),
-        "huggingface": Names((ENCODER, torch.dense("pooler", "pooler.dense"), Spare("pooler.dense.weight"),
-                              Spare("pooler.dense.bias")), prefixes=("", "vit."),
-                             heads=(torch.dense("head", "classifier"), Spare("classifier.weight"),
-                                    Spare("classifier.bias")),
-                             config={"epsilon": 1e-12}, metadata={"format": "pt"}, image=HALF),
+        "timm": Names(TIMM, config={"epsilon": 1e-6}, metadata={"format": "pt"}, image=AUGREG),
+        "huggingface": Names((ENCODER, POOLING), prefixes=("", "vit."), heads=CLASSIFIER, config={"epsilon": 1e-12},
+                             metadata={"format": "pt"}, image=HALF),
     }
 
     CONFIGS: ClassVar = {
         "vit": transformers({**sizes(), **POOLER, **labels(_KINDS, "ViTForImageClassification")}, architectures=_KINDS,
                             irrelevant=IRRELEVANT),
-        "timm": timm(_architecture, "token", "{vit, deit}_{tiny, small, base, large}_patchP_S, such as "
-                     "vit_base_patch16_224", write=_architecture_of),
+        "timm": timm(*architectures("(?:vit|deit)_{}", "vit_{}", SIZES), "token",
+                     "{vit, deit}_{tiny, small, base, large}_patchP_S, such as vit_base_patch16_224"),
     }
 
     width: int

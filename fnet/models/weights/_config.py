@@ -368,7 +368,13 @@ def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str,
     return Config(common | dict(fields), (IRRELEVANT - set(fields)) | set(irrelevant.split()), **options)
 
 
-def timm(architecture: Callable[[str], dict[str, Any] | None], pool: str, expected: str, *, write: Callable) -> Config:
+def name_of(model, table: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the name whose fields the model has, from {name: {field: value}}. Returns "other" if there is none."""
+    return next((name for name, fields in table.items()
+                 if all(getattr(model, field) == value for field, value in fields.items())), "other")
+
+
+def timm(architecture: Callable[[str], Mapping[str, Any] | None], write: Callable, pool: str, expected: str) -> Config:
     """Returns a `Config` for timm's config.json.
 
     Args:
