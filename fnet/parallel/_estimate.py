@@ -82,8 +82,7 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
             walk.remember(v.aval.shape, split)
             if split.data:    # a scan reads the part of one layer
                 walk.remember(v.aval.shape[1:], _inside(split))
-    given = dict(enumerate(zip([v.aval for v in (*jaxpr.constvars, *jaxpr.invars)],
-                               [*[NOWHERE] * len(jaxpr.constvars), *arguments])))
+    given = _given(jaxpr, arguments)
     state = sum(walk.bytes(aval, split) for aval, split in given.values())
     peak, live = walk.frame(read(jaxpr), given, 1, _Loop(1), outermost=True)
     if whole and walk.data > 1:    # new parameters are gathered while gradients and old parameters are still alive
@@ -215,14 +214,13 @@ class _Walk:
             elif sub.kind == "branch":
                 inputs = splits[1:]
             inputs = inputs if len(inputs) == len(jaxpr.invars) else [NOWHERE] * len(jaxpr.invars)
-            given = dict(enumerate(zip([v.aval for v in (*jaxpr.constvars, *jaxpr.invars)],
-                                       [*[NOWHERE] * len(jaxpr.constvars), *inputs])))
             loop = _Loop(times)
             if sub.kind == "scan":
                 ahead = len(jaxpr.constvars)
                 summed = frozenset(v.aval.size for v in jaxpr.outvars[:carry] if v.aval.shape)
                 loop = _Loop(times, frozenset(range(ahead + consts)), summed)
-            needs = self.frame(frame, given, times * (sub.times or 1) if sub.kind == "scan" else times, loop)
+            needs = self.frame(frame, _given(jaxpr, inputs), times * (sub.times or 1) if sub.kind == "scan" else times,
+                               loop)
             if sub.kind == "scan" and self.casts:
                 needs = needs[0] + self.cast(frame, op.eqn, splits, len(jaxpr.constvars)), needs[1]
             worst = max(worst, needs, key=lambda each: each[0])
@@ -249,9 +247,7 @@ class _Walk:
         sent = self.transfers, self.between
         self.transfers, self.between = [], []
         plain = description(op.eqn.primitive).plain(op.eqn)
-        given = dict(enumerate(zip([v.aval for v in (*plain.constvars, *plain.invars)],
-                                   [*[NOWHERE] * len(plain.constvars), *splits])))
-        found = self.frame(read(plain, Scope(op.scope)), given, 1, _Loop(1, fused=True))
+        found = self.frame(read(plain, Scope(op.scope)), _given(plain, splits), 1, _Loop(1, fused=True))
         self.transfers, self.between = sent
         return found
 
@@ -321,6 +317,12 @@ class _Walk:
                 self.transfers.append(Transfer("all-reduce", scope, self.bytes(eqn.outvars[0].aval, split),
                                                self.mesh[name], times))
         return [tuple(each) for each in found]
+
+
+def _given(jaxpr, splits) -> dict[int, tuple[Any, Split]]:
+    """Returns the type and the split of each constant and each input of a jaxpr. The constants are not split."""
+    types = [v.aval for v in (*jaxpr.constvars, *jaxpr.invars)]
+    return dict(enumerate(zip(types, [*[NOWHERE] * len(jaxpr.constvars), *splits])))
 
 
 def _inside(split: Split) -> Split:

@@ -114,19 +114,18 @@ def _present(devices, name) -> Target:
 def _by_name(name) -> Target:
     if name in hardware.systems:
         system = hardware.systems[name]
-        chip, count = system.chip, system.count * system.chip.jax_devices_per_chip
-        return _absent(name, chip, count, 1, None)
+        return _absent(name, system.chip, system.count * system.chip.jax_devices_per_chip)
     if name in hardware.chips:
         chip = hardware.chips[name]
-        return _absent(name, chip, chip.jax_devices_per_chip, 1, None)
+        return _absent(name, chip, chip.jax_devices_per_chip)
     raise ValueError(f"plan: devices must be {_FORMS}; got {name!r}" + _nearest(name))
 
 
-def _absent(name, chip, count, groups, axes, shape=None) -> Target:
+def _absent(name, chip, count, groups=1) -> Target:
     devices, why = _gpus.devices(chip, count // groups, groups) if chip.kind == "gpu" else (
         None, f"libtpu cannot compile for a single {chip.name}; use a slice, such as '{_example(chip)}'"
         if chip.kind == "tpu" else f"{chip.name} is not attached")
-    return Target(name, chip, count, groups, devices, False, why, *_rates(chip, axes, count // groups))
+    return Target(name, chip, count, groups, devices, False, why, *_rates(chip, None, count // groups))
 
 
 def _example(chip) -> str:
@@ -140,7 +139,7 @@ def _machines(name, chip, shape, repeated) -> Target:
         raise ValueError(f"plan: GPUs must be MACHINESxGPUS, such as 'h100:4x8', or GPUS of one machine, 'h100:8'; got "
                          f"{name!r}")
     machines *= repeated
-    return _absent(name, chip, machines * each, machines, None)
+    return _absent(name, chip, machines * each, machines)
 
 
 def _slice(name, kind, shape, slices) -> Target:
