@@ -28,7 +28,7 @@ from fnet.jaxpr._calls import (
     unrolled,
 )
 from fnet.jaxpr._costs import cost, nbytes, touched
-from fnet.jaxpr._enter import inline
+from fnet.jaxpr._enter import ENTERED, inline
 from fnet.jaxpr._equations import (
     BILINEAR,
     CONVOLUTION,
@@ -70,8 +70,8 @@ from fnet.jaxpr._traced import Traced
 from fnet.jaxpr._values import Value, bind, plain, restore
 from fnet.jaxpr._wrapping import Compiled, wraps
 
-__all__ = ["ACTIVATIONS", "BILINEAR", "BLOCK", "CALLS", "CONVOLUTION", "DOT", "INLINED", "POINTWISE", "Compiled",
-           "Convolution", "Description", "Evaluator", "Fold", "Folder", "Frame", "ImplicitArray",
+__all__ = ["ACTIVATIONS", "BILINEAR", "BLOCK", "CALLS", "CONVOLUTION", "DOT", "ENTERED", "INLINED", "POINTWISE",
+           "Compiled", "Convolution", "Description", "Evaluator", "Fold", "Folder", "Frame", "ImplicitArray",
            "ImplicitInterpreter", "Inside", "Inspector", "Interpreter", "Level", "Op", "Producer", "Scope", "Site",
            "TiedProgram", "Traced", "Traits", "Unsupported", "Use", "Value", "array_leaves", "batch_axes", "before",
            "bind", "bodies", "boxed", "call_name", "cost", "describe", "description", "donated", "equations",

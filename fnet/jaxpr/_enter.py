@@ -204,3 +204,5 @@ ENTER = {
     "shard_map": _shard_map, "custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp,
     "custom_vmap_call": _custom_vmap,
 }
+ENTERED = frozenset(ENTER)
+"""Primitives whose bodies an `Interpreter` evaluates equation by equation."""

@@ -63,9 +63,7 @@ def from_dict(cls: type[Config], values: Mapping[str, Any], *, source: str = "")
             raise ConfigError(f"{where}'{name}' is {value!r}, it has to be {wanted}")
         checked[name] = value
     for name, field in fields.items():
-        no_default = dataclasses.MISSING is field.default and (
-            dataclasses.MISSING is field.default_factory
-        )
+        no_default = field.default is field.default_factory is dataclasses.MISSING
         if name not in checked and no_default:
             raise ConfigError(f"{where}{cls.__name__} needs a value for '{name}'")
     return cls(**checked)

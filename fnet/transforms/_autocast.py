@@ -251,7 +251,7 @@ class _Autocast(Interpreter):
 
     def equation(self, eqn, at, inputs, plan):
         name, scope, compute, marked = eqn.primitive.name, at.path, self.compute(at.path), _marked(eqn)
-        if name in _ENTERED and not marked:
+        if name in jaxpr.ENTERED and not marked:
             return NotImplemented
         kind, wide, operand = plan[id(eqn)]
         if marked or compute == F32:
@@ -337,7 +337,6 @@ class _Autocast(Interpreter):
         return outputs, compute, "is given the low dtype"
 
 
-_ENTERED = jaxpr.CALLS | {"scan", "while", "cond", "shard_map"}
 _ENTERED_ONCE = (jaxpr.CALLS - {"custom_vmap_call"}) | {"shard_map"}
 _F32_BITS = 8, 23
 

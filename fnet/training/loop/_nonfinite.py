@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fnet import _jax, transforms
+from fnet import _jax, jaxpr, transforms
 from fnet.training.checkpoints import _leaves
 
 
@@ -156,7 +156,8 @@ def _tracer(step) -> Callable[[Any, Any], list[tuple[int, str, str, str, str]]]:
 
     def rule(primitive, scope, inputs, equation):
         floats = [v for v in equation.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-        if primitive in _ENTERED or primitive in _KEEP or not floats:
+        same = jaxpr.traits(primitive).precision == "exact" or primitive == "neg"    # it produces no new values
+        if primitive in jaxpr.ENTERED or same or not floats:
             return NotImplemented
         outputs = _jax.bind_again(equation, inputs)
         known.append((scope, primitive, f"{outputs[0].dtype}{list(outputs[0].shape)}"))
@@ -181,9 +182,3 @@ def _inexact(x):
 
 def _all_finite(arrays):
     return jnp.all(jnp.array([jnp.isfinite(x).all() for x in arrays if _inexact(x)] or [True]))
-
-
-_ENTERED = {"jit", "closed_call", "core_call", "scan", "while", "cond", "remat2", "checkpoint", "shard_map",
-            "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"}
-_KEEP = {"broadcast_in_dim", "reshape", "transpose", "slice", "squeeze", "neg", "copy", "rev", "select_n",
-         "concatenate", "dynamic_slice", "gather"}         # they produce no new values
