@@ -71,13 +71,9 @@ def read_cpu(root: str | os.PathLike = "/", affinity: Collection[int] | None = N
 
 
 def _blocks(text: str) -> list[dict[str, str]]:
-    blocks = []
-    for part in text.strip().split("\n\n"):
-        pairs = (line.split(":", 1) for line in part.splitlines() if ":" in line)
-        block = {key.strip(): value.strip() for key, value in pairs}
-        if "processor" in block:
-            blocks.append(block)
-    return blocks
+    pairs = [[line.split(":", 1) for line in part.splitlines() if ":" in line] for part in text.strip().split("\n\n")]
+    blocks = [{key.strip(): value.strip() for key, value in each} for each in pairs]
+    return [block for block in blocks if "processor" in block]
 
 
 def _physical(blocks: list[dict[str, str]]) -> int:

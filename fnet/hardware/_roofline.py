@@ -140,11 +140,9 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
     share = chip.chips_of(devices)
     compute = compute_seconds(counted, chip, share, depth)
     memory = lambda each: each.fused_bytes / (chip.bandwidth * share) if chip.bandwidth else None
-    rows = []
-    for scope, each in counted.by_depth(depth).items():
-        if not each.flops and not each.transcendental and not each.fused_bytes:
-            continue
-        rows.append(_bound(scope, each, compute.get(scope, 0.0) if compute is not None else None, memory(each)))
+    rows = [_bound(scope, each, None if compute is None else compute.get(scope, 0.0), memory(each))
+            for scope, each in counted.by_depth(depth).items()
+            if each.flops or each.transcendental or each.fused_bytes]
     seconds = _time(step, args, repeats) if measure else None
     total = _bound("total", counted.total, sum(compute.values()) if compute is not None else None,
                    memory(counted.total))

@@ -342,12 +342,7 @@ def _shifted_jvp(primals, tangents):
 
 
 def _shift(leaves, indices, offsets):
-    rest = iter(leaves)
-    shifted = []
-    for offset in offsets:
-        x = next(rest)
-        shifted.append(x if offset is None else _shifted(x, offset))
-    return shifted
+    return [x if offset is None else _shifted(x, offset) for x, offset in zip(leaves, offsets, strict=True)]
 
 
 def _offsets(site) -> list:

@@ -225,15 +225,10 @@ def load_digits(split: str = "random") -> Dataset:
 
 def _find_idx(name, folder):
     """Returns the files of an IDX data set, {published name: path}, and the names of missing files."""
-    found, missing = {}, []
-    for file in _SOURCES[name].files:
-        paths = [folder / file.name, folder / file.name.removesuffix(".gz")]
-        paths = [path for path in paths if path.is_file()]
-        if paths:
-            found[file.name] = paths[0]
-        else:
-            missing.append(file.name)
-    return found, missing
+    names = [file.name for file in _SOURCES[name].files]
+    found = {each: path for each in names for path in (folder / each.removesuffix(".gz"), folder / each)
+             if path.is_file()}    # of two paths of one file, the compressed one
+    return found, [each for each in names if each not in found]
 
 
 def _load_idx(name, found):
