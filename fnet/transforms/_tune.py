@@ -19,7 +19,7 @@ from fnet.transforms._tuner import Tuner
 
 _NOT_TRACED = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError,
                jax.errors.TracerIntegerConversionError, jax.errors.NonConcreteBooleanIndexError)
-RULES = {"cpu": _tune_cpu.RULES, "gpu": _tune_accelerators.GPU_RULES, "tpu": _tune_accelerators.RULES}
+RULES = {"cpu": _tune_cpu.RULES, "gpu": _tune_accelerators.GPU_RULES, "tpu": _tune_accelerators.TPU_RULES}
 
 
 def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[str, bool] | None = None,
@@ -49,6 +49,8 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
       the backward pass instead of storing their results.
     - Casts of a loop's constants to 16 bits run once, before the loop.
     - Lookups of one element per row, such as the logit of a label, become a comparison and a sum.
+    - On TPUs, the weights of the unrolled layers, and their gradients, are separate arrays within the step, because the
+      compiler prefetches whole arrays, but not slices, into on-chip memory.
     - On GPUs, products of one row and a matrix in 16 bits, as in text generation, are computed for two equal rows,
       because XLA stores intermediate results of a product of one row in main memory.
 

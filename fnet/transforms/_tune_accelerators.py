@@ -2,7 +2,7 @@
 
 The rules were evaluated with roofline estimates of compiled programs (`python -m benchmarks.accelerators`). A rule with
 `apply` returns the outputs of an equation. A rule with `prepare` returns another equation and its inputs, which are
-evaluated instead.
+evaluated instead; its `finish` returns the outputs of this equation in another form.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from fnet.jaxpr import Value
 from fnet.transforms._tune_cpu import Rule
 
 UNROLLED = 1 << 13    # maximum equations of an unrolled loop: 48 layers of a transformer
-LARGE = 1 << 16    # minimum elements of an array that is cast before a loop
+LARGE = 1 << 16    # minimum elements of an array that is cast or copied before a loop
+CONSTANT = "constant"    # the origin of an operand that is the same in each iteration of a loop
 _LOW = (jnp.dtype("bfloat16"), jnp.dtype("float16"))
 _ALIKE = ("alias", "layout", "cast")    # kinds of primitives whose output has the values of their first input
 
@@ -37,17 +38,53 @@ def unrolled_layers(eqn, inputs):
     if any(each.primitive.name in ("remat2", "checkpoint") or "rematted_computation" in _jax.name_stack(each)
            for each in every):
         return None
-    consts, _, slices = parts.split(parts.jaxpr.invars)
-    origins = {**dict.fromkeys(consts, "constant"), **dict.fromkeys(slices, "slice")}
-    read = [origin for operands in _operands(parts.jaxpr, origins) for origin in operands]
-    if "slice" not in read or "constant" in read:
+    return (jaxpr.unrolled(eqn), inputs) if _weights(parts) else None
+
+
+def separate_layers(eqn, inputs):
+    """Copies the weights of each layer out of the stacked arrays before an unrolled loop over layers.
+
+    The compiler of a TPU prefetches whole arrays into on-chip memory, but not slices of larger arrays.
+    """
+    parts = jaxpr.scan(eqn)
+    if parts.options.get("unroll") != parts.length:
         return None
-    return jaxpr.unrolled(eqn), inputs
+    weights = [i for i in _weights(parts) if inputs[i].note is True and _separable(inputs[i].x)]
+    changed = {i: Value(_separated(inputs[i].x)) for i in weights}
+    return (eqn, [changed.get(i, value) for i, value in enumerate(inputs)]) if changed else None
+
+
+def separate_gradients(eqn, outputs):
+    """Computes the gradient of each layer's weights in an array of its own before the gradients are stacked. These are
+    stacked outputs with the shape of stacked weights."""
+    parts = jaxpr.scan(eqn)
+    shapes = {eqn.invars[i].aval.shape for i in _weights(parts)}
+    return [Value(_separated(y.x), y.note) if i >= parts.carry and y.x.shape in shapes and _separable(y.x) else y
+            for i, y in enumerate(outputs)]
+
+
+def _separable(x) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.size >= LARGE * x.shape[0]
+
+
+def _separated(x):
+    """Returns x, of which XLA computes x[0], x[1], ... as separate arrays."""
+    return jnp.stack([lax.optimization_barrier(x[i]) for i in range(x.shape[0])])
+
+
+def _weights(parts) -> list[int]:
+    """Returns the indices of the inputs of a scan whose slices are operands of products, such as the stacked weights of
+    layers. The list is empty if a product reads a constant of the loop, as in a recurrent network."""
+    consts, _, slices = parts.split(parts.jaxpr.invars)
+    first = parts.consts + parts.carry
+    origins = {**dict.fromkeys(consts, CONSTANT), **{v: i for i, v in enumerate(slices, first)}}
+    read = {origin for operands in _operands(parts.jaxpr, origins) for origin in operands}
+    return [] if CONSTANT in read else sorted(read - {None})
 
 
 def _operands(program, origins):
-    """Yields the origins of the operands of each product in a jaxpr: a list of "constant", "slice" or None. `origins`
-    is a dict of the known origins of the jaxpr's variables."""
+    """Yields the origins of the operands of each product in a jaxpr. `origins` is a dict of the known origins of the
+    jaxpr's variables; unknown origins are None."""
     origins = dict(origins)
     for eqn in program.eqns:
         known = [None if isinstance(v, _jax.Literal) else origins.get(v) for v in eqn.invars]
@@ -160,3 +197,5 @@ RULES = (
 )
 GPU_RULES = (*RULES, Rule("two_rows", ("dot_general",), two_rows, "XLA writes the products of one row and a matrix to "
                           "memory before it sums them"))
+TPU_RULES = (*RULES, Rule("separate_layers", ("scan",), None, "the compiler prefetches whole arrays, but not slices of "
+                          "larger ones, into on-chip memory", prepare=separate_layers, finish=separate_gradients))

@@ -40,9 +40,10 @@ class Rule(NamedTuple):
     """A rule of tune. It applies to equations with `primitives`. With the jaxlib version `below` and later versions, it
     is disabled by default.
 
-    `apply` returns the outputs of an equation. `prepare` returns (equation, inputs) to be evaluated instead. Both
-    return None if the rule does not apply; a rule that only sets compiler options has neither. `options` are the
-    compiler options. `when(equations)` returns whether the rule is used for a program; None means for every program.
+    `apply` returns the outputs of an equation. `prepare` returns (equation, inputs) to be evaluated instead, and
+    `finish(equation, outputs)` then returns the outputs in another form. `apply` and `prepare` return None if the rule
+    does not apply; a rule that only sets compiler options has neither. `options` are the compiler options.
+    `when(equations)` returns whether the rule is used for a program; None means for every program.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Rule(NamedTuple):
     options: Mapping[str, str | bool] = {}
     when: Callable[[Sequence], bool] | None = None
     prepare: Callable | None = None
+    finish: Callable | None = None
 
 
 def apart(x):

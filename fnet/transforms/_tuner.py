@@ -64,7 +64,7 @@ class Tuner(Interpreter):
     def equation(self, eqn, at, inputs, plan):
         if jaxpr.is_tag(eqn):
             return [Value(plain(eqn, inputs)[0].x, inputs[0].note)]
-        rules, given = self.rules.get(eqn.primitive.name, ()), (eqn, inputs)
+        rules, prepared = self.rules.get(eqn.primitive.name, ()), []
         for rule in rules if all(_free(v.aval) for v in eqn.invars) else ():
             result = (rule.prepare or rule.apply)(eqn, inputs)
             if result is not None:
@@ -72,11 +72,15 @@ class Tuner(Interpreter):
                     self.rows.append(Fired(at.path, eqn.primitive.name, rule.name, rule.reason))
                 if rule.prepare:
                     eqn, inputs = result
+                    prepared.append(rule)
                     continue
                 values = [y if isinstance(y, Value) else Value(y) for y in result]
                 return [Value(restore(y, v.aval), y.note) for y, v in zip(values, eqn.outvars)]
-        if eqn is not given[0] or inputs is not given[1]:
-            return self.default(eqn, at, inputs, self.wanted(plan, eqn))
+        if prepared:
+            outputs = self.default(eqn, at, inputs, self.wanted(plan, eqn))
+            for rule in prepared:
+                outputs = rule.finish(eqn, outputs) if rule.finish else outputs
+            return outputs
         if eqn.primitive.name in _tune_cpu.VIEWS and (inputs[0].note is True or np.ndim(inputs[0].x) == 0):
             return [Value(y.x, True) for y in plain(eqn, inputs)]
         return NotImplemented if (outputs := followed(eqn, inputs)) is None else outputs

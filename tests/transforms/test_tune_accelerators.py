@@ -48,6 +48,24 @@ def test_loops_over_layers_are_unrolled_in_both_passes(chip):
     assert fired(step, WEIGHTS, X, rules={"unrolled_layers": False}) == []
 
 
+def test_layers_get_separate_weights_and_gradients_on_tpus(monkeypatch):
+    step = jax.value_and_grad(layers)
+    assert ("separate_layers", "scan") not in fired(step, WEIGHTS, X, chip="TPU v5e")       # the weights are small
+    monkeypatch.setattr(rules, "LARGE", 8 * 8)
+    assert fired(step, WEIGHTS, X) == [("unrolled_layers", "scan")] * 2                     # not for GPUs
+    assert fired(step, WEIGHTS, X, chip="TPU v5e") == [("unrolled_layers", "scan"), ("separate_layers", "scan")] * 2
+    traced = ft.tune(step, "TPU v5e").trace(WEIGHTS, X)
+    copied = [each.outvars[0].aval.shape for each in equations(traced.jaxpr.jaxpr)
+              if each.primitive.name == "optimization_barrier"]
+    assert copied == [(8, 8)] * 3 * 3                            # weights in both passes, and their gradients
+    for got, want in zip(*(jax.tree.leaves(jax.jit(f)(WEIGHTS, X)) for f in (ft.tune(step, "TPU v5e"), step))):
+        np.testing.assert_array_equal(got, want)
+    by_hand = lambda weights, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights, unroll=3)[0].sum()
+    assert fired(by_hand, WEIGHTS, X, chip="TPU v5e") == [("separate_layers", "scan")]
+    recurrent = lambda w, xs: lax.scan(lambda h, x: (jnp.tanh(x @ w + h), None), xs[0], xs, unroll=3)[0].sum()
+    assert fired(recurrent, WEIGHTS[0], jnp.stack([WEIGHTS[0]] * 3), chip="TPU v5e") == []
+
+
 @pytest.mark.exhaustive
 def test_steps_of_autocast_too():
     step = ft.autocast(jax.value_and_grad(layers), "bfloat16")
