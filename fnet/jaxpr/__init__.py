@@ -33,6 +33,7 @@ from fnet.jaxpr._equations import (
     BILINEAR,
     CONVOLUTION,
     DOT,
+    SHIFT,
     explicit,
     kept_bits,
     lookup_mode,
@@ -42,6 +43,7 @@ from fnet.jaxpr._equations import (
     product,
     random_bits,
     selects_largest,
+    value_name,
 )
 from fnet.jaxpr._flatten import flatten, inlined
 from fnet.jaxpr._fold import Fold, Folder

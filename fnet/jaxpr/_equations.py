@@ -13,6 +13,9 @@ from fnet.jaxpr._primitives import description
 
 CONVOLUTION, DOT = lax.conv_general_dilated_p, lax.dot_general_p
 BILINEAR = {DOT.name: DOT, CONVOLUTION.name: CONVOLUTION}
+SHIFT = "fnet:shift"
+"""The name of a value that a program subtracts from data to sum them accurately, and whose choice affects only the
+rounding of the program's results. A transform may replace it by any other value, such as 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +102,12 @@ def new_dtype(eqn: Any) -> Any:
 def kept_bits(eqn: Any) -> tuple[int, int]:
     """Returns (bits of the exponent, bits of the mantissa) that a reduce_precision equation keeps."""
     return eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
+
+
+def value_name(eqn: Any) -> str | None:
+    """Returns the name that an equation of `jax.ad_checkpoint.checkpoint_name` gives to a value. Returns None for other
+    equations."""
+    return eqn.params["name"] if eqn.primitive.name == "name" else None
 
 
 def random_bits(eqn: Any) -> tuple[int, int]:

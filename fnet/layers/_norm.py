@@ -10,7 +10,9 @@ from dataclasses import KW_ONLY
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from fnet import jaxpr
 from fnet.layers._core import Layer
 from fnet.layers._linear import align, floating, ones, wide, zeros
 from fnet.layers._scope import Scope
@@ -226,12 +228,13 @@ def _moments(x):
 
     The sums of x - shift and of (x - shift)^2 are accurate if the distance between shift and mean is not much larger
     than the standard deviation. The value at the first position, which is the shift, meets this condition (Chan, Golub
-    and LeVeque, 1983, Algorithms for computing the sample variance, eq. 1.6 and section 5).
+    and LeVeque, 1983, Algorithms for computing the sample variance, eq. 1.6 and section 5). The name of the shift
+    states that another shift is also correct: see `fnet.jaxpr.SHIFT`.
     """
     axes = range(x.ndim - 1)
     if 0 in x.shape:
         return x.mean(axes), x.mean(axes)
-    shift = lax.stop_gradient(x[(0,) * (x.ndim - 1)])
+    shift = checkpoint_name(lax.stop_gradient(x[(0,) * (x.ndim - 1)]), jaxpr.SHIFT)
     y = x - align(shift, x)
     mean = y.mean(axes)
     var = jnp.square(y).mean(axes) - jnp.square(mean)

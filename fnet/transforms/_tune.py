@@ -51,6 +51,8 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
     - Lookups of one element per row, such as the logit of a label, become a comparison and a sum.
     - On TPUs, the weights of the unrolled layers, and their gradients, are separate arrays within the step, because the
       compiler prefetches whole arrays, but not slices, into on-chip memory.
+    - On TPUs, the statistics of BatchNorm for bfloat16 arrays are sums without a shift, so that the kernels of the
+      convolutions compute them.
     - On GPUs, products of one row and a matrix in 16 bits, as in text generation, are computed for two equal rows,
       because XLA stores intermediate results of a product of one row in main memory.
 

@@ -201,7 +201,7 @@ def test_chips():
         plain = ft.tune(step, chip)
         near(plain(*args), jax.jit(step)(*args), 0)
         assert {row.rule for row in ft.explain(plain, *args).rows} == {"comparison"}
-        off = dict.fromkeys(("unrolled_layers", "hoisted_casts", "comparison", "two_rows", "separate_layers"), False)
+        off = {rule.name: False for rule in (*_tune.RULES["gpu"], *_tune.RULES["tpu"])}
         assert str(ft.explain(ft.tune(step, chip, rules=off), *args)).endswith(
             "no rules are on; the step is compiled as it is")
     assert ft.explain(ft.tune(step), *args).rows
