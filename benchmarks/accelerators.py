@@ -7,12 +7,13 @@
 The steps do not run. All figures are read from the optimized HLO: kernels, bytes from and to main memory, the roofline
 time, the time that a TPU's compiler estimates, copies, and products by dtype. The roofline time is a lower bound, with
 which rows can be compared. `--check` compares the counts of the small size with the recorded counts. The exit code is 1
-if they are worse.
+if they are worse. `--largest` prints the largest batch of the GPT that fits the memory of each chip instead.
 """
 
 import collections
 import dataclasses
 import json
+import math
 import pathlib
 import sys
 import time
@@ -45,6 +46,7 @@ SMALL = flags.DEFINE_bool("small", False, "tiny models, not GPT-2 124M, ResNet-5
 BATCH = flags.DEFINE_integer("batch", None, "batch size of the GPT instead of 8", lower_bound=1)
 SAVE = flags.DEFINE_string("save", None, "a folder for the HLO of each program")
 CHECK = flags.DEFINE_bool("check", False, "compare with the recorded counts of the small size")
+LARGEST = flags.DEFINE_bool("largest", False, "print the largest batch of the GPT that fits each chip")
 WRITE = flags.DEFINE_bool("record", False, "record the counts of the small size")
 
 
@@ -90,6 +92,41 @@ def figures(program, compiled_step, text, chip):
         "cycles ms": cycles / clock / 1e6 if clock and chip.kind == "tpu" else None, "copies GB": copies / 1e9,
         "temporary GiB": memory.temp_size_in_bytes / 2 ** 30, "state GiB": memory.argument_size_in_bytes / 2 ** 30,
         "BackwardInput": sum("BackwardInput" in kernel.target for kernel in kernels), "products": dict(products)}
+
+
+def needed(form, size, batch, where, chip):
+    """Returns the bytes of memory that a step of the GPT needs, or infinity if the compiler finds no form that fits."""
+    size = dataclasses.replace(size, gpt=dataclasses.replace(size.gpt, batch=batch))
+    try:
+        memory = compiled("gpt", form, size, where, chip)[0].memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return math.inf
+    return (memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+            + memory.temp_size_in_bytes)
+
+
+def largest(chips, forms, size):
+    """Prints the largest batch of the GPT, a multiple of 8, that fits the memory of each chip."""
+    print("| chip, form | largest batch | GB | GB of the next batch | other batches: GB |\n|---|---|---|---|---|")
+    for chip_name in chips:
+        where, chip = device(chip_name)
+        capacity = chip.memory_bytes / 2**30 * 1e9    # GB, not GiB: the rest is for the runtime
+        for form in forms if where is not None else ():
+            tried = {0: 0.0}
+            step = 128
+            while step >= 8:    # bisection, after steps of 128 upward
+                batch = max(each for each, found in tried.items() if found <= capacity) + step
+                if batch not in tried:
+                    tried[batch] = needed(form, size, batch, where, chip)
+                if tried[batch] > capacity:
+                    step //= 2
+            best = max(batch for batch, found in tried.items() if found <= capacity)
+            others = ", ".join(f"{batch}: {found / 1e9:.1f}" for batch, found in sorted(tried.items())
+                               if batch not in (0, best, best + 8))
+            print(f"| {chip_name} {form} | {best} | {tried[best] / 1e9:.1f} | {tried[best + 8] / 1e9:.1f} | {others} |",
+                  flush=True)
 
 
 def row(name, found):
@@ -144,6 +181,8 @@ def main(_):
     if BATCH.value:
         size = dataclasses.replace(size, gpt=dataclasses.replace(size.gpt, batch=BATCH.value))
     print(f"`python -m benchmarks.accelerators {' '.join(sys.argv[1:])}`, jax {jax.__version__}\n")
+    if LARGEST.value:
+        return largest(CHIP.value, FORM.value or ("fnet", "fnet-residual-tuned"), size)
     found = table(CHIP.value, PROGRAM.value, FORM.value, size)
     if WRITE.value:
         old = json.loads(RECORD.read_text()) if RECORD.exists() else {}

@@ -27,6 +27,7 @@ from fnet import training as tr
 from fnet.cli import no_device
 
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
+RESIDUALS = ("auto", "float32")
 
 
 def check_temperature(value):
@@ -157,6 +158,13 @@ def decided(config, *workdirs, restart=False):
     if begun and (precision := tr.load_config(type(config), begun[0]).precision) != policy.compute.name:
         policy = dataclasses.replace(hw.policy(precision), reason="the run in this folder was started with it")
     return policy, dataclasses.replace(config, precision=policy.compute.name)
+
+
+def with_residual(policy, config):
+    """Returns the policy with the dtype of the residual stream that `config.residual` selects."""
+    if config.residual == "auto" and policy.compute.name == "bfloat16":
+        return dataclasses.replace(policy, residual=policy.compute)
+    return policy
 
 
 def define_run_flags():

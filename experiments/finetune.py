@@ -92,6 +92,8 @@ class Config:
                              within="[0, 1000000]")
     precision: str = option("auto", "dtype of matrix products and convolutions: auto (chosen for the chip), float32, "
                             "bfloat16 or float16", choices=common.PRECISIONS)
+    residual: str = option("auto", "dtype of the residual stream: auto (bfloat16 if the products are in bfloat16) or "
+                           "float32", choices=common.RESIDUALS)
     seed: int = option(0, "random seed of the new layer, the order of the examples, the augmentation and dropout",
                        within=tr.flags.SEED)
 
@@ -352,6 +354,7 @@ def main(argv):
     policy, config = common.decided(config, workdir, restart=flags.FLAGS.restart)
     if not flags.FLAGS.restart:
         tr.same_config(config, workdir, but=("data_dir", "weights"))
+    policy = common.with_residual(policy, config)
     print(f"chip: {hw.detect()}")
     print(f"policy: {policy}")
     values = train(config, workdir, policy, **common.fit_options())

@@ -75,7 +75,7 @@ class Config:
     precision: str = option("auto", "dtype of matrix products and convolutions: auto (chosen for the chip), float32, "
                             "bfloat16 or float16", choices=common.PRECISIONS)
     residual: str = option("auto", "dtype of the residual stream: auto (bfloat16 if the products are in bfloat16) or "
-                           "float32", choices=("auto", "float32"))
+                           "float32", choices=common.RESIDUALS)
     seed: int = option(0, "random seed of the initial weights, the batches and dropout", within=tr.flags.SEED)
 
 
@@ -274,9 +274,7 @@ def main(argv):
     policy, config = common.decided(config, workdir, restart=flags.FLAGS.restart)
     if not common.only_planned() and not flags.FLAGS.restart:
         tr.same_config(config, workdir, but=("data_dir",))
-
-    if config.residual == "auto" and policy.compute == jnp.bfloat16:
-        policy = dataclasses.replace(policy, residual=policy.compute)
+    policy = common.with_residual(policy, config)
     print(f"chip: {hw.detect()}")
     print(f"policy: {policy}")
     model, params, tokenizer, loss = train(config, workdir, policy, **common.fit_options())

@@ -211,6 +211,6 @@ GPU_RULES = (*RULES, Rule("two_rows", ("dot_general",), two_rows, "XLA writes th
                           "memory before it sums them"))
 TPU_RULES = (
     *RULES,
-    Rule("separate_layers", ("scan",), None, "the compiler prefetches whole arrays, but not slices of larger ones, into "
-         "on-chip memory", prepare=separate_layers, finish=separate_gradients),
+    Rule("separate_layers", ("scan",), None, "the compiler prefetches whole arrays, but not slices, into on-chip "
+         "memory", prepare=separate_layers, finish=separate_gradients),
     Rule("unshifted", ("name",), unshifted, "the kernel of a convolution then sums its result for BatchNorm"))
