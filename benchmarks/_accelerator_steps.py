@@ -53,7 +53,7 @@ def gpt(form, size, platform):
     if form == "hand":
         return _handwritten.gpt(platform, w.vocab, w.width, w.depth, w.heads, w.time, w.batch)
     tokens = jax.ShapeDtypeStruct((w.batch, w.time + 1), jnp.int32)
-    if form in ("linen", "nnx"):
+    if form.startswith(("linen", "nnx")):
         params, apply = _flax(form, w, jax.ShapeDtypeStruct((w.batch, w.time), jnp.int32))
 
         def loss(params, tokens):
@@ -81,7 +81,7 @@ def resnet(form, size, platform):
     w, tx = size.resnet, optax.sgd(0.1, momentum=0.9, nesterov=True)
     images = jax.ShapeDtypeStruct((w.batch, w.size, w.size, 3), jnp.float32)
     labels = jax.ShapeDtypeStruct((w.batch,), jnp.int32)
-    if form == "linen":
+    if form in ("linen", "nnx"):
         (params, state), apply = _flax(form, w, images)
 
         def loss(params, state, x, y):
@@ -110,9 +110,11 @@ def resnet(form, size, platform):
 
 def _flax(form, workload, x):
     """Returns the shapes of the variables, and a function `apply(variables, x) -> (logits, state)`. The variables are
-    the parameters, or (parameters, state of BatchNorm)."""
-    if form == "linen":
-        model = _linen.MODELS[type(workload)](workload, jnp.bfloat16)
+    the parameters, or (parameters, state of BatchNorm). In forms with "scan", the blocks are a scan."""
+    library, *scanned = form.split("-")
+    options = {"scanned": True} if scanned else {}
+    if library == "linen":
+        model = _linen.MODELS[type(workload)](workload, jnp.bfloat16, **options)
         found = jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), x)
         if "batch_stats" not in found:
             return found["params"], lambda params, x: (model.apply({"params": params}, x, True), None)
@@ -123,9 +125,17 @@ def _flax(form, workload, x):
             return logits, new["batch_stats"]
 
         return (found["params"], found["batch_stats"]), apply
-    module = nnx.eval_shape(lambda: _nnx.MODELS[type(workload)](workload, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    graph, params, rest = nnx.split(module, nnx.Param, ...)
-    return params, lambda params, x: (nnx.merge(graph, params, rest)(x), None)
+    module = nnx.eval_shape(lambda: _nnx.MODELS[type(workload)](workload, dtype=jnp.bfloat16, rngs=nnx.Rngs(0),
+                                                                **options))
+    graph, params, stats, rest = nnx.split(module, nnx.Param, nnx.BatchStat, ...)
+    if not jax.tree.leaves(stats):
+        return params, lambda params, x: (nnx.merge(graph, params, stats, rest)(x), None)
+
+    def apply(variables, x):
+        module = nnx.merge(graph, *variables, rest, copy=True)    # updated in this trace
+        return module(x), nnx.state(module, nnx.BatchStat)
+
+    return (params, stats), apply
 
 
 def decode(form, size, platform, *, batch=1):

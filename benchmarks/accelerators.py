@@ -30,9 +30,10 @@ from fnet import transforms as ft
 from fnet.parallel import _targets
 
 CHIPS = {"h100": "h100:1", "a100": "a100-80gb:1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-FORMS = {"gpt": ("hand", "fnet", "fnet-tuned", "fnet-residual-tuned", "fnet-unstacked", "linen",
-                "linen-tuned", "nnx", "nnx-tuned"),
-         "resnet": ("hand", "fnet", "fnet-residual", "fnet-tuned", "linen", "linen-tuned"),
+FORMS = {"gpt": ("hand", "fnet", "fnet-tuned", "fnet-residual-tuned", "fnet-unstacked", "linen", "linen-tuned",
+                 "linen-scan", "linen-scan-tuned", "nnx", "nnx-tuned", "nnx-scan", "nnx-scan-tuned"),
+         "resnet": ("hand", "fnet", "fnet-residual", "fnet-tuned", "fnet-residual-tuned", "linen", "linen-tuned", "nnx",
+                    "nnx-tuned"),
          "decode": ("hand", "fnet", "fnet-tuned"), "decode8": ("hand", "fnet", "fnet-tuned")}
 CHECKED = {"gpt": ("fnet", "fnet-tuned", "fnet-residual-tuned"), "resnet": ("fnet",), "decode": ("fnet",),
            "decode8": ("fnet",)}

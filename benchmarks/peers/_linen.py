@@ -83,6 +83,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     w: spec.GPT
     dtype: jnp.dtype
+    scanned: bool = False    # whether the blocks are one nn.scan over stacked weights
 
     @nn.compact
     def __call__(self, tokens, train):                                     # [batch, time]
@@ -90,8 +91,13 @@ class GPT(nn.Module):
         embed = nn.Embed(w.vocab, w.width, dtype=self.dtype, name="token")
         position = nn.Embed(w.time, w.width, dtype=self.dtype, name="position")
         x = embed(tokens) + position(jnp.arange(tokens.shape[1]))          # [batch, time, width]
-        for i in range(w.depth):
-            x = Block(w.heads, w.bias, self.dtype, name=f"block{i}")(x, nn.make_causal_mask(tokens))
+        mask = nn.make_causal_mask(tokens)
+        if self.scanned:
+            run = nn.scan(lambda block, x, _: (block(x, mask), None), variable_axes={"params": 0},
+                          split_rngs={"params": True}, length=w.depth)
+            x, _ = run(Block(w.heads, w.bias, self.dtype, name="blocks"), x, None)
+        for i in range(0 if self.scanned else w.depth):
+            x = Block(w.heads, w.bias, self.dtype, name=f"block{i}")(x, mask)
         x = nn.LayerNorm(epsilon=spec.EPSILON, use_bias=w.bias, dtype=self.dtype, name="norm")(x)
         return embed.attend(x)
 

@@ -106,16 +106,23 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    def __init__(self, w, **options):
+    def __init__(self, w, *, rngs, scanned=False, **options):
+        block = lambda rngs: Block(w.width, w.heads, w.bias, rngs=rngs, **options)
+        stacked = nnx.split_rngs(splits=w.depth)(nnx.vmap(block))
+        self.scanned = scanned    # whether the blocks are one nnx.scan over stacked weights
+        self.block = stacked(rngs) if scanned else nnx.List([block(rngs) for _ in range(w.depth)])
+        options |= {"rngs": rngs}
         self.token = nnx.Embed(w.vocab, w.width, **options)
         self.position = nnx.Embed(w.time, w.width, **options)
-        self.block = nnx.List([Block(w.width, w.heads, w.bias, **options) for _ in range(w.depth)])
         self.norm = nnx.LayerNorm(w.width, epsilon=spec.EPSILON, use_bias=w.bias, **options)
 
     def __call__(self, tokens):                                            # [batch, time]
         x = self.token(tokens) + self.position(jnp.arange(tokens.shape[1]))
-        for block in self.block:
-            x = block(x, nnx.make_causal_mask(tokens))
+        mask = nnx.make_causal_mask(tokens)
+        if self.scanned:
+            x = nnx.scan(lambda x, block: block(x, mask), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.block)
+        for block in () if self.scanned else self.block:
+            x = block(x, mask)
         return self.token.attend(self.norm(x))                             # [batch, time, vocab]
 
 
