@@ -38,6 +38,7 @@ from fnet.jaxpr._equations import (
     kept_bits,
     lookup_mode,
     new_dtype,
+    overwritten,
     permutation,
     pooling_window,
     product,
@@ -79,7 +80,7 @@ __all__ = ["ACTIVATIONS", "BILINEAR", "BLOCK", "CALLS", "CONVOLUTION", "DOT", "E
            "bind", "bodies", "boxed", "call_name", "cost", "describe", "description", "donated", "equations",
            "explicit", "find_sites", "flatten", "has_shardings", "implicit_dot", "inline", "inlined", "is_array",
            "is_implicit", "is_tag", "kept_bits", "lookup_mode", "marks", "materialize", "may_differ", "mutable",
-           "nbytes", "new_dtype", "observe", "opened", "permutation", "plain", "pooling_window", "producers", "product",
-           "random_bits", "read", "remaining_indices", "restore", "results_boxed", "rewrite", "scan",
-           "scope_of_operation", "scopes_in", "selects_largest", "stable", "stable_size", "statics", "tag", "tagging",
-           "touched", "traits", "unboxed", "unrolled", "unsupported", "value_name", "wraps"]
+           "nbytes", "new_dtype", "observe", "opened", "overwritten", "permutation", "plain", "pooling_window",
+           "producers", "product", "random_bits", "read", "remaining_indices", "restore", "results_boxed", "rewrite",
+           "scan", "scope_of_operation", "scopes_in", "selects_largest", "stable", "stable_size", "statics", "tag",
+           "tagging", "touched", "traits", "unboxed", "unrolled", "unsupported", "value_name", "wraps"]

@@ -151,3 +151,18 @@ def lookup_mode(eqn: Any) -> str | None:
         return known[params["mode"]]
     fill = params.get("fill_value")
     return "fill" if fill is None or fill != fill else None
+
+
+def overwritten(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Describes a scatter that overwrites complete slices of its operand, and ignores indices out of range.
+
+    Returns:
+        (the axes of the operand that each index selects, in the order of the index's elements; the axes of the updates
+        that are axes of a slice, in the order of the operand's other axes). None for all other equations.
+    """
+    params, (x, _, updates) = eqn.params, (v.aval for v in eqn.invars)
+    numbers = params["dimension_numbers"]
+    axes, window = tuple(numbers.scatter_dims_to_operand_dims), tuple(numbers.update_window_dims)
+    complete = tuple(x.shape[i] for i in range(x.ndim) if i not in axes) == tuple(updates.shape[i] for i in window)
+    plain = not numbers.operand_batching_dims and sorted(axes) == sorted(numbers.inserted_window_dims)
+    return (axes, window) if complete and plain and params["mode"] is lax.GatherScatterMode.FILL_OR_DROP else None

@@ -52,7 +52,7 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
     - On TPUs, the weights of the unrolled layers, and their gradients, are separate arrays within the step, because the
       compiler prefetches whole arrays, but not slices, into on-chip memory.
     - On TPUs, the statistics of BatchNorm for bfloat16 arrays are sums without a shift, so that the kernels of the
-      convolutions compute them.
+      convolutions compute them. A scatter that overwrites up to 16 slices, as in text generation, becomes a selection.
     - On GPUs, products of one row and a matrix in 16 bits, as in text generation, are computed for two equal rows,
       because XLA stores intermediate results of a product of one row in main memory.
 

@@ -7,7 +7,9 @@ evaluated instead; its `finish` returns the outputs of this equation in another 
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 
 import jax.numpy as jnp
 from jax import lax
@@ -18,6 +20,7 @@ from fnet.transforms._tune_cpu import Rule
 
 UNROLLED = 1 << 13    # maximum equations of an unrolled loop: 48 layers of a transformer
 LARGE = 1 << 16    # minimum elements of an array that is cast or copied before a loop
+UPDATES = 16    # maximum number of slices that are overwritten by selection
 CONSTANT = "constant"    # the origin of an operand that is the same in each iteration of a loop
 _LOW = (jnp.dtype("bfloat16"), jnp.dtype("float16"))
 _ALIKE = ("alias", "layout", "cast")    # kinds of primitives whose output has the values of their first input
@@ -201,6 +204,27 @@ def unshifted(eqn, inputs):
     return [jnp.zeros_like(x)] if jaxpr.value_name(eqn) == jaxpr.SHIFT and x.dtype == jnp.bfloat16 else None
 
 
+def few_updates(eqn, inputs):
+    """Overwrites a few slices of a large array by elementwise selection, as when the keys and values of one token are
+    appended to the cache of each text.
+
+    The compiler of a TPU stores the operand of a scatter in a layout of its own, and copies the whole array into this
+    layout and back. An elementwise operation reads and writes the array once, in any layout.
+    """
+    (x, indices, updates), axes_of = (value.x for value in inputs), jaxpr.overwritten(eqn)
+    count = math.prod(indices.shape[:-1])
+    if axes_of is None or not 1 < count <= UPDATES or x.size < LARGE or not _holds(indices, max(x.shape)):
+        return None
+    axes, window = axes_of
+    updates = jnp.moveaxis(updates, window, range(-len(window), 0))
+    updates = updates.reshape(count, *updates.shape[updates.ndim - len(window):])
+    places = [lax.broadcasted_iota(indices.dtype, x.shape, axis) for axis in axes]
+    for index, update in zip(indices.reshape(count, len(axes)), updates):
+        hits = functools.reduce(operator.and_, [place == at for place, at in zip(places, index)])
+        x = jnp.where(hits, jnp.broadcast_to(lax.expand_dims(update, sorted(axes)), x.shape), x)
+    return [x]
+
+
 RULES = (
     Rule("unrolled_layers", ("scan",), None, "XLA recomputes elementwise operations within one program, but not across "
          "the border of a loop", prepare=unrolled_layers),
@@ -213,4 +237,6 @@ TPU_RULES = (
     *RULES,
     Rule("separate_layers", ("scan",), None, "the compiler prefetches whole arrays, but not slices, into on-chip "
          "memory", prepare=separate_layers, finish=separate_gradients),
+    Rule("few_updates", ("scatter",), few_updates, "the compiler copies the whole operand of a scatter into another "
+         "layout"),
     Rule("unshifted", ("name",), unshifted, "the kernel of a convolution then sums its result for BatchNorm"))

@@ -258,20 +258,24 @@ def test_a_stacked_model_generates_what_separate_layers_do():
     np.testing.assert_array_equal(greedy(model, params, PROMPTS, max_tokens=6, lengths=LENGTHS).tokens, apart.tokens)
 
 
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize(("platform", "chip", "rows", "rule", "count"), [
+    ("gpu", "H100 SXM5 80GB", 1, "two_rows", 8), ("tpu", "TPU v5e", 2, "few_updates", 4)])
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_a_gpu_computes_products_of_one_row_for_two(name, monkeypatch):
+def test_a_token_is_decoded_by_a_tuned_step(name, platform, chip, rows, rule, count, monkeypatch):
     model, params = prepared(name)
-    generated = lambda: greedy(model, params, PROMPTS[:1], max_tokens=5, dtype="bfloat16")
+    prompts = PROMPTS[:rows]
+    generated = lambda: greedy(model, params, prompts, max_tokens=5, dtype="bfloat16")
     plain = generated()
     _generate._generate.clear_cache()
     tuned = []
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr("fnet.transforms._tune_accelerators.LARGE", 64)
-    monkeypatch.setattr(ft, "tune", lambda f, tune=ft.tune: tuned.append(tune(f, "H100 SXM5 80GB")) or tuned[-1])
+    monkeypatch.setattr(ft, "tune", lambda f, tune=ft.tune: tuned.append(tune(f, chip)) or tuned[-1])
     got = generated()
     _generate._generate.clear_cache()
     model, params = with_separate_layers(model, params, jnp.dtype("bfloat16"))
-    rows = ft.explain(tuned[0], params, PROMPTS[:1, :1], empty_cache(model, params, PROMPTS[:1])).rows
-    assert len([row for row in rows if row.rule == "two_rows"]) >= 8
+    fired = ft.explain(tuned[0], params, prompts[:, :1], empty_cache(model, params, prompts)).rows
+    assert len([row for row in fired if row.rule == rule]) >= count
     np.testing.assert_array_equal(got.tokens, plain.tokens)
     close(got.log_probs, plain.log_probs, 0.05)    # measured: equal; bfloat16 rounds each product by up to 2e-3

@@ -187,3 +187,20 @@ def test_statistics_of_bfloat16_arrays_without_a_shift_on_tpus(mean):
     assert error(tuned) <= 1.5 * error(shifted) + 1e-6
     gradient = jax.grad(lambda params: jnp.sin(ft.autocast(step, "bfloat16")(params)[0]).sum())
     close(jax.jit(ft.tune(gradient, "TPU v5e"))(params), jax.jit(gradient)(params), 1e-3 if mean < 30 else 2e-2)
+
+
+@pytest.mark.parametrize(("write", "fires"), [
+    (lambda x, new, at: x.at[jnp.arange(4)[:, None], :, at].set(new, mode="drop"), True),        # as a cache
+    (lambda x, new, at: x.at[:, :, at[:, 0]].set(new[0, 0][None, :, None], mode="drop"), True),
+    (lambda x, new, at: x.at[jnp.arange(4)[:, None], :, at].add(new, mode="drop"), False),
+    (lambda x, new, at: x.at[jnp.arange(4)[:, None], :, at].set(new, mode="clip"), False),
+    (lambda x, new, at: x.at[jnp.arange(1)[:, None], :, at[:1]].set(new[:1], mode="drop"), False)])
+def test_a_few_slices_are_overwritten_by_selection_on_tpus(monkeypatch, write, fires):
+    monkeypatch.setattr(rules, "LARGE", 1)
+    x, new = (jnp.asarray(RANDOM.normal(size=shape), jnp.float32) for shape in ((4, 3, 7, 5), (4, 1, 3, 5)))
+    x, at = x.at[0, 0, 0, 0].set(jnp.nan), jnp.asarray([[6], [0], [7], [-1]])    # 7 is out of range, -1 is the last
+    assert fired(write, x, new, at, chip="TPU v5e") == [("few_updates", "scatter")] * fires
+    assert fired(write, x, new, at) == []                                        # GPUs
+    np.testing.assert_array_equal(jax.jit(ft.tune(write, "TPU v5e"))(x, new, at), jax.jit(write)(x, new, at))
+    monkeypatch.setattr(rules, "UPDATES", 3)
+    assert fired(write, x, new, at, chip="TPU v5e") == []

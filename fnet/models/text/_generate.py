@@ -224,11 +224,11 @@ def advance(model, params, carry: Carry, options: Sampling, stop, until, *, samp
 
 
 def _decoder(model):
-    """Returns a function (params, tokens, cache) -> (logits, cache), which is tuned for the GPU if there is one."""
+    """Returns a function (params, tokens, cache) -> (logits, cache), which is tuned for a GPU or TPU."""
     def decode(params, tokens, cache):
         return model(params, tokens, state=cache)
 
-    return ft.tune(decode) if jax.default_backend() == "gpu" else decode
+    return ft.tune(decode) if jax.default_backend() in ("gpu", "tpu") else decode
 
 
 def taken(model, cache, rows, batch, capacity):
