@@ -10,8 +10,9 @@ import jax
 from fnet import layers as nn
 from fnet.models._images import ImageInput
 from fnet.models._vit import ENCODER, IRRELEVANT, POOLER, POOLING, SIZES, TIMM, ViT, architectures, sizes
-from fnet.models.weights._config import timm, transformers
+from fnet.models.weights._config import transformers
 from fnet.models.weights._labels import labels
+from fnet.models.weights._timm_config import timm
 from fnet.models.weights._weight_names import Names, Rule, torch
 
 _SIZES = {name: SIZES[name] for name in ("tiny", "small", "base")}

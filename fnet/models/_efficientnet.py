@@ -14,8 +14,9 @@ from fnet import layers as nn
 from fnet.models._images import ImageInput
 from fnet.models._mobilenet import _divisible, _torch
 from fnet.models._model import Model
-from fnet.models.weights._config import Fields, Must, Use, name_of, timm, transformers
+from fnet.models.weights._config import Fields, Must, Use, transformers
 from fnet.models.weights._labels import labels
+from fnet.models.weights._timm_config import name_of, timm
 from fnet.models.weights._weight_names import Names, torch
 
 STAGES = (    # expansion, channels, blocks, stride of the first, kernel size

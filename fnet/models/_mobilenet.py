@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from fnet import layers as nn
 from fnet.models._images import TORCHVISION, ImageInput
 from fnet.models._model import Model
-from fnet.models.weights._config import timm
+from fnet.models.weights._timm_config import timm
 from fnet.models.weights._weight_names import Names, torch
 
 STAGES = (    # expansion, channels, blocks, stride of the first
