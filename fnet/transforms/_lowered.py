@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, get_abstract_mesh
 
 from fnet import jaxpr
 from fnet._jax import Primitive
@@ -178,10 +179,10 @@ def _evaluated(closed, x, y, compute, dtype, stored=None):
 
 
 # Transposes and batched forms of a product are products with other parameters and moved axes. They are derived from
-# JAX's rules for float32, once for each kind of product.
+# JAX's rules for float32, once for each kind of product. `mesh` is the mesh of the trace, which JAX stores in the jaxpr.
 
 @functools.lru_cache(4096)
-def _transposed(side, op, params, like):
+def _transposed(side, op, params, like, mesh):
     """Returns the jaxpr that computes the cotangent of operand `side` (0 or 1) from the cotangent of the result and the
     other operand."""
     product = functools.partial(op.bind, **params(jnp.dtype(jnp.float32)))
@@ -194,31 +195,35 @@ def _transposed(side, op, params, like):
 
 
 @functools.lru_cache(4096)
-def _batched(op, params, like, axes):
+def _batched(op, params, like, axes, mesh):
     product = functools.partial(op.bind, **params(jnp.dtype(jnp.float32)))
     return jax.make_jaxpr(jax.vmap(product, in_axes=axes))(*like)
 
 
 def _like(*avals):
-    """Returns a float32 `jax.ShapeDtypeStruct` for each abstract value, with the same shape. Explicit shardings
-    (`AxisType.Explicit`) are kept."""
-    return tuple(jax.ShapeDtypeStruct(aval.shape, jnp.float32, sharding=aval.sharding if explicit(aval) else None)
-                 for aval in avals)
+    """Returns a float32 `jax.ShapeDtypeStruct` for each abstract value, with the same shape. On a mesh with explicit
+    axes, the sharding is kept, also of replicated arrays: it is the sharding of their gradients."""
+    return tuple(jax.ShapeDtypeStruct(aval.shape, jnp.float32, sharding=aval.sharding if _on_explicit_mesh(aval)
+                                      else None) for aval in avals)
+
+
+def _on_explicit_mesh(aval) -> bool:
+    return AxisType.Explicit in aval.sharding.mesh.axis_types
 
 
 def _transpose_left(g, x, y, *, op, params, compute, out, stored):
-    closed = _transposed(0, op, params, _like(x.aval, jax.typeof(y)))
+    closed = _transposed(0, op, params, _like(x.aval, jax.typeof(y)), get_abstract_mesh())
     # The cast precedes the reversal of the other operand, by which compilers recognize the gradient of a convolution.
     return _evaluated(closed, g, lax.convert_element_type(y, compute), compute, x.aval.dtype)
 
 
 def _transpose_right(g, x, y, *, op, params, compute, out, stored):
-    closed = _transposed(1, op, params, _like(jax.typeof(x), y.aval))
+    closed = _transposed(1, op, params, _like(jax.typeof(x), y.aval), get_abstract_mesh())
     return _evaluated(closed, g, x, compute, y.aval.dtype)
 
 
 def _batch(args, axes, *, op, params, compute, out, stored):
-    closed = _batched(op, params, _like(*map(jax.typeof, args)), tuple(axes))
+    closed = _batched(op, params, _like(*map(jax.typeof, args)), tuple(axes), get_abstract_mesh())
     return _evaluated(closed, *args, compute, out, stored), 0
 
 

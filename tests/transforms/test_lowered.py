@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+from fnet import transforms as ft
 from fnet.transforms._lowered import as_matrices, lowered
 
 KEY = jax.random.key(0)
@@ -72,6 +75,29 @@ def test_second_derivatives_and_batches(name):
     xs, ys = jnp.stack([x, 2 * x]), jnp.stack([y, -y])
     for axes, args in ((0, 0), (xs, ys)), ((0, None), (xs, y)), ((None, 0), (x, ys)):
         assert error(jax.vmap(low, axes)(*args), jax.vmap(direct, axes)(*args)) <= 2e-2
+
+
+@pytest.mark.parametrize("name", ["matmul", "conv"])
+def test_derivatives_on_one_mesh_after_another(name):
+    """What is kept for a kind of product belongs to the mesh for which it was traced."""
+    _, _, x, y = product(name, "bfloat16")
+    low = ft.autocast(CASES[name][0], "bfloat16")
+    want = jax.grad(lambda y: low(x, y).sum())(y)
+    for mesh in (jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,)),
+                 jax.make_mesh((2, 2), ("i", "j"), axis_types=(AxisType.Auto,) * 2)):
+        gradient = jax.shard_map(jax.grad(lambda y, x: jax.vmap(low, (0, None))(x[:, None], y).sum()), mesh=mesh,
+                                 in_specs=(P(), P("i")), out_specs=P())
+        assert error(jax.jit(gradient)(y, x), want) <= 2e-2
+
+
+@pytest.mark.parametrize("name", ["matmul", "conv"])
+def test_gradients_of_replicated_operands_on_an_explicit_mesh(name):
+    low, _, x, y = product(name, "bfloat16")
+    gradient = jax.grad(lambda x, y: low(x, y).sum(), (0, 1))
+    with jax.set_mesh(jax.make_mesh((2,), ("i",), axis_types=(AxisType.Explicit,))):
+        got = jax.jit(gradient)(jax.device_put(x, P("i")), jax.device_put(y, P()))
+    assert [jax.typeof(g).sharding.spec[0] for g in got] == ["i", None]
+    assert max(map(error, got, gradient(x, y))) <= 2e-2
 
 
 def test_every_product_of_a_gradient_takes_low_operands_and_sums_in_float32():
