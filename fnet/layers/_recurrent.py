@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.nn import initializers
 
+from fnet import _jax
 from fnet.layers._core import Layer, method
 from fnet.layers._linear import affine, align, floating, lecun_normal, linear, wide, zeros
 from fnet.layers._scope import Scope, describe
@@ -302,6 +303,9 @@ def _scan(layer, arrays, x, carry, valid, reverse):
             output = jnp.where(valid, output, 0)
         return after, output
 
+    # Inside shard_map, the carry must vary over the same mesh axes as the results of a step.
+    leaves, structure = jax.tree.flatten((carry, projected, valid, arrays["recurrent_kernel"]))
+    carry, projected, valid, _ = jax.tree.unflatten(structure, _jax.vary_alike(*leaves))
     carry, outputs = lax.scan(step, carry, (projected, valid), reverse=reverse, unroll=layer.unroll)
     return outputs.swapaxes(0, 1), carry    # [batch, time, features]
 

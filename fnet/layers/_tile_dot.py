@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
-from fnet import jaxpr
+from fnet import _jax, jaxpr
 from fnet._jax import Primitive
 
 
@@ -33,7 +33,7 @@ def tile_dot(x: jax.Array, kernel: jax.Array, expert: jax.Array) -> jax.Array:
     Returns:
         [tiles, rows, out], in x's dtype.
     """
-    return dot_p.bind(x, kernel, expert, axis=1, out=x.dtype)
+    return dot_p.bind(*_jax.vary_alike(x, kernel, expert), axis=1, out=x.dtype)
 
 
 def _dot(x, kernel, expert, *, axis, out):
@@ -64,7 +64,8 @@ def _outer(x, y, expert, *, experts, out):
                                   preferred_element_type=total.dtype)
         return total.at[which].add(product), None
 
-    return lax.scan(one, total, (x, y, expert))[0].astype(out)
+    total, *slices = _jax.vary_alike(total, x, y, expert)
+    return lax.scan(one, total, tuple(slices))[0].astype(out)
 
 
 def _bits(dtype):

@@ -187,6 +187,26 @@ def test_sharded_equals_one_device(name):
     close((y, new_state), compiled(name, True))
 
 
+@pytest.mark.parametrize("name", sampled(KINDS, [*FEW, "MixtureOfExperts"]))
+def test_gradient_in_shard_map_equals_one_device(name):
+    """Each device computes its rows. JAX adds the gradients of the parameters, because all devices share them."""
+    case, params, state, x = prepared(name)
+
+    def gradient(params, state, *x):
+        def loss(params):
+            y = jax.tree.leaves(call(case, train=False)(params, state, *x)[0])
+            return sum(jnp.sin(leaf.reshape(len(leaf), -1)).sum(0) @ jnp.cos(jnp.arange(leaf[0].size, dtype=leaf.dtype))
+                       for leaf in y)
+        return jax.grad(loss)(params)
+
+    mesh = Mesh(np.array(jax.devices()), ("batch",))
+    specs = (P(), P(), *(P("batch"),) * len(x))
+    got = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=P()))(params, state, *x)
+    want = jax.jit(gradient)(params, state, *x)
+    scale = max((float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(want)), default=1.)
+    chex.assert_trees_all_close(got, want, rtol=0, atol=2e-6 * scale)
+
+
 @pytest.mark.quick_cases(7)
 @every
 def test_layer_is_a_value(name):
