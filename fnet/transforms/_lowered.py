@@ -179,7 +179,7 @@ def _evaluated(closed, x, y, compute, dtype, stored=None):
 
 
 # Transposes and batched forms of a product are products with other parameters and moved axes. They are derived from
-# JAX's rules for float32, once for each kind of product. `mesh` is the mesh of the trace, which JAX stores in the jaxpr.
+# JAX's rules for float32, once for each kind of product. `mesh` is the mesh of the trace, which JAX stores in a jaxpr.
 
 @functools.lru_cache(4096)
 def _transposed(side, op, params, like, mesh):
