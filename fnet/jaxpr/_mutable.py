@@ -30,12 +30,15 @@ class Modules:
         structure: the tree structure of the state that these arrays form (static).
         graph: the structure of the modules and their attributes that are not variables (static).
         changed: whether a function has changed `graph` (static).
+        written: for each array, whether a function has replaced it (static). Other arrays need no update, which would
+            fail in a scan or branch around the call.
     """
 
     arrays: list
     structure: Any = dataclasses.field(metadata={"static": True})
     graph: Any = dataclasses.field(metadata={"static": True})
     changed: bool = dataclasses.field(default=False, metadata={"static": True})
+    written: tuple[bool, ...] = dataclasses.field(default=(), metadata={"static": True})
 
 
 def _kinds() -> tuple:
@@ -90,7 +93,8 @@ def updates(new: Any, modules: Modules | None) -> Modules | None:
         raise TypeError("a transformed function may update the variables of an nnx module, but not add or remove them: "
                         f"before the call they were {modules.structure}, after it {structure}. Create all variables "
                         "first, for example by calling the module once")
-    return Modules(arrays, structure, graph, graph != modules.graph)
+    written = tuple(new is not old for new, old in zip(arrays, modules.arrays))
+    return Modules(arrays, structure, graph, graph != modules.graph, written)
 
 
 def returned(result: Any, new: Any) -> Any:
@@ -107,7 +111,10 @@ def apply(result: Any, found: tuple, updated: Modules | None) -> Any:
     if updated is None:
         return result
     nnx, state = sys.modules["flax.nnx"], jax.tree.unflatten(updated.structure, updated.arrays)
-    nnx.update(found, state)
+    written = nnx.to_flat_state(jax.tree.unflatten(updated.structure, updated.written))
+    paths = {path for path, variable in written if any(jax.tree.leaves(variable))}
+    if paths:
+        nnx.update(found, nnx.from_flat_state([(path, x) for path, x in nnx.to_flat_state(state) if path in paths]))
     if updated.changed:
         _copy_attributes(found, nnx.merge(updated.graph, state), _kinds()[0], set())
     is_slot = lambda x: isinstance(x, _Slot)

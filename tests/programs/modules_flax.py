@@ -63,6 +63,12 @@ def nnx_grad_of_transformed_loss(transform, model, x, y):
     return nnx.value_and_grad(transform(_loss))(model, x, y)
 
 
+@topic(Made(Network), normal(2, 8, 4), normal(2, 8, 3), wrt=(), inner=True, core=True)
+def nnx_module_read_by_transformed_loss_in_scan(transform, model, xs, ys):
+    loss = transform(_loss)
+    return jax.lax.scan(lambda total, batch: (total + loss(model, *batch), None), jnp.float32(0), (xs, ys))[0]
+
+
 @topic(Made(functools.partial(Network, rate=0.5)), x, y, wrt=())
 def nnx_dropout_advances_its_stream(model, x, y):
     return _loss(model, x, y), _loss(model, x, y)
