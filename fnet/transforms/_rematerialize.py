@@ -89,9 +89,13 @@ class _Rematerialize(Interpreter):
             tie = [] if plan.latest is None else [plan.latest]
             # The barrier delays recomputation until the backward pass, and prevents the compiler from replacing it by
             # the values of the forward pass (common-subexpression elimination).
-            held = lax.optimization_barrier([*(given[i].x for i in tied), *tie])
-            for i, x in zip(tied, held):
-                given[i] = Value(x)
+            # A barrier makes all its operands vary over the same mesh axes of a shard_map.
+            for axes in dict.fromkeys(_jax.varies_over(given[i].x) for i in tied):
+                same = [i for i in tied if _jax.varies_over(given[i].x) == axes]
+                held = lax.optimization_barrier([*(given[i].x for i in same),
+                                                 *(x for x in tie if _jax.varies_over(x) <= axes)])
+                for i, x in zip(same, held):
+                    given[i] = Value(x)
             with _jax.names_context(plan.names, "rematted_computation"):    # not the scopes of the reader
                 outputs = self.evaluate(piece, (), given)
             piece.made = dict(zip(piece.outvars, outputs))

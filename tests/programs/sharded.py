@@ -66,6 +66,22 @@ def shard_map_gradient_inside(x, w):
     return step(x, w)
 
 
+@topic(normal(16, 16), normal(16, 16), wrt=(), tolerance=1e-4, core=True)
+def shard_map_gradient_of_shared_weights(x, w):
+    """Inside, the rows vary over the mesh and the weights do not."""
+    def step(x, w):
+        return jax.value_and_grad(lambda w: lax.pmean(jnp.sum(jnp.sin(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)), "data"))(w)
+    return jax.shard_map(step, mesh=mesh(), in_specs=(P("data"), P()), out_specs=P())(x, w)
+
+
+@topic(x83, w34, wrt=(0, 1), inner=True)
+def transformed_function_in_shard_maps_of_two_meshes(transform, x, w):
+    f = transform(lambda x, w: jnp.tanh(x @ w))
+    places = mesh(), jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
+    return [jax.shard_map(f, mesh=place, in_specs=(P(place.axis_names[0]), P()), out_specs=P(place.axis_names[0]))(x, w)
+            for place in places]
+
+
 @topic(x83)
 def shard_map_over_one_axis_in_scan(x):
     f = jax.shard_map(lambda c: jnp.tanh(c + lax.pmean(c, "data")), mesh=mesh(), in_specs=P("data"),
