@@ -129,11 +129,12 @@ def test_what_a_value_varies_over():
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=jax.sharding.PartitionSpec("devices"), out_specs=())
     def f(x):
-        found.extend(map(_jax.varies_over, (x, jax.lax.psum(x, "devices"))))
+        zeros = [_jax.zeros((2,), jnp.float32, frozenset(axes)) for axes in ((), ("devices",))]
+        found.extend(map(_jax.varies_over, (x, jax.typeof(x), jax.lax.psum(x, "devices"), *zeros)))
         return ()
 
     jax.eval_shape(f, jnp.ones(2))
-    assert found == [{"devices"}, set()], MOVED.format("manual_axis_type")
+    assert found == [{"devices"}, {"devices"}, set(), set(), {"devices"}], MOVED.format("manual_axis_type")
 
 
 def test_keys_of_ones_own_kind():

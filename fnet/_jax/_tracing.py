@@ -47,8 +47,17 @@ def vary_alike(*arrays):
 
 
 def varies_over(x) -> frozenset:
-    """Returns the mesh axes over which a value varies, inside a shard_map that tracks these axes."""
-    return jax.typeof(x).manual_axis_type.varying
+    """Returns the mesh axes over which an array varies, inside a shard_map that tracks these axes. `x` may also be the
+    type of an array."""
+    kind = x if hasattr(x, "manual_axis_type") else jax.typeof(x)
+    return frozenset(getattr(getattr(kind, "manual_axis_type", None), "varying", ()))
+
+
+def zeros(shape: tuple, dtype: Any, axes: frozenset):
+    """Returns zeros that vary over the mesh axes `axes`, as the carry of a scan inside shard_map must if the results of
+    its iterations vary."""
+    zeros = jax.numpy.zeros(shape, dtype)
+    return jax.lax.pcast(zeros, tuple(sorted(axes, key=str)), to="varying") if axes else zeros
 
 
 def without_locations():

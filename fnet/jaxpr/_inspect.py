@@ -195,8 +195,7 @@ class Inspector(Interpreter):
             place[:] = [order[id(x)] for x in stacked]
             return (outputs[:parts.carry], picked), list(different.values())
 
-        zeros = [jnp.zeros(shape, dtype) for site in sites if self._pick(site, depth) is not None
-                 for shape, dtype in self._within_scan(site, depth)]
+        zeros = [zero for site in sites if self._pick(site, depth) is not None for zero in self._zeros(site, depth)]
         (carried, picked), stacked = lax.scan(step, (carry, zeros), (slices, counter, offsets), **parts.options)
         stacked = [stacked[i] for i in place]
         rest, chosen = iter(stacked[count - parts.carry:]), iter(picked)
@@ -208,7 +207,8 @@ class Inspector(Interpreter):
         are requested."""
         return self._selected.get(site, (None,) * (depth + 1))[depth]
 
-    def _within_scan(self, site, depth):
-        """Returns (shape, dtype) of each leaf of a site in one iteration of the scan at this depth."""
+    def _zeros(self, site, depth):
+        """Returns zeros of the type of each leaf of a site in one iteration of the scan at this depth."""
         lengths = [length for i, (_, length) in enumerate(site.scans) if i > depth and self._pick(site, i) is None]
-        return [((*lengths, *site.types[i].shape), site.types[i].dtype) for i in site.leaves]
+        return [_jax.zeros((*lengths, *t.shape), t.dtype, _jax.varies_over(t))
+                for t in (site.types[i] for i in site.leaves)]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fnet import _jax
 from fnet.jaxpr import Inspector, Site, Traced, find_sites, tagging, wraps
 from fnet.transforms._patterns import Match, matches
 
@@ -315,7 +316,7 @@ def _one_change(match, function, value, indices):
     def apply(value):
         new = function(value, indices)
         _check_same(match, value, new)
-        return jax.tree.map(jnp.asarray, new)
+        return jax.tree.map(lambda x, y: _jax.vary_alike(x, jnp.asarray(y))[1], value, new)
 
     chosen = [index == i for index, i in zip(indices, match.indices) if i is not None]
     if not chosen:
@@ -346,6 +347,8 @@ def _shift(leaves, indices, offsets):
 
 
 def _offsets(site) -> list:
+    """Returns zeros, which vary over the same mesh axes of a shard_map as the values: otherwise, JAX would sum their
+    cotangents over these axes."""
     lengths = tuple(length for _, length in site.scans)
-    return [jnp.zeros((*lengths, *t.shape), t.dtype) if jnp.issubdtype(t.dtype, jnp.inexact) else None
-            for t in (site.types[i] for i in site.leaves)]
+    return [_jax.zeros((*lengths, *t.shape), t.dtype, _jax.varies_over(t)) if jnp.issubdtype(t.dtype, jnp.inexact)
+            else None for t in (site.types[i] for i in site.leaves)]

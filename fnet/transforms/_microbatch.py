@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fnet import _jax
 from fnet.jaxpr import wraps
 
 
@@ -81,8 +82,8 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
         if weight is not None:
             weigh, of_weight, effects, more = _traced(
                 lambda i, stacked: _scalar(weight(*rebuild(i, stacked), **options)), first)
-            axes = _varying(of_weight)
-            if missing := set().union(*(axes - _varying(x) for x in jax.tree.leaves((inputs, more)))):
+            axes = _jax.varies_over(of_weight)
+            if missing := set().union(*(axes - _jax.varies_over(x) for x in jax.tree.leaves((inputs, more)))):
                 raise ValueError(f"microbatch: inside shard_map the weights vary over the mesh axes {sorted(missing)} "
                                  "and some arguments do not. Use shard_map(..., check_vma=False), or cast these "
                                  f"arguments first: jax.lax.pcast(x, {tuple(sorted(missing))}, to='varying')")
@@ -99,9 +100,9 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
             y, share = run(*slice_, gate), jnp.where(live, weigh(*slice_, gate), 0)
             return (jax.tree.map(lambda t, y: t + _weighted(y, share, live), total[0], y), total[1] + share), None
 
-        start = jax.tree.map(lambda s: _zeros(s.shape, _wide(s), _varying(s) | axes), shapes)
+        start = jax.tree.map(lambda s: _jax.zeros(s.shape, _wide(s), _jax.varies_over(s) | axes), shapes)
         if weight is not None:
-            start = start, _zeros((), of_weight.dtype, axes)
+            start = start, _jax.zeros((), of_weight.dtype, axes)
         total, _ = lax.scan(body, start, (jnp.arange(n, dtype=jnp.int32), stacked))
         total, share = (total, jnp.float32(n)) if weight is None else total
         return jax.tree.map(lambda y, s: _mean(y, share, s.dtype), total, shapes)
@@ -127,17 +128,6 @@ def _traced(f, first):
                             traced(i, slice_, *inner), shapes)
 
     return run, shapes, program.effects, [x for x in jax.tree.leaves((first, closed)) if _differentiable(x)]
-
-
-def _varying(x) -> frozenset:
-    """Returns the mesh axes of a shard_map over which an array varies. `x` is an array or a `jax.ShapeDtypeStruct`."""
-    kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    return frozenset(getattr(getattr(kind, "manual_axis_type", None), "varying", ()))
-
-
-def _zeros(shape, dtype, axes):
-    zeros = jnp.zeros(shape, dtype)
-    return lax.pcast(zeros, tuple(axes), to="varying") if axes else zeros
 
 
 def _differentiable(x) -> bool:
