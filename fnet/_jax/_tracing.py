@@ -150,7 +150,7 @@ def bind(primitive: Any, arrays: list, params: dict) -> list:
     of a jit, but not that of a primitive. This saves two thirds of the time and does not change the program.
     """
     outputs = None
-    if _LinearizeTrace and type(_core.trace_ctx.trace) is _LinearizeTrace and primitive.name not in _REFS:
+    if _LinearizeTrace and type(_core.trace_ctx.trace) is _LinearizeTrace and primitive.name not in _NEVER_INLINED:
         with contextlib.suppress(TypeError):    # some parameters are not hashable
             outputs = _inlined(primitive, frozenset(params.items()))
     outputs = primitive.bind(*arrays, **params) if outputs is None else outputs(*arrays)
@@ -162,5 +162,6 @@ def _inlined(primitive, params):
     return jax.jit(lambda *arrays: primitive.bind(*arrays, **dict(params)), inline=_EARLY)
 
 
-_REFS = frozenset(("new_ref", "empty_ref", "freeze", "free_ref"))    # with mutable arrays
+# Primitives of mutable arrays, and shard_map, whose `bind` does not return a list of arrays.
+_NEVER_INLINED = frozenset(("new_ref", "empty_ref", "freeze", "free_ref", "shard_map"))
 _EARLY = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True

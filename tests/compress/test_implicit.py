@@ -165,7 +165,8 @@ def test_what_is_not_materialized(name):
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("name", ["scan", "remat in scan", "product", "while", "convolution", "tied", "jit", "cond"])
+@pytest.mark.parametrize("name", ["scan", "remat in scan", "product", "while", "convolution", "tied", "jit", "cond",
+                                  "shard_map"])
 def test_gradients_with_respect_to_low_rank_factors(name):
     leaf, f = PROGRAMS[name]
     params = KINDS["lora on int4"]({leaf: W[leaf]})
