@@ -38,6 +38,8 @@ def detect(device: Any = None) -> Chip:
         return _from_kind(device)
     if device is None:
         device = jax.local_devices()[0]
+    if not hasattr(device, "platform"):
+        raise TypeError(f"hardware: expected a device, a hardware.Chip or the name of a chip; got {device!r}")
     if device.platform == "cpu":
         return cpu_chip(read_cpu(), devices=len(jax.local_devices(backend="cpu")))
     chip = _from_kind(device.device_kind, platform=device.platform)

@@ -18,6 +18,8 @@ def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
     Raises:
         ValueError: the lengths do not match the number of devices, or a name is not allowed.
     """
+    if asked is not None and not isinstance(asked, Mapping):
+        raise TypeError(f"plan: mesh must be a dict {{axis: length}}, such as {{'data': -1}}; got {asked!r}")
     found = {name: int(n) for name, n in (asked or {"data": -1}).items()}
     open_ = [name for name, n in found.items() if n == -1]
     if len(open_) > 1 or any(n < 1 and n != -1 for n in found.values()):

@@ -8,7 +8,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -72,6 +72,8 @@ def target(what: str | Sequence[jax.Device]) -> Target:
         ValueError: the list is empty, the name is unknown, or the slice does not exist for this kind of TPU.
     """
     if not isinstance(what, str):
+        if not isinstance(what, Iterable):
+            raise TypeError(f"plan: devices must be the name of devices or a list of devices; got {what!r}")
         devices = list(what)
         if not devices:
             raise ValueError("plan: expected at least one device; got an empty list")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-import re
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from fnet.hardware import Policy
 from fnet.jaxpr import Interpreter, Value, bind, description, plain, traits, wraps
 from fnet.transforms._autocast_notes import BRANCH, PRODUCT, VECTOR, Size, branch, fits
 from fnet.transforms._lowered import Saveable, lowered
+from fnet.transforms._patterns import compiled
 
 F32 = np.dtype("float32")
 _NAMES = ("float32", "bfloat16", "float16")
@@ -99,16 +99,18 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
                              f"in hardware.chips; got {name!r}. Nearest: {', '.join(hardware.chips.nearest(name))}")
     if not isinstance(policy, Policy):
         raise TypeError(f"autocast: expected a hardware.Policy or a string as policy; got a {type(policy).__name__}")
+    if not isinstance(rules or {}, Mapping):
+        raise TypeError(f"autocast: expected a dict {{pattern: dtype}} as rules; got {rules!r}")
     every = []
-    for pattern, dtype in (*(rules or {}).items(), *policy.rules):
+    for pattern, given in (*(rules or {}).items(), *policy.rules):
         try:
-            dtype = jnp.dtype(dtype)
+            dtype = jnp.dtype(given)
         except TypeError:
             dtype = None
         if dtype is None or dtype.name not in _NAMES:
             raise ValueError(f"autocast: expected a dtype for the rule {pattern!r} ({', '.join(_NAMES)}); got "
-                             f"{(rules or {}).get(pattern)!r}")
-        every.append((pattern, re.compile(pattern), dtype))
+                             f"{given!r}")
+        every.append((pattern, compiled("autocast", pattern), dtype))
     return policy, tuple(every)
 
 

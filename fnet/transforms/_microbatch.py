@@ -155,8 +155,10 @@ def batched(who: str, args, argnums) -> tuple[int, ...]:
     """Returns the positions of the batched arguments as nonnegative integers."""
     if argnums is None:
         return tuple(range(1, len(args)))
-    where = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    where = (argnums,) if np.ndim(argnums) == 0 else tuple(argnums)
     for i in where:
+        if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
+            raise TypeError(f"{who}: argnums must be an integer or a tuple of integers; got {argnums!r}")
         if not -len(args) <= i < len(args):
             raise ValueError(f"{who}: argnums names argument {i}; the function was called with {len(args)}")
     return tuple(i % len(args) for i in where)

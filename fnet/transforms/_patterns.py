@@ -26,6 +26,18 @@ class Match(NamedTuple):
     indices: tuple[int | None, ...]
 
 
+def compiled(who: str, pattern: str) -> re.Pattern:
+    """Compiles the pattern of a rule.
+
+    Raises:
+        ValueError: the pattern is not a regular expression.
+    """
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{who}: the pattern {pattern!r} is not a regular expression ({error})") from None
+
+
 def matches(who: str, pattern: str, sites: Iterable[Site]) -> list[Match]:
     """Returns the sites that a pattern matches.
 

@@ -255,6 +255,8 @@ def _chip(chip) -> hardware.Chip:
 
 
 def _chosen(chip, rules) -> tuple[Rule, ...]:
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"tune: expected a dict {{name of a rule: False}} as rules; got {rules!r}")
     every = {rule.name: rule for platform in RULES.values() for rule in platform}
     for name, on in rules.items():
         if name not in every:

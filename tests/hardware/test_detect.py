@@ -152,3 +152,8 @@ def test_a_machine_that_tells_nothing(tmp_path):
     cpu = read_cpu(tmp_path, {0})
     chip = cpu_chip(cpu)
     assert cpu.cores is None and not chip.known and "could not be read" in chip.notes
+
+
+def test_what_is_no_device():
+    with pytest.raises(TypeError, match=r"expected a device, a hardware\.Chip or the name of a chip; got 3"):
+        hw.detect(3)

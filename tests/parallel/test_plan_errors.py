@@ -74,11 +74,15 @@ def test_errors(call, message):
         call()
 
 
-def test_functions_are_needed():
+def test_arguments_of_the_wrong_type():
     with pytest.raises(TypeError, match="plan: step must be a function; got None"):
         parallel.plan(None, INIT, ROWS)
     with pytest.raises(TypeError, match=r"plan: init must be a function; got \{\}"):
         parallel.plan(STEP, {}, ROWS)
+    with pytest.raises(TypeError, match="plan: devices must be the name of devices or a list of devices; got 8"):
+        parallel.plan(STEP, INIT, ROWS, devices=8)
+    with pytest.raises(TypeError, match=r"plan: mesh must be a dict {axis: length}, such as .*; got \[2, 4\]"):
+        parallel.plan(STEP, INIT, ROWS, mesh=[2, 4])
 
 
 def test_what_is_no_array():

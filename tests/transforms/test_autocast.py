@@ -157,6 +157,10 @@ def test_bad_input_in_one_sentence():
         ft.autocast(jnp.matmul, 16)
     with pytest.raises(ValueError, match=r"the rule 'head' \(float32, bfloat16, float16\); got 'int8'"):
         ft.autocast(jnp.matmul, "bfloat16", rules={"head": "int8"})
+    with pytest.raises(ValueError, match=r"autocast: the pattern '\(' is not a regular expression \(missing"):
+        ft.autocast(jnp.matmul, "bfloat16", rules={"(": "float32"})
+    with pytest.raises(TypeError, match=r"autocast: expected a dict {pattern: dtype} as rules; got \['head'\]"):
+        ft.autocast(jnp.matmul, "bfloat16", rules=["head"])
     with pytest.raises(TypeError, match=re.escape("autocast changes only float32 values, and the function has none; "
                                                   "its inputs are int32[3]")):
         ft.autocast(lambda x: x + 1, "bfloat16")(jnp.arange(3))

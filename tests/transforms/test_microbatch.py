@@ -347,6 +347,9 @@ ERRORS = {
 def test_arguments_of_the_wrong_type():
     with pytest.raises(TypeError, match=r"microbatch: weight= must be a function .* slice; got 3.0"):
         ft.microbatch(loss, 2, weight=3.0)
+    with pytest.raises(TypeError, match="microbatch: argnums must be an integer or a tuple of integers; got 'x'"):
+        ft.microbatch(loss, 2, argnums="x")(PARAMS, jnp.ones((8, 2)))
+    assert ft.microbatch(lambda x: x.mean(), 2, argnums=np.int64(0))(jnp.arange(4.0)) == 1.5
     assert ft.microbatch(lambda _, x: x.mean(), np.int64(2))(None, jnp.arange(4.0)) == 1.5
 
 

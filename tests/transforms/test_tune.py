@@ -223,6 +223,8 @@ def test_explain_is_a_table():
     (lambda: ft.tune(jnp.sin, "TPU v99"), ValueError, "tune: chip 'TPU v99' is not in hardware.chips; nearest: "),
     (lambda: ft.tune(jnp.sin, 5), TypeError,
      "tune: expected a chip that is 'auto', a name or a hardware.Chip; got a int"),
+    (lambda: ft.tune(jnp.sin, rules=["products"]), TypeError,
+     "tune: expected a dict {name of a rule: False} as rules; got ['products']"),
     (lambda: ft.tune(jnp.sin, rules={"pool": False}), ValueError,
      f"tune: unknown rule 'pool'; the rules are {', '.join(NAMES)}"),
     (lambda: ft.tune(jnp.sin, rules={"products": "no"}), ValueError,
