@@ -51,7 +51,7 @@ torture: $(STAMP)
 # All tables for CPUs, in a separate environment, because PyTorch and Keras are not dependencies of fnet.
 bench: PEERS = .venv-bench/bin/python -m benchmarks.peers
 bench: .venv-bench/.installed
-	for table in dispatch 'dispatch pmap' eager tracing precision 'precision step' cross_entropy; do .venv-bench/bin/python -m benchmarks.$$table || exit; done
+	for table in dispatch 'dispatch pmap' eager tracing precision 'precision step' cross_entropy input_pipeline; do .venv-bench/bin/python -m benchmarks.$$table || exit; done
 	$(PEERS) mlp cnn gpt --mode=train,infer --dtype=float32,mixed $(ARGS)
 	$(PEERS) cnn gpt --allocator=tuned --dtype=float32,mixed $(ARGS)
 	$(PEERS) lstm vit-tiny resnet18 --mode=train,infer $(ARGS)

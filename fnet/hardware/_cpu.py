@@ -12,6 +12,7 @@ from pathlib import Path
 
 _SHOWN_FLAGS = ("amx_fp16", "amx_bf16", "amx_int8", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni",
                 "avx2", "fma", "avx", "sse4_2", "asimd", "sve", "sve2", "bf16", "i8mm")
+BFLOAT16 = frozenset(("amx_bf16", "avx512_bf16"))    # x86 instructions for products of bfloat16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fnet.hardware._cpu import read_cpu
+from fnet.hardware._cpu import BFLOAT16, read_cpu
 
 ONEDNN = {"xla_cpu_experimental_onednn_custom_call": True}
 
@@ -18,7 +18,7 @@ ONEDNN = {"xla_cpu_experimental_onednn_custom_call": True}
 def onednn() -> bool:
     """Whether the installed XLA can run bfloat16 convolutions with oneDNN. Returns False on CPUs without instructions
     for bfloat16 products (AMX or AVX-512), on which oneDNN was not timed."""
-    if {"amx_bf16", "avx512_bf16"}.isdisjoint(read_cpu().flags):
+    if BFLOAT16.isdisjoint(read_cpu().flags):
         return False
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 8, 8, 16), (3, 3, 16, 16)))
     f = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))

@@ -1,10 +1,10 @@
 """Conditions for the compiler options with which tune selects the library for products and convolutions on CPUs.
 
 XLA:CPU runs products and convolutions with YNNPACK, Eigen or oneDNN. For bfloat16 convolutions with float32 sums,
-oneDNN needs a tenth of the time of the others on CPUs with AMX, and 0.3 to 0.45 of it on CPUs with AVX-512 products of
-bfloat16 (`python -m benchmarks.convolutions bfloat16`). For bfloat16 products, oneDNN is slower than YNNPACK,
-and for weight gradients of float32 convolutions, oneDNN is slower than Eigen. A compiler option applies to the whole
-program, so the kind of operation with the most work determines the option.
+oneDNN needs a tenth of the time of the others on CPUs with AMX, and mostly a half or less of this time on CPUs with
+AVX-512 products of bfloat16 (`python -m benchmarks.convolutions bfloat16`). For bfloat16 products, oneDNN is slower
+than YNNPACK, and for weight gradients of float32 convolutions, oneDNN is slower than Eigen. A compiler option applies
+to the whole program, so the kind of operation with the most work determines the option.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from fnet.hardware._cpu import read_cpu
+from fnet.hardware._cpu import BFLOAT16, read_cpu
 from fnet.hardware._onednn import onednn
 from fnet.jaxpr import CONVOLUTION, product
 
@@ -29,7 +29,7 @@ LARGE = 1 << 21    # minimum multiplications of a convolution for a call of oneD
 def bfloat16_pays() -> bool:
     """Whether this CPU has instructions for bfloat16 products (AMX or AVX-512). The rule is not used on other CPUs,
     where it was not measured."""
-    return not {"amx_bf16", "avx512_bf16"}.isdisjoint(read_cpu().flags)
+    return not BFLOAT16.isdisjoint(read_cpu().flags)
 
 
 def eigen_pays(equations: Sequence) -> bool:

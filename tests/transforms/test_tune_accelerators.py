@@ -183,7 +183,7 @@ def test_statistics_of_bfloat16_arrays_without_a_shift_on_tpus(mean):
     exact, shifted, tuned = (jax.jit(f)(params)[1]["1"] for f in (step, low, ft.tune(low, "TPU v5e")))
     error = lambda stats: jnp.abs(stats["var"] / exact["var"] - 1).max()
     close(tuned["mean"], shifted["mean"], 1e-5)
-    assert jnp.abs(tuned["var"] / shifted["var"] - 1).max() <= 5e-6 * (1 + mean ** 2)
+    assert jnp.abs(tuned["var"] / shifted["var"] - 1).max() <= 1e-6 * (1 + mean ** 2)    # measured: 1.2e-7
     assert error(tuned) <= 1.5 * error(shifted) + 1e-6
     gradient = jax.grad(lambda params: jnp.sin(ft.autocast(step, "bfloat16")(params)[0]).sum())
     close(jax.jit(ft.tune(gradient, "TPU v5e"))(params), jax.jit(gradient)(params), 1e-3 if mean < 30 else 2e-2)
