@@ -8,6 +8,7 @@ from jax import lax
 from tune_cases import EVERY, NAMES, STEPS, fired, normal, only
 
 from fnet import transforms as ft
+from fnet.transforms import _tune_library
 
 pytestmark = [pytest.mark.usefixtures("every_size"),
               pytest.mark.filterwarnings("ignore:tune. the compiler options")]    # tested in test_tune_calls
@@ -86,9 +87,11 @@ def test_nan_and_inf_stay_where_they_were(name, bad):
 
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("rule", [name for name in NAMES if name not in ELSEWHERE])
-def test_one_bad_number_spreads_no_further(rule):
+def test_one_bad_number_spreads_no_further(rule, monkeypatch):
+    monkeypatch.setattr(_tune_library, "onednn", lambda: rule == "kernel_layout")
     x, w, g = normal(1, 2, 8, 8, 4), normal(2, 3, 3, 4, 6), normal(3, 2, 8, 8, 6)
-    conv = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    conv = lambda x, w, layout="HWIO": lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", layout, "NHWC"))
     back = lambda x: jax.grad(lambda w: jnp.vdot(conv(x, w), g))(w)
     groups = lambda n: lambda x: lax.conv_general_dilated(
         x, w[:, :, :4 // n, :4], (1, 1), "SAME", feature_group_count=n, dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -97,7 +100,8 @@ def test_one_bad_number_spreads_no_further(rule):
          "max_pool_gradient": lambda x: pooled(x, (2, 2), g[:, ::2, ::2, :4])[1],
          "depthwise_convolution": groups(4), "grouped_convolution": groups(2), "convolution_gradient": back,
          "dilated_input": lambda x: lax.conv_transpose(x[:, None], w[None], (1, 2, 2), "SAME"),
-         "convolution_kernels": back}[rule]
+         "convolution_kernels": back,
+         "kernel_layout": lambda x: conv(*(a.astype(jnp.bfloat16) for a in (x, w.mT)), "HWOI")}[rule]
     assert rule in fired(f, x, rules=EVERY)
     for bad in (np.nan, np.inf, -np.inf):
         broken = x.at[1, 2, 3, 1].set(bad)
