@@ -1,11 +1,12 @@
-"""Seconds to the end of the first training step, with and without programs that an earlier process compiled.
+"""Seconds to the first training step, with and without programs that an earlier process compiled.
 
     python -m benchmarks.startup gpt resnet18
     python -m benchmarks.startup mlp --size=small --peers=fnet,jax
 
 For fnet, two processes run `fit` with the same cache of compiled programs, which is empty for the first process. For
-JAX, the same step is handwritten and compiled without a cache. The time begins when the weights and batches exist, and
-ends with the first step. torch-compile, if PyTorch is installed, also begins with an empty cache.
+JAX, the same step is handwritten and compiled without a cache. The time begins when the weights and batches exist. One
+column ends when the first step can be executed, which is when its program is compiled or loaded, and the other column
+when the first step has been executed. torch-compile, if PyTorch is installed, also begins with an empty cache.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import math
 import statistics
 import sys
 import tempfile
@@ -27,21 +29,34 @@ from benchmarks.peers._worker import PEERS
 FIRST, SECOND = "fnet, first start", "fnet, second start"
 
 
-def start(peer: str, workload: str, size: str) -> float:
-    """Returns the seconds from the creation of the weights to the end of the first step."""
+def start(peer: str, workload: str, size: str) -> tuple[float, float]:
+    """Returns the seconds from the creation of the weights to the beginning and to the end of the first step. The
+    beginning is not known for PyTorch."""
     w = spec.workload(workload, size)
     module, how = PEERS[peer]
     run = importlib.import_module(f"benchmarks.peers.{module}").build(
         w, spec.weights(w), spec.batches(w, 1), train=True, mixed=False, **how)
-    if peer != "fnet":
+    if peer == "torch-compile":
         begun = time.perf_counter()
         run.wait(run.step(0))
-        return time.perf_counter() - begun
+        return math.nan, time.perf_counter() - begun
 
     import jax
     import jax.numpy as jnp
 
     from fnet import training as tr
+
+    ready = []
+
+    def listen(event, _, fun_name="", **__):
+        if event.endswith("backend_compile_duration"):    # also if the program was loaded
+            ready.append((fun_name, time.perf_counter()))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    if peer != "fnet":
+        begun = time.perf_counter()
+        run.wait(run.step(0))
+        return ready[-1][1] - begun, time.perf_counter() - begun
 
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass(frozen=True)
@@ -56,19 +71,20 @@ def start(peer: str, workload: str, size: str) -> float:
     state = jax.block_until_ready(State(jnp.int32(0), run.state))
     begun = time.perf_counter()
     jax.block_until_ready(tr.fit(step, state, lambda i: run.batches[0], steps=1, progress=None))
-    return time.perf_counter() - begun
+    end = time.perf_counter()
+    return next(at for name, at in ready[::-1] if "advance" in name) - begun, end - begun
 
 
-def measured(peer: str, workload: str, size: str, cache: str) -> float:
+def measured(peer: str, workload: str, size: str, cache: str) -> tuple[float, float]:
     environment = {"JAX_PLATFORMS": "cpu", "FNET_CACHE": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/torch",
                    "JAX_ENABLE_COMPILATION_CACHE": str(peer == "fnet").lower()}
     with Live(peer, [sys.executable, "-m", "benchmarks.startup", "serve"], environment) as process:
         return process.ask("start", limit=900, peer=peer, workload=workload, size=size)
 
 
-def compared(workload: str, size: str, peers: list[str], rounds: int) -> dict[str, list[float]]:
-    """Returns {name of the start: seconds in each round}."""
-    times: dict[str, list[float]] = {}
+def compared(workload: str, size: str, peers: list[str], rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Returns {name of the start: seconds to the beginning and to the end of the first step, in each round}."""
+    times: dict[str, list[tuple[float, float]]] = {}
     for _ in range(rounds):
         for peer in peers:
             with tempfile.TemporaryDirectory() as cache:
@@ -88,15 +104,19 @@ def main(arguments=None) -> None:
     options = made.parse_args(arguments)
     command = " ".join(sys.argv[1:] if arguments is None else arguments)
     print(header(f"python -m benchmarks.startup {command}", options.rounds, allocator="default"))
-    print("| workload | start | seconds to the first step | of fnet's first |\n|---|---|---|---|")
+    print("| workload | start | seconds to the beginning of the first step | ratio to fnet's first start | "
+          "seconds to its end | ratio |\n|---|---|---|---|---|---|")
     for workload in options.workloads:
         try:
             times = compared(workload, options.size, options.peers.split(","), options.rounds)
         except PeerError as error:
             sys.exit(str(error))
         for name, seconds in times.items():
-            ratio = statistics.median(a / b for a, b in zip(seconds, times[FIRST])) if FIRST in times else 1
-            print(f"| {workload} | {name} | {statistics.median(seconds):.2f} | {ratio:.2f} |", flush=True)
+            cells = []
+            for column, first in zip(zip(*seconds), zip(*times.get(FIRST, seconds))):
+                cells += [statistics.median(column), statistics.median(a / b for a, b in zip(column, first))]
+            text = " | ".join("" if math.isnan(x) else f"{x:.2f}" for x in cells)
+            print(f"| {workload} | {name} | {text} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +12,12 @@ from fnet._jax._features import private
 
 _FEATURE = "the cache of compiled programs"
 _cache = private("jax._src.compilation_cache", _FEATURE)
+_read = private("jax._src.compilation_cache.get_executable_and_time", _FEATURE)
+_options = private("jaxlib._jax.CompileOptions", "loading of compiled programs in the background")
+_devices = private("jaxlib._jax.DeviceList", "loading of compiled programs in the background")
 _before: list[float] = []
+_used: dict[str, tuple[str, int]] = {}            # options and device of each program that JAX has looked up, by key
+_started: dict[str, tuple[str, Future]] = {}      # options and result of each program that is loaded in the background
 
 
 def install(store, *, shortest: float) -> bool:
@@ -32,6 +39,8 @@ def install(store, *, shortest: float) -> bool:
 
     _cache._cache = SimpleNamespace(get=store.get, put=store.put, _path=store.path)
     _cache._cache_initialized, _cache._cache_checked = True, False
+    if _read and _options and _devices:
+        _cache.get_executable_and_time = _look_up
     _before.append(jax.config.jax_persistent_cache_min_compile_time_secs)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)
     return True
@@ -41,3 +50,49 @@ def uninstall() -> None:
     """Makes JAX no longer use the store of `install`."""
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _before.pop())
     _cache._cache, _cache._cache_initialized = None, False
+    if _read:
+        _cache.get_executable_and_time = _read
+    used()
+
+
+def used() -> bytes:
+    """Returns a description of the programs that JAX has looked up in the store since `preload`. Programs for several
+    devices and programs that call Python are omitted. Discards the programs of `preload` that were not looked up."""
+    for _, loaded in _started.values():
+        loaded.cancel()
+    _started.clear()
+    return json.dumps(_used).encode()
+
+
+def preload(programs: bytes) -> None:
+    """Loads the programs that an earlier process has used in a background thread, while this process traces its
+    functions. A program is used only if JAX looks up the same key with the same options; tracing is never skipped.
+
+    Args:
+        programs: the result of `used` in the earlier process.
+    """
+    _used.clear()
+    if not _cache or _cache.get_executable_and_time is not _look_up:
+        return
+    devices = {device.id: device for device in jax.local_devices()}
+    loader = ThreadPoolExecutor(1, "load")
+    for key, (options, device) in json.loads(programs).items():
+        if device in devices:
+            _started[key] = options, loader.submit(_load, key, options, devices[device])
+    loader.shutdown(wait=False)
+
+
+def _load(key, options, device):
+    return _read(key, _options.ParseFromString(bytes.fromhex(options)), device.client, _devices((device,)))
+
+
+def _look_up(key, options, backend, devices, *callbacks):
+    """Replaces JAX's function, which reads a program from the store."""
+    if len(devices) > 1 or any(callbacks):
+        return _read(key, options, backend, devices, *callbacks)
+    serialized = options.SerializeAsString().hex()
+    _used[key] = serialized, devices[0].id
+    expected, loaded = _started.pop(key, (None, None))
+    if loaded is not None and not loaded.cancel() and expected == serialized and loaded.exception() is None:
+        return loaded.result()
+    return _read(key, options, backend, devices, *callbacks)

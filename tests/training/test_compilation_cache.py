@@ -1,5 +1,7 @@
 """A second process loads the programs that the first one compiled. Programs in damaged files are compiled again."""
 
+import gc
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +9,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from fnet import _jax
@@ -52,14 +55,19 @@ def counted(monkeypatch, enabled):
     """Compiles a function in a folder, and returns whether a program was stored and whether one was loaded."""
     monkeypatch.setattr(_compilation_cache, "SHORTEST", 0)
 
-    def compile(folder, scale=3.0):
+    def compile(folder, scale=3.0, name=None):
         events = []
         listen = lambda event, **_: events.append(event.rpartition("/")[2])
         jax.monitoring.register_event_listener(listen)
         jax.clear_caches()
         try:
             with tr.compilation_cache(folder):
+                if name is not None:
+                    _compilation_cache._preloaded.discard(name)
+                    _compilation_cache.preload(name)
                 result = jax.jit(lambda x: jnp.sin(x) * scale)(np.arange(4, dtype=np.float32))
+                if name is not None:
+                    _compilation_cache.remember(name)
         finally:
             jax.monitoring.unregister_event_listener(listen)
         np.testing.assert_allclose(result, np.sin(np.arange(4, dtype=np.float32)) * scale, rtol=1e-6)
@@ -102,6 +110,60 @@ def test_a_damaged_program_is_compiled_again(tmp_path, counted):
         assert counted(tmp_path) == (True, False)
         assert counted(tmp_path) == (False, True)
     assert counted(tmp_path, 4.0) == (True, False) and len(list(tmp_path.iterdir())) == 2
+
+
+def test_listed_programs_are_loaded_before_jax_looks_them_up(tmp_path, counted, monkeypatch):
+    loaded = []
+    load = _jax.compilation._load
+    monkeypatch.setattr(_jax.compilation, "_load", lambda *args: loaded.append(load(*args)) or loaded[-1])
+    assert counted(tmp_path, name="step") == (True, False) and not loaded
+    program, listed = sorted(tmp_path.iterdir(), key=lambda file: file.stat().st_size, reverse=True)
+    assert counted(tmp_path, name="step") == (False, True)
+    counted(tmp_path, name="another step")
+    assert [executable is not None for executable, _ in loaded] == [True]
+
+    counted(tmp_path, 4.0, name="step")                    # another program under the name
+    whole = program.read_bytes()
+    program.write_bytes(whole[:-1])
+    assert counted(tmp_path, name="another step") == (True, False)
+    listed.write_bytes(b"?")
+    assert counted(tmp_path, name="step") == (False, True)
+
+
+def test_a_listed_program_with_other_options_is_not_used(tmp_path, counted, monkeypatch):
+    counted(tmp_path, name="step")
+    other = jax.jit(lambda x: -x).lower(np.ones(4, np.float32)).compile()
+    monkeypatch.setattr(_jax.compilation, "_load", lambda *args: (other.runtime_executable(), 1))
+    store = _compilation_cache.Store(tmp_path)
+    key = _compilation_cache._listed("step")
+    listed = json.loads(store.get(key))
+    store.put(key, json.dumps({name: (options[:-2], device) for name, (options, device) in listed.items()}).encode())
+    assert counted(tmp_path, name="step") == (False, True)    # which also compares the results
+
+
+def test_garbage_is_collected_after_the_first_step():
+    seen = []
+
+    def batches(i):
+        seen.append((i, gc.isenabled()))
+        return jnp.zeros(2)
+
+    def step(state, batch):
+        return state.replace(step=state.step + 1), {"loss": batch.sum()}
+
+    state = tr.TrainState.create({}, optax.identity())
+    ended = []
+    tr.fit(step, state, batches, steps=5, progress=None, on_step=lambda end: ended.append(gc.isenabled()))
+    assert seen[0] == (0, False) and ended == [True] * 5 and gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        tr.fit(lambda state, batch: 1 / 0, state, batches, steps=5, progress=None)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        tr.fit(step, state, batches, steps=1, progress=None)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_programs_of_another_cpu_are_not_loaded(tmp_path, counted, monkeypatch):

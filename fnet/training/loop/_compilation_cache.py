@@ -24,6 +24,8 @@ LIMIT = 4 << 30      # bytes; if the cache is larger, the least recently used pr
 SHORTEST = 0.05      # seconds of compilation; programs that compile faster are not stored
 _DIGEST = hashlib.sha256().digest_size
 _lock, _users = threading.Lock(), 0
+_store: Store | None = None                     # the store in use
+_preloaded: set[str] = set()
 
 
 @contextlib.contextmanager
@@ -51,7 +53,7 @@ def compilation_cache(path: str | os.PathLike | None = None) -> Iterator[None]:
       ...     jax.jit(lambda x: 2 * x)(1.5).item()
       3.0
     """
-    global _users
+    global _users, _store
     with _lock:
         used = _users > 0 or _begin(path)
         _users += used
@@ -63,11 +65,34 @@ def compilation_cache(path: str | os.PathLike | None = None) -> Iterator[None]:
                 _users -= 1
                 if not _users:
                     _jax.compilation.uninstall()
+                    _store = None
+
+
+def preload(name: str) -> None:
+    """Begins to load the programs that the last process with this `name` used before it called `remember`.
+
+    Does nothing the second time, because this process already has the programs.
+    """
+    if _store is not None and name not in _preloaded:
+        _preloaded.add(name)
+        _jax.compilation.preload(_store.get(_listed(name)) or b"{}")
+
+
+def remember(name: str) -> None:
+    """Stores the list of the programs that this process has used since `preload`."""
+    if _store is not None and (programs := _jax.compilation.used()) != _store.get(_listed(name)):
+        _store.put(_listed(name), programs)
+
+
+def _listed(name):
+    return f"the programs of {name}"
 
 
 def _begin(path):
-    folder = cache_folder() / "compiled" if path is None else Path(path)
-    return _jax.compilation.install(Store(folder), shortest=SHORTEST)
+    global _store
+    store = Store(cache_folder() / "compiled" if path is None else Path(path))
+    _store = store if _jax.compilation.install(store, shortest=SHORTEST) else None
+    return _store is not None
 
 
 class Store:

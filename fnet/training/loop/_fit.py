@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import numbers
 import os
 import warnings
@@ -213,6 +214,10 @@ def fit(
         if progress is not None:
             stack.callback(progress.close)
         seen = stack.enter_context(signals())
+        collects = gc.isenabled()
+        if collects:                                       # until the end of the first step; see `Run.advance_once`
+            gc.disable()
+            stack.callback(gc.enable)
         if profile_steps is None:                          # a loaded program may have other names of scopes
             stack.enter_context(compilation_cache())
         checkpoints = None
@@ -222,7 +227,7 @@ def fit(
         run = Run(step, state, batches, seen=seen, steps=steps, evaluate=evaluate or {}, every=every or steps,
                   save_every=save_every or every or steps, log_every=log_every, best=best and (best, best_mode),
                   early_stop=early_stop, progress=progress, on_step=on_step, nonfinite=nonfinite, debug=debug,
-                  notes=notes, tune=tune, plan=plan)
+                  notes=notes, tune=tune, plan=plan, collects=collects)
         if checkpoints is not None:
             run.checkpoints = stack.enter_context(checkpoints)
             sample = run.example if run.alone else None    # each process may have rows of its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from fnet.training.data._iterators import GUARANTEES
 from fnet.training.loop import (
     _advance,
     _callbacks,
+    _compilation_cache,
     _contract,
     _ending,
     _memory,
@@ -60,8 +62,12 @@ class Run:
     def __init__(self, step, state, batches, *, seen: Signals, steps: int, evaluate: Mapping[str, Any], every: int,
                  save_every: int, log_every: int, best: tuple[str, str] | None, early_stop: EarlyStop | None,
                  progress: Progress | None, on_step: Sequence[Callable], nonfinite: str, debug: bool,
-                 notes: Mapping[str, Any], tune: bool, plan: Plan | None):
+                 notes: Mapping[str, Any], tune: bool, plan: Plan | None, collects: bool):
         self.seen, self.alone = seen, jax.process_count() == 1
+        function = getattr(step, "__qualname__", type(step).__name__)
+        self.name = f"{function} with {[jnp.shape(x) for x in jax.tree.leaves(state)]}"
+        _compilation_cache.preload(self.name)
+        self.collects = collects           # whether garbage is collected after the first step
         self.spread = Spread(plan)
         self.state = self.spread.state(state)
         self.given = state if debug else None
@@ -234,6 +240,9 @@ class Run:
         if clock.compiled is None:
             jax.block_until_ready(self.state)
             self.check_counter()
+            _compilation_cache.remember(self.name)
+            if self.collects:              # during tracing, collections would take up to a fifth of the time
+                gc.enable()
             clock.start(self.at)
             self.waited = self.prefetch.waited
             self.say(f"compiled in {duration(clock.compiled)}, the first step included")
