@@ -1,10 +1,11 @@
 """Rules of tune for CPUs that rewrite convolutions for which XLA:CPU has no fast kernel.
 
-XLA:CPU computes three kinds of convolutions one element at a time: depthwise convolutions, the gradients of all
-convolutions with groups, and some convolutions with zeros between the elements of their input. The first kind is
-replaced by a sum over the positions of the window, which is elementwise over channels. The second kind is replaced by
-one convolution for each group, and the third kind by a convolution of an input that contains the zeros. The
-replacements take between a half and a hundredth of the time (`python -m benchmarks.convolutions`).
+XLA:CPU computes four kinds of convolutions one element at a time: depthwise convolutions, the gradients of all
+convolutions with groups, convolutions whose window is larger than their input, and some convolutions with zeros between
+the elements of their input. The first kind is replaced by a sum over the positions of the window, which is elementwise
+over channels. The second kind is replaced by one convolution for each group, the third kind by a matrix product, and
+the fourth kind by a convolution of an input that contains the zeros. The replacements take between a half and a
+hundredth of the time (`python -m benchmarks.convolutions`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet import jaxpr
+from fnet.transforms import _tune_library as library
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 _TAPS = 64          # maximum size of a depthwise convolution's window; each position becomes an operation
+WORK = 1 << 22      # minimum multiplications for which a matrix product is worth its copies
 _GROUPS = 32        # maximum number of groups that become separate convolutions
 _ZEROS = 8          # maximum factor by which zeros enlarge an input
 _CACHED = 1 << 19   # bytes of the examples for which a part of a kernel's gradient is computed at once
@@ -70,6 +73,40 @@ def grouped_convolution(eqn, inputs):
     return [jnp.concatenate([
         lax.conv_general_dilated_p.bind(*pair, feature_group_count=1, batch_group_count=1, **options)
         for pair in pairs], out[1])]
+
+
+def small_input(eqn, inputs):
+    """Computes a convolution whose window is larger than its input along each spatial axis as a matrix product.
+
+    Such a convolution occurs in the last layers of a network for small images. Its window covers the input for each
+    element of the output, so the matrix of the inputs is at most as many times larger than the input as the window has
+    positions.
+    """
+    product = jaxpr.product(eqn)
+    if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16) or product.groups != (1, 1):
+        return None
+    (x, w), (lhs, rhs, out), result = (value.x for value in inputs), product.dimensions, eqn.outvars[0].aval
+    strides, padding, x_dilation, w_dilation = product.window
+    window, space = [w.shape[i] for i in rhs[2:]], [result.shape[i] for i in out[2:]]
+    small = len(lhs) > 2 and all(k > x.shape[i] for k, i in zip(window, lhs[2:]))
+    if not small or math.prod(window) > _TAPS or result.size * w.size < WORK * w.shape[rhs[0]]:
+        return None
+    if product.dtype == BF16 and library.onednn():
+        return None
+    x, w = (jnp.asarray(a, product.dtype) for a in (x, w))
+    x, w = x.transpose(lhs[0], *lhs[2:], lhs[1]), w.transpose(*rhs[2:], rhs[1], rhs[0])
+    # The positions of the window along an axis that are inside the input for an element of the output.
+    inside = [[k for k in range(size) if any(0 <= i * s + k * d - low <= (n - 1) * step for i in range(count))]
+              for size, count, s, (low, _), n, step, d in zip(
+                  window, space, strides, padding, x.shape[1:-1], x_dilation, w_dilation)]
+    if not all(inside):
+        return None
+    padded = _padded(x, padding, x_dilation)
+    x = jnp.concatenate([_slice(padded, tap, w_dilation, space, strides) for tap in itertools.product(*inside)], -1)
+    w = w[tuple(slice(places[0], places[-1] + 1) for places in inside)].reshape(-1, w.shape[-1])
+    y = jnp.dot(x, w, preferred_element_type=F32).astype(result.dtype)    # [examples, *space, features]
+    places = out[0], *out[2:], out[1]
+    return [y.transpose([places.index(i) for i in range(y.ndim)])]
 
 
 def dilated_input(eqn, inputs):

@@ -26,6 +26,7 @@ from fnet.transforms._tune_convolutions import (
     dilated_input,
     grouped_convolution,
     kernel_layout,
+    small_input,
 )
 from fnet.transforms._tune_layout import transposed
 
@@ -224,6 +225,8 @@ RULES = (
          "a sum of products with shifted arrays"),
     Rule("grouped_convolution", ("conv_general_dilated", "lowered"), grouped_convolution,
          "a convolution for each group"),
+    Rule("small_input", ("conv_general_dilated", "lowered"), small_input,
+         "a matrix product, because its window is larger than its input"),
     Rule("dilated_input", ("conv_general_dilated", "lowered"), dilated_input,
          "zeros between the elements of its input"),
     Rule("convolution_gradient", ("conv_general_dilated", "lowered"), convolution_gradient,

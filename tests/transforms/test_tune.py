@@ -44,6 +44,7 @@ def test_every_rule_fires_somewhere(monkeypatch):
     made += [(lambda x: x @ x, (jnp.ones((4, 4), jnp.bfloat16),))]
     made += [(lambda x, w, groups=groups: lax.conv_general_dilated(x, w, (1,), "SAME", feature_group_count=groups),
               (jnp.ones((2, 4, 8)), jnp.ones((4, 4 // groups, 3)))) for groups in (2, 4)]
+    made += [(lambda x, w: lax.conv(x, w, (1,), "SAME"), (jnp.ones((2, 4, 2)), jnp.ones((3, 4, 3))))]
     made += [(lambda x, w: lax.conv_transpose(x, w, (2, 2, 2), "SAME"),
               (jnp.ones((2, 3, 3, 3, 2)), jnp.ones((2, 2, 2, 2, 3))))]
     assert set().union(*(fired(step, *args, rules=EVERY) for step, args in made)) == set(NAMES)
@@ -211,8 +212,8 @@ def test_explain_is_a_table():
     step, args = mlp()
     text = str(ft.explain(jax.jit(ft.tune(step, rules=EVERY)), *args))
     assert re.search(r"equations rewritten; not fired: bfloat16_products, max_pool, max_pool_gradient, "
-                     "depthwise_convolution, grouped_convolution, dilated_input, convolution_gradient, "
-                     "kernel_layout, convolution_kernels, convolution_library", text)
+                     "depthwise_convolution, grouped_convolution, small_input, dilated_input, "
+                     "convolution_gradient, kernel_layout, convolution_kernels, convolution_library", text)
     assert re.search(r"^0 +products +2 dot_general: its operands are computed before it reads them$", text, re.M)
     cast = ft.autocast(ft.tune(step), "bfloat16")
     assert "scope" in str(ft.explain(cast, *args)) and ft.explain(cast, *args).policy.compute == jnp.bfloat16

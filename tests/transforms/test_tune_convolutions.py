@@ -10,6 +10,7 @@ from jax import lax
 
 from fnet import layers as nn
 from fnet import transforms as ft
+from fnet.transforms import _tune_library
 
 RNG = np.random.default_rng(0)
 
@@ -88,6 +89,25 @@ DILATED = {                                                # with the number of 
 }
 
 
+SMALL = {    # with the number of convolutions that become products, of: the convolution and its two gradients
+    "3x3 on 2x2": (convolution((4, 2, 2, 5), (3, 3), 6, 1), 2),
+    "3x3 on 1x1": (convolution((4, 1, 1, 5), (3, 3), 6, 1), 2),
+    "stride 2": (convolution((4, 2, 2, 5), (3, 3), 6, 1, strides=(2, 2)), 2),
+    "stride 2 on 4x4": (convolution((4, 4, 4, 5), (3, 3), 6, 1, strides=(2, 2)), 1),
+    "5x3 on 4x2": (convolution((3, 4, 2, 5), (5, 3), 6, 1), 2),
+    "7x7 on 2x3": (convolution((2, 2, 3, 5), (7, 7), 6, 1), 2),
+    "dilated": (convolution((2, 2, 2, 5), (3, 3), 6, 1, dilation=(2, 1)), 2),
+    "1-D": (convolution((4, 2, 5), (3,), 6, 1), 2),
+    "3-D": (convolution((2, 2, 1, 2, 3), (3, 3, 3), 4, 1, strides=(1, 2, 1)), 2),
+    "channels first": (convolution((4, 2, 2, 5), (3, 3), 6, 1, spec=("NCHW", "OIHW", "NCHW")), 2),
+    "mixed layouts": (convolution((4, 2, 2, 5), (3, 3), 6, 1, spec=("NHWC", "OIHW", "NCHW")), 2),
+    "much padding": (convolution((2, 2, 2, 5), (4, 4), 6, 1, padding=((5, 1), (0, 4))), 2),
+    "negative padding": (convolution((2, 2, 2, 5), (3, 3), 6, 1, padding=((-1, 3), (2, 2))), 1),
+    "long in one axis": (convolution((4, 2, 8, 5), (3, 3), 6, 1), 0),
+    "two groups": (convolution((4, 2, 2, 6), (3, 3), 6, 2), 0),
+}
+
+
 def outputs(f, x, w):
     y, back = jax.vjp(f, x, w)
     return (y, *back(y + 0.5))
@@ -118,6 +138,27 @@ def test_inputs_with_zeros(case):
     for a, b in zip(fast(x, w), both(x, w)):
         assert a.shape == b.shape and a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.quick_cases(5)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", SMALL)
+def test_windows_larger_than_the_input(case, dtype, every_size, monkeypatch):
+    monkeypatch.setattr(_tune_library, "onednn", lambda: False)
+    (f, x, w), count = SMALL[case]
+    x, w = jnp.asarray(x, dtype), jnp.asarray(w, dtype)
+    both = lambda x, w: outputs(f, x, w)
+    fast = ft.tune(both, "cpu", rules={"convolution_kernels": False, "convolution_gradient": False})
+    assert [row.rule for row in ft.explain(fast, x, w).rows].count("small_input") == count
+    for a, b in zip(fast(x, w), both(x.astype("float32"), w.astype("float32"))):
+        assert a.shape == b.shape and a.dtype == dtype
+        limit = 2e-2 if dtype == "bfloat16" else 2e-5
+        np.testing.assert_allclose(a.astype("float32"), b, rtol=limit, atol=limit * float(jnp.abs(b).max()))
+
+
+def test_a_small_convolution_of_few_multiplications_stays():
+    (f, x, w), _ = SMALL["3x3 on 2x2"]
+    assert not ft.explain(ft.tune(f, "cpu"), x, w).rows
 
 
 @pytest.mark.quick_cases(3)

@@ -99,6 +99,7 @@ def test_one_bad_number_spreads_no_further(rule, monkeypatch):
          "max_pool": lambda x: pooled(x, (2, 2), g[:, ::2, ::2, :4])[0],
          "max_pool_gradient": lambda x: pooled(x, (2, 2), g[:, ::2, ::2, :4])[1],
          "depthwise_convolution": groups(4), "grouped_convolution": groups(2), "convolution_gradient": back,
+         "small_input": lambda x: conv(x[:, 2:4, 3:5], w),
          "dilated_input": lambda x: lax.conv_transpose(x[:, None], w[None], (1, 2, 2), "SAME"),
          "convolution_kernels": back,
          "kernel_layout": lambda x: conv(*(a.astype(jnp.bfloat16) for a in (x, w.mT)), "HWOI")}[rule]
