@@ -1,12 +1,13 @@
 """The `fnet` command.
 
-    fnet devices            shows the chips of this machine and their precision policies; the first call measures a CPU
-                            for one second
+    fnet devices            shows the chips of this machine and the dtypes that fnet selects for them; the first call
+                            measures a CPU for one second
     fnet chips              shows the catalog of chips
     fnet chips "TPU v5e"    shows computed and published peaks, prices, FLOP per dollar, power and sources of a chip
     fnet chips --plot FILE  plots FLOP per dollar and per watt over the years
     fnet export runs/digits --to=bundle,onnx,litert         writes the trained model of a run as files
-    fnet bundle show FILE   describes an exported model; fnet bundle check and fnet bundle renew test and rewrite it
+    fnet bundle show FILE   describes an exported model; fnet bundle check FILE tests it, and fnet bundle renew FILE
+                            writes its programs again with the installed version of JAX
     fnet serve FILE         serves exported models over HTTP
     fnet report runs/digits                                 writes an HTML report of a run
     fnet plan module:function --devices v5e:16x16           selects the sharding of a training step

@@ -27,7 +27,7 @@ class MLP(eqx.Module):
 model = MLP(8, 16, key=jax.random.key(0))
 
 # %% Create the parameters
-model = MLP(8, 16, key=jax.random.key(0))           # the constructor creates them
+model = MLP(8, 16, key=jax.random.key(0))           # the constructor creates the parameters
 kernel = model.fc.weight                            # [16, 8], transposed
 
 # %% Apply the model
@@ -119,7 +119,7 @@ schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 10, 100)
 scheduled = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 
 # %% Train with a ready-made loop
-# Equinox has no loop of its own.
+# Equinox itself contains no training loop.
 for epoch in range(2):
     for rows in np.random.default_rng(epoch).permutation(32).reshape(4, 8):
         model, opt_state, value = step(model, opt_state, x[rows], y[rows])

@@ -1,4 +1,4 @@
-"""Twenty tasks in fnet. The pages in this folder show them beside the same tasks in other libraries."""
+"""Twenty tasks in fnet. The pages in this folder show the same tasks in other libraries beside this code."""
 
 import jax
 import numpy as np
@@ -66,11 +66,11 @@ class Scale(nn.Layer):
 @nn.layer
 def autoencoder(scope, x, *, width):
     dense, shared = nn.Dense(width), scope["shared"]
-    return dense(shared, dense(shared, x))          # one scope, used twice
+    return dense(shared, dense(shared, x))          # both calls use the same scope
 
 # %% Repeat a block
 block = nn.Residual(nn.LayerNorm(), nn.Dense(8), jax.nn.relu)
-deep = nn.Stack(block, 12)                          # one scan; compiled once
+deep = nn.Stack(block, 12)                          # a scan, so the block is compiled once
 deep_params, _ = deep.init(jax.random.key(0), x)
 assert nn.count_parameters(deep_params) == 12 * (8 * 8 + 3 * 8)
 

@@ -73,7 +73,7 @@ class Scale(hk.Module):
 # %% Share weights
 def autoencoder(x, width):
     dense = hk.Linear(width, name="shared")
-    return dense(dense(x))                          # one instance, used twice
+    return dense(dense(x))                          # one module, called twice
 
 # %% Repeat a block
 def block(x):
@@ -106,7 +106,7 @@ schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 10, 100)
 scheduled = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 
 # %% Train with a ready-made loop
-# Haiku has no loop of its own.
+# Haiku itself contains no training loop.
 for epoch in range(2):
     for rows in np.random.default_rng(epoch).permutation(32).reshape(4, 8):
         params, opt_state, value = step(params, opt_state, x[rows], y[rows])
@@ -117,12 +117,12 @@ grads = jax.grad(lambda trainable: loss(hk.data_structures.merge(trainable, froz
 
 # %% Train in mixed precision
 policy = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
-hk.mixed_precision.set_policy(MLP, policy)          # for each class of modules
+hk.mixed_precision.set_policy(MLP, policy)          # for one class of modules
 logits = model.apply(params, x)
 hk.mixed_precision.clear_policy(MLP)
 
 # %% Save and load
-# Haiku has no file format. Pickles from others can run any code.
+# Haiku has no file format. A pickle file from an untrusted source can run any code.
 with open("params.pickle", "wb") as file:
     pickle.dump(jax.device_get(params), file)
 

@@ -22,7 +22,7 @@ model = MLP(16)
 
 # %% Create the parameters
 keras.utils.set_random_seed(0)
-logits = model(x)                                   # the first call creates them
+logits = model(x)                                   # the first call creates the parameters
 kernel = model.fc.kernel                            # [8, 16]
 
 # %% Apply the model
@@ -105,10 +105,10 @@ history = model.fit(x, y, batch_size=8, epochs=2, verbose=0)
 
 # %% Freeze a part of the model
 model.fc.trainable = False
-model.compile(optimizer, cross_entropy)             # compile again
+model.compile(optimizer, cross_entropy)             # compile again, so that it takes effect
 
 # %% Train in mixed precision
-keras.config.set_dtype_policy("mixed_bfloat16")     # before the model is created
+keras.config.set_dtype_policy("mixed_bfloat16")     # set it before you create the model
 mixed = MLP(16)
 keras.config.set_dtype_policy("float32")
 
@@ -117,7 +117,7 @@ model.save_weights("model.weights.h5")
 model.load_weights("model.weights.h5")
 
 # %% Read an activation
-hidden = model.fc(x)                                # for a functional model: keras.Model(inputs, layer.output)
+hidden = model.fc(x)                                # or, for a functional model: keras.Model(inputs, layer.output)
 
 # %% Train on all devices
 keras.distribution.set_distribution(keras.distribution.DataParallel())

@@ -80,7 +80,7 @@ class Autoencoder(nn.Module):
     @nn.compact
     def __call__(self, x):
         dense = nn.Dense(self.width, name="shared")
-        return dense(dense(x))                      # one instance, used twice
+        return dense(dense(x))                      # one module, called twice
 
 # %% Repeat a block
 class Block(nn.Module):
@@ -116,7 +116,7 @@ schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 10, 100)
 scheduled = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 
 # %% Train with a ready-made loop
-# Flax has no loop of its own.
+# Flax itself contains no training loop.
 for epoch in range(2):
     for rows in np.random.default_rng(epoch).permutation(32).reshape(4, 8):
         params, opt_state, value = step(params, opt_state, x[rows], y[rows])
@@ -127,7 +127,7 @@ labels = flax.traverse_util.path_aware_map(
 partial = optax.multi_transform({"train": optax.adamw(1e-3), "freeze": optax.set_to_zero()}, labels)
 
 # %% Train in mixed precision
-mixed = MLP(16, dtype=jnp.bfloat16)                 # each module passes dtype= on
+mixed = MLP(16, dtype=jnp.bfloat16)                 # MLP passes dtype to its layers
 logits = mixed.apply({"params": params}, x)
 
 # %% Save and load

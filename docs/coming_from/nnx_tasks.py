@@ -23,7 +23,7 @@ class MLP(nnx.Module):
 model = MLP(8, 16, rngs=nnx.Rngs(0))
 
 # %% Create the parameters
-model = MLP(8, 16, rngs=nnx.Rngs(0))                # the constructor creates them
+model = MLP(8, 16, rngs=nnx.Rngs(0))                # the constructor creates the parameters
 kernel = model.fc.kernel                            # [8, 16]
 
 # %% Apply the model
@@ -46,7 +46,7 @@ cnn_logits = cnn(images)
 # %% Use dropout
 dropout = nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
 dropout.train()
-noisy = dropout(x)                                  # the module's own stream of keys
+noisy = dropout(x)                                  # uses the module's own random stream
 dropout.eval()
 exact = dropout(x)
 
@@ -104,7 +104,7 @@ optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 @nnx.jit
 def step(model, optimizer, x, y):
     value, grads = nnx.value_and_grad(loss)(model, x, y)
-    optimizer.update(model, grads)                  # in place
+    optimizer.update(model, grads)                  # updates the model in place
     return value
 
 value = step(model, optimizer, x, y)
@@ -114,7 +114,7 @@ schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 10, 100)
 scheduled = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 
 # %% Train with a ready-made loop
-# Flax has no loop of its own.
+# Flax itself contains no training loop.
 for epoch in range(2):
     for rows in np.random.default_rng(epoch).permutation(32).reshape(4, 8):
         value = step(model, optimizer, x[rows], y[rows])
@@ -125,16 +125,16 @@ partial = nnx.Optimizer(model, optax.adamw(1e-3), wrt=in_head)
 value, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, in_head))(model, x, y)
 
 # %% Train in mixed precision
-mixed = MLP(8, 16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))     # each module passes dtype= on
+mixed = MLP(8, 16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))     # MLP passes dtype to its layers
 logits = mixed(x)
 
 # %% Save and load
-# Orbax writes this state to files.
+# To write the state to files, use Orbax.
 graph, state = nnx.split(model)
 restored = nnx.merge(graph, state)
 
 # %% Read an activation
-# A module stores it with `self.sow`, or the submodule is called directly.
+# Call the submodule directly, or store the activation with `self.sow`.
 hidden = model.fc(x)
 
 # %% Train on all devices

@@ -23,7 +23,7 @@ model = MLP(8, 16)
 
 # %% Create the parameters
 torch.manual_seed(0)
-model = MLP(8, 16)                                  # the constructor creates them
+model = MLP(8, 16)                                  # the constructor creates the parameters
 kernel = model.fc.weight                            # [16, 8], transposed
 
 # %% Apply the model
@@ -47,12 +47,12 @@ cnn_logits = cnn(images)                            # channels first
 
 # %% Use dropout
 dropout = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5))
-noisy = dropout.train()(x)                          # the global generator
+noisy = dropout.train()(x)                          # uses the global random generator
 exact = dropout.eval()(x)
 
 # %% Use batch normalization
 normed = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
-out = normed.train()(x)                             # updates the buffers in place
+out = normed.train()(x)                             # updates the running statistics in place
 out = normed.eval()(x)
 
 # %% Write a layer with a parameter
@@ -99,7 +99,7 @@ def step(x, y):
     optimizer.step()
     return value
 
-value = step(x, y)                                  # optionally torch.compile(model)
+value = step(x, y)                                  # to compile: torch.compile(model)
 
 # %% Use a schedule and clip gradients
 warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=10)
@@ -108,7 +108,7 @@ schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [1
 norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)   # before optimizer.step()
 
 # %% Train with a ready-made loop
-# PyTorch has no loop of its own.
+# PyTorch itself contains no training loop.
 loader = torch.utils.data.DataLoader(
     torch.utils.data.TensorDataset(x, y), batch_size=8, shuffle=True)
 for _ in range(2):
@@ -140,7 +140,7 @@ hook.remove()
 hidden = values["fc"]
 
 # %% Train on all devices
-# One process for each device, started by `torchrun --nproc_per_node=8 train.py`.
+# Start one process for each device: `torchrun --nproc_per_node=8 train.py`.
 import os
 import tempfile
 
@@ -149,5 +149,5 @@ torch.distributed.init_process_group(
     "gloo", init_method=f"file://{rendezvous}/store",
     rank=int(os.environ.get("RANK", 0)), world_size=int(os.environ.get("WORLD_SIZE", 1)))
 replica = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
-F.cross_entropy(replica(x), y).backward()           # sums the gradients over the devices
+F.cross_entropy(replica(x), y).backward()           # averages the gradients over the devices
 torch.distributed.destroy_process_group()

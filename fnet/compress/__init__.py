@@ -9,9 +9,10 @@
     shrunk = compress.shrink(model, params, x, fraction=0.5)
     logits = shrunk.f(shrunk.params, x)
 
-`quantize` and `lora` return parameter trees whose leaves are implicit arrays (`ImplicitArray`). An implicit array is a
-pytree of plain arrays from which one array is computed, for example codes and scales. Such parameter trees can be
-sharded and saved, and functions of them can be compiled and differentiated, as with plain arrays.
+`quantize` and `lora` return a tree of parameters in which some leaves are implicit arrays (`ImplicitArray`). An
+implicit array is a pytree of plain arrays from which one array is computed, for example codes and scales. A tree with
+implicit arrays can be sharded and saved like a tree of plain arrays. `ft.use_implicit_arrays(f)` is a function of such
+a tree that can be compiled and differentiated.
 """
 
 from fnet.compress._advise import Advice, Advised, advise

@@ -32,16 +32,17 @@ _COLD, _WORK = 2**25, 2e9    # a measurement reads 2**25 bytes of parameters, bu
 
 @dataclasses.dataclass(frozen=True)
 class Advised:
-    """The advice about one parameter.
+    """The advice of `advise` about one parameter.
 
     Attributes:
         path: the path of the parameter.
         product: the number and the shapes of the products with the parameter, as text.
-        bytes: the bytes of the parameter in each format, {name of the format: bytes}. The name "original" means the
+        bytes: the size of the parameter in each format, {name of the format: bytes}. The name "original" means the
             original dtype of the parameter. Formats that cannot represent the parameter are missing.
-        seconds: the time of the products in each format, {name of the format: seconds}.
+        seconds: the time of the products with the parameter in each format, {name of the format: seconds}. The name
+            "original" means the original dtype.
         format: the advised format, or None if the parameter should not be quantized.
-        reason: the reason for the advice.
+        reason: the reason why `format` is advised.
 
     >>> from fnet import compress
     >>> row = compress.Advised("w", "[8, 4] x [4, 2]", {"original": 32}, {"original": 1e-6}, None, "the first product")
@@ -59,16 +60,16 @@ class Advised:
 
 @dataclasses.dataclass(frozen=True)
 class Advice(Mapping):
-    """The result of `advise`. It is a mapping {pattern: format}, which can be passed to `quantize` as the recipe.
-    `print` shows it as a table.
+    """The result of `advise`, a mapping {pattern: format} that can be passed to `quantize` as the recipe. `print` shows
+    it as a table.
 
     Attributes:
-        chip: the chip.
-        measured: whether times were measured on the chip. Otherwise they are estimated from its peak rates.
+        chip: the chip for which the formats are advised.
+        measured: True if times were measured on the chip, False if they are estimated from the peak rates of the chip.
         rows: one `Advised` for each parameter that is an operand of a product.
         formats: the formats that were considered, {name: format}.
-        before: the time of the function with the original parameters, in seconds, or None if it is unknown.
-        after: the time of the function with the advised formats, in seconds, or None if it is unknown.
+        before: the time of the function with the original parameters, in seconds, or None if the time is unknown.
+        after: the time of the function with the advised formats, in seconds, or None if the time is unknown.
 
     >>> from fnet import compress
     >>> params = {"k1": jnp.ones((8, 8)), "k2": jnp.ones((8, 8)), "k3": jnp.ones((8, 8))}
@@ -137,18 +138,19 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
         print(advice)
         small = compress.quantize(params, advice)
 
-    On the local chip, each product is timed with its parameter in each format. A measurement uses several copies of the
-    parameter, so that they are not read from a cache. It also contains elementwise operations before and after the
-    product, because in a network XLA fuses rounding and scaling with such operations. The whole function is also timed:
-    with the original parameters, and for each format with all parameters in this format. XLA may fuse the operations of
-    the whole function differently. Therefore the times of all products in a format are multiplied by one factor, chosen
-    so that they agree with the measured time of the function. For another chip, times are estimates: the longer of
-    FLOPs / peak rate and bytes / bandwidth, plus the time to decode the codes.
+    On the local chip, `advise` times each product with its parameter in each format. A measurement uses several copies
+    of the parameter, so that the parameter is not read from a cache. It also contains elementwise operations before and
+    after the product, because XLA fuses rounding and scaling with such operations in a network. `advise` also times the
+    whole function with the original parameters, and once for each format with the parameters in this format. In the
+    whole function, XLA may fuse operations differently than in a measurement of one product. Therefore the times of all
+    products in a format are multiplied by one factor, so that they agree with the measured time of the function. For a
+    chip that is not local, times are estimates: max(FLOPs / peak rate, bytes / bandwidth) + the time to decode codes.
 
-    For each parameter, the fastest format is advised if its products then take at most 97 % of the time with the
-    original parameter. The accuracy of the function is not considered, so measure it separately. Statistics from
-    `calibrate` can improve the accuracy of quantized parameters. If more than two parameters are operands of products,
-    the parameters of the first and the last product are not quantized, because rounding them affects the outputs most.
+    For each parameter, `advise` selects the fastest format. It advises this format only if the products then take at
+    most 97 % of the time with the original parameter. `advise` does not consider the accuracy of the function, so
+    measure the accuracy separately. Statistics from `calibrate` can improve the accuracy of quantized parameters. If
+    more than two parameters are operands of products, `advise` does not quantize the parameters of the first and the
+    last product, because rounding these parameters affects the outputs most.
 
     Args:
         f: `f(params, *args)`, a model of any library.
@@ -156,7 +158,7 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
         *args: the other arguments of f. If they are `jax.ShapeDtypeStruct`s, nothing is measured.
         chip: a `hardware.Chip`, a device or a device kind. Default: the first local device.
         formats: the formats to consider. Default: Int8(), Int8(activations="dynamic") and Int4(group=32).
-        measure: whether to time products. Default: True if the arguments are arrays and `chip` is attached.
+        measure: whether to time products. Default: True if the arguments are arrays and `chip` is the local chip.
 
     Returns:
         An `Advice`, which is also a recipe for `quantize`.

@@ -31,20 +31,21 @@ _NAME = re.compile(r"(?:.*/)?input of (?P<leaf>\d+), (?P<lead>\d+), (?P<axes>[-\
 class InputStatistics:
     """Statistics of the inputs of the products with one parameter. `calibrate` creates it.
 
-    The input of a product is the operand that is not the parameter. It consists of rows of n elements, where n is the
-    number of elements over which the product sums. For convolutions, n is 1, so each element is a row. If a scan
+    The input of a product is the operand that is not the parameter. The input consists of rows of n elements, where n
+    is the number of elements over which the product sums. For convolutions, n is 1: each element is a row. If a scan
     iterates over the first axes of the parameter, such as the layers of a `Stack`, the statistics are separate for each
-    index of these axes. `lead` are the sizes of these axes.
+    index of these axes. In the shapes below, `lead` are the sizes of these axes.
 
     Attributes:
         rows: the number of recorded rows, an array [*lead].
-        largest: the largest magnitude of an element, an array [*lead].
+        largest: the largest magnitude of all elements, an array [*lead].
         magnitude: the mean magnitude of each element of a row, an array [*lead, n].
-        histogram: the number of magnitudes in each bin, an array [*lead, 1920]. `bounds` contains the upper bounds of
-            the bins.
+        histogram: the number of elements whose magnitude is in each bin, an array [*lead, 1920]. `bounds` contains the
+            upper bounds of the bins.
         gram: the sum of x^T x over all rows x, an array [*lead, n, n]. None for convolutions and with `gram=False`.
-        axes: the contracted axes of the parameter, counted from the end (negative).
+        axes: the axes of the parameter over which products contract it, counted from the end (negative).
         conflict: the reason why the statistics do not describe all products with the parameter, or "" if they describe
+            all products.
             all.
 
     >>> from fnet import compress
@@ -68,7 +69,9 @@ class InputStatistics:
         return 2.0 ** (_LOWEST + np.arange(1, _BINS + 1) / _PER_OCTAVE)
 
     def bound(self, method: str) -> np.ndarray:
-        """Returns the magnitudes that the largest 8-bit code represents, as an array [*lead].
+        """Returns the bound at which inputs are clipped when they are rounded to 8 bits, as an array [*lead].
+
+        The largest 8-bit code, 127, represents this magnitude.
 
         Args:
             method: "absmax": the largest recorded magnitude. "percentile": the bound below which 99.99 % of the
@@ -136,17 +139,17 @@ def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = 
 
     Args:
         f: `f(params, *batch)`, a model of any library, or a loss.
-        params: a tree of arrays. Parameters with fewer than two axes, those named bias, scale, b or offset, and
-            implicit arrays are not observed.
+        params: a tree of arrays. No statistics are recorded for parameters with fewer than two axes, for parameters
+            named bias, scale, b or offset, and for implicit arrays.
         batches: an iterable of batches. A batch is a tuple of the other arguments of f, or an array if there is one
-            other argument. A few hundred rows in total suffice for the scales of activations. The correction of
-            rounding errors (`gram=True`) needs more rows than the number of elements of a row.
-        gram: whether to record the sum of x^T x over the rows x, which `quantize` uses to correct rounding errors. It
-            has n^2 elements for rows of n elements. Default True.
+            other argument. Together, the batches need a few hundred rows to compute the scales of activations. To
+            correct rounding errors (`gram=True`), they need more rows than the number of elements of a row.
+        gram: whether to record the sum of x^T x over the rows x, which `quantize` uses to correct rounding errors. For
+            rows of n elements, this sum has n^2 elements. Default True.
 
     Returns:
         {path of a parameter: `InputStatistics`}, for the parameters that f uses in products or convolutions. Products
-        inside while loops and branches of cond are not recorded.
+        inside while loops and inside branches of `lax.cond` are not recorded.
 
     Raises:
         ValueError: there is no batch, or no product with a parameter.

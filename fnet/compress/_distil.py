@@ -16,16 +16,17 @@ def distillation_loss(logits: jax.Array, teacher_logits: jax.Array, labels: jax.
 
         weight T^2 KL(softmax(teacher_logits / T) || softmax(logits / T)) + (1 - weight) cross_entropy(logits, labels)
 
-    The factor T^2 keeps the size of the first term's gradient independent of the temperature T. The teacher's logits
-    get no gradient.
+    The factor T^2 keeps the size of the first term's gradient independent of the temperature T. No gradient flows to
+    the teacher's logits.
 
     Args:
         logits: the logits of the student, [..., classes].
         teacher_logits: the logits of the teacher, [..., classes].
-        labels: the correct classes, integers [...]. Default None: the loss is the first term with weight 1.
+        labels: the correct classes, integers [...]. Default None: the loss is the first term, with weight 1.
         temperature: the temperature T, a number above 0. Default 4. With a larger T, the student learns more about the
-            classes that the teacher considers unlikely.
-        weight: the weight of the first term, a number in [0, 1]. Default 0.9.
+            classes to which the teacher gives a low probability.
+        weight: the weight of the first term, a number in [0, 1]. The weight of the second term is 1 - weight. Default
+            0.9.
 
     Returns:
         The losses [...], in nats.
@@ -64,12 +65,13 @@ def hidden_loss(student: Mapping[str, Any], teacher: Mapping[str, Any], pairs: M
         loss = compress.hidden_loss(seen, wanted, {"blocks": "encoder"}, {"blocks": projection})
 
     Args:
-        student, teacher: the captured values, {site: value}, where a site is the name of a value. They are the second
-            result of a function that `ft.capture` returns. The teacher's values get no gradient.
+        student, teacher: the captured values, {site: value}. A site is the name of a value in the program. The captured
+            values are the second result of the function that `ft.capture` returns. No gradient flows to the values of
+            the teacher.
         pairs: {site of the student: site of the teacher}.
         projections: {site of the student: matrix [student's features, teacher's features]}, for sites at which student
-            and teacher have different numbers of features. The student's values are multiplied by the matrix. Train the
-            matrices together with the parameters of the student. Default: none.
+            and teacher have different numbers of features. The student's values are multiplied by the matrix. Train
+            these matrices together with the parameters of the student. Default: none.
 
     Returns:
         A scalar: the mean squared difference of each pair, averaged over the pairs.

@@ -23,16 +23,15 @@ from fnet.jaxpr import Convolution, ImplicitArray, is_implicit
                    meta_fields=["format", "axes"])
 @dataclasses.dataclass(frozen=True)
 class FakeQuantized(ImplicitArray):
-    """A trainable parameter. When a program uses it, its values are rounded to multiples of a step, which is also
-    trainable.
+    """A trainable parameter that is rounded when a program uses it, for quantization-aware training.
 
-    `fake_quantize` creates it.
+    The values are rounded to multiples of a step, which is also trainable. `fake_quantize` creates a `FakeQuantized`.
 
     Attributes:
         values: the values of the parameter before rounding.
         step: the step of each block of values, an array of the shape of `scale` in `Quantized`.
-        inputs: the step for the other operand of a product (the activations), or None if it is not rounded, or if its
-            step is computed at run time.
+        inputs: the step to whose multiples the other operand of a product (the activations) is rounded. None: the other
+            operand is not rounded, or its step is computed at run time.
         format, axes: as in `Quantized`.
 
     >>> from fnet import compress
@@ -73,7 +72,7 @@ class FakeQuantized(ImplicitArray):
         return take(self.materialize())
 
     def quantized(self) -> Quantized:
-        """Converts the parameter to codes and scales, which represent the same rounded values."""
+        """Returns a `Quantized` parameter that represents the same rounded values as codes and scales."""
         result = self._quantized(self.values.astype(jnp.float32))
         largest = self.format.largest
         codes = self.format.encode(jnp.clip(result.codes / result.full_scale(), -largest, largest))
@@ -115,19 +114,19 @@ def fake_quantize(params: Any, recipe: Mapping[str, Format], *,
         loss = lambda params: f(ft.use_implicit_arrays(model)(params, x))    # train as usual
         params = compress.convert(params)                                    # codes and scales
 
-    When the model uses such a parameter, its values are rounded to multiples of a step. The derivative ignores the
-    rounding (straight-through estimator). The steps are also trained (learned step size quantization). Their initial
-    values are the scales that `quantize` computes. After training, `convert` replaces the parameters by quantized
-    parameters, whose scales are the steps.
+    When the model uses a `FakeQuantized` parameter, its values are rounded to multiples of a step. The derivative
+    ignores the rounding (straight-through estimator). The steps are trained together with the values (learned step size
+    quantization). The initial steps are the scales that `quantize` computes. After training, `convert` replaces the
+    `FakeQuantized` parameters by quantized parameters, whose scales are the trained steps.
 
     Args:
         params: a tree of arrays.
-        recipe: {pattern: format}, as for `quantize`, with the formats `Int8` and `Int4`.
-        stats: statistics of the inputs of products, from `calibrate`, for the initial scales of activations. Default
-            None.
+        recipe: {pattern: format}, as for `quantize`. The format must be `Int8` or `Int4`.
+        stats: statistics of the inputs of products, from `calibrate`. The initial scales of activations are computed
+            from these statistics. Default None.
 
     Returns:
-        The tree with `FakeQuantized` leaves.
+        The tree, in which the selected parameters are `FakeQuantized` leaves.
 
     Raises:
         ValueError: as for `quantize`.
@@ -156,7 +155,7 @@ def fake_quantize(params: Any, recipe: Mapping[str, Format], *,
 
 
 def convert(params: Any) -> Any:
-    """Replaces the `FakeQuantized` leaves of a tree by `Quantized` leaves, after training.
+    """Replaces each `FakeQuantized` leaf of a tree by a `Quantized` leaf with the same rounded values, after training.
 
     >>> from fnet import compress
     >>> params = compress.fake_quantize({"kernel": jnp.ones((2, 2))}, {"kernel": compress.Int8()})

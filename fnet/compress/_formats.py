@@ -19,7 +19,7 @@ METHODS = "absmax", "percentile", "mse"    # methods to compute the scale of act
 
 
 class Format:
-    """The format of a stored parameter: `values = decode(codes) * scale`, with one scale for each block of values.
+    """The format of a quantized parameter: `values = decode(codes) * scale`, with one scale for each block of values.
 
     Attributes:
         bits: the number of bits of one code.
@@ -43,8 +43,10 @@ class Format:
                              f"{self.group}")
 
     def encode(self, values: Any) -> Any:
-        """Converts scaled values (values / scale), which lie between -largest and largest, to codes. The codes are int8
-        or float8, or for 4 bits uint8 from 0 to 15."""
+        """Converts scaled values (values / scale), which lie between -largest and largest, to codes.
+
+        The codes are int8 or float8 numbers. For formats with 4 bits, they are uint8 numbers from 0 to 15.
+        """
         raise NotImplementedError
 
     def decode(self, codes: Any, dtype: Any) -> Any:
@@ -63,18 +65,18 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class Int8(Format):
-    """8-bit integers from -127 to 127. They need a quarter of the bytes of float32.
+    """The format of 8-bit integers from -127 to 127. The codes need a quarter of the bytes of float32.
 
     Args:
         group: the number of values along the contracted axis that share a scale. Default None: all values along this
             axis share one scale. A product is then computed with the codes, and its result is multiplied by the scale.
-        axes: the axes over which the parameter is contracted. Default None: see `quantize`.
-        activations: the method by which the other operands of products (the activations) are rounded to 8 bits. Default
-            None: they are not rounded (weight-only quantization). If they are rounded, matrix products are computed
-            with 8-bit integers, and convolutions with the rounded values in floating point. With "dynamic", the scale
-            of the activations is computed at run time, for each row of a product and for each example of a convolution.
-            With "absmax", "percentile" or "mse", all rows have the same scale, which `quantize` computes from
-            statistics (see `InputStatistics.bound`). Derivatives with respect to activations ignore the rounding
+        axes: the axes over which products contract the parameter. Default None: see `quantize`.
+        activations: the method that rounds the other operands of products (the activations) to 8 bits. Default None:
+            activations are not rounded (weight-only quantization). If activations are rounded, matrix products are
+            computed with 8-bit integers, and convolutions with the rounded values in floating point. With "dynamic",
+            the scale of the activations is computed at run time, for each row of a product and for each example of a
+            convolution. With "absmax", "percentile" or "mse", all rows have the same scale, which `quantize` computes
+            from statistics (see `InputStatistics.bound`). Derivatives with respect to activations ignore the rounding
             (straight-through estimator).
 
     >>> Int8().bits
@@ -103,12 +105,14 @@ class Int8(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Int4(Format):
-    """4-bit integers from -8 to 7, two in each byte. The scale of a block is its largest magnitude divided by 7.
+    """The format of 4-bit integers from -8 to 7. A byte contains two codes.
+
+    The scale of a block is its largest magnitude divided by 7.
 
     Args:
-        group: the number of values along the contracted axis that share a scale, or None for all values
-            along this axis. Default: 32, as in GGUF.
-        axes: the axes over which the parameter is contracted. Default None: see `quantize`.
+        group: the number of values along the contracted axis that share a scale, or None if all values along this axis
+            share one scale. Default: 32, as in GGUF.
+        axes: the axes over which products contract the parameter. Default None: see `quantize`.
 
     >>> Int4().group
     32
@@ -128,12 +132,12 @@ class Int4(Format):
 
 @dataclasses.dataclass(frozen=True)
 class NF4(Format):
-    """4-bit codes that represent 16 quantiles of a normal distribution, two in each byte.
+    """The format of 4-bit codes that represent 16 quantiles of a normal distribution. A byte contains two codes.
 
     Args:
-        group: the number of values along the contracted axis that share a scale, or None for all values
-            along this axis. Default: 64, as in the paper.
-        axes: the axes over which the parameter is contracted. Default None: see `quantize`.
+        group: the number of values along the contracted axis that share a scale, or None if all values along this axis
+            share one scale. Default: 64, as in the paper.
+        axes: the axes over which products contract the parameter. Default None: see `quantize`.
 
     Source: Dettmers et al. (2023), QLoRA: Efficient Finetuning of Quantized LLMs, section 3.
 
@@ -155,12 +159,14 @@ class NF4(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Float8(Format):
-    """8-bit floating point (float8_e4m3fn), with 4 bits of exponent, 3 bits of mantissa and the largest value 448.
+    """The format of 8-bit floating-point numbers (float8_e4m3fn), with 4 bits of exponent and 3 bits of mantissa.
+
+    The largest number is 448.
 
     Args:
         group: the number of values along the contracted axis that share a scale. Default None: all values along this
             axis share one scale.
-        axes: the axes over which the parameter is contracted. Default None: see `quantize`.
+        axes: the axes over which products contract the parameter. Default None: see `quantize`.
 
     Source: Micikevicius et al. (2022), FP8 Formats for Deep Learning.
 

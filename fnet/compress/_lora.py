@@ -24,11 +24,11 @@ class LowRank(ImplicitArray):
 
     Attributes:
         base: the original parameter [*lead, *in, out], an array or an implicit array such as a `Quantized`. `lead` are
-            the axes of a stack of layers.
+            the leading axes of a stack of layers, `in` the input axes, and `out` the output axis.
         a: the first factor, [*lead, *in, rank].
         b: the second factor, [*lead, rank, out], initially zeros.
         scale: `alpha / rank`, with the arguments of `lora`.
-        inputs: how many axes of `base` are input axes (`in`).
+        inputs: the number of input axes (`in`) of `base`.
 
     >>> params = compress.lora(jax.random.key(0), {"kernel": jnp.ones((8, 4))}, {"kernel": 2}, alpha=4)
     >>> params["kernel"].a.shape, params["kernel"].b.shape, params["kernel"].scale
@@ -93,24 +93,24 @@ def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float 
         trainable, frozen = nn.partition(params, ".*/[ab]")
         loss = lambda trainable: f(ft.use_implicit_arrays(model)(nn.combine(trainable, frozen), x))
 
-    `b` is initialized with zeros, so the outputs of the model do not change before training. With quantized parameters,
-    this is QLoRA.
+    `b` is initialized with zeros, so the outputs of the model do not change before training. If the parameters are
+    quantized, this method is called QLoRA.
 
     Args:
-        key: a `jax.random.key`, with which `a` is drawn. As in PEFT, the distribution of `a` is uniform with variance
-            1/(3n), where n is the number of inputs.
-        params: a tree of arrays and quantized arrays. Kernels are [in, out], stacked kernels [depth, in, out], and
-            kernels of convolutions [height, width, in, out].
+        key: a `jax.random.key` for the initial values of `a`. As in PEFT, the distribution of `a` is uniform with
+            variance 1/(3n), where n is the number of inputs.
+        params: a tree of arrays and quantized arrays. Kernels have the shape [in, out], stacked kernels [depth, in,
+            out], and kernels of convolutions [height, width, in, out].
         rules: {pattern: rank}. A pattern is a regular expression that matches the whole path of a parameter, or the
             first parts of the path such as "blocks". The first pattern that matches a parameter applies. Parameters
             with fewer than two axes, and parameters named bias, scale, b or offset, are not changed.
-        alpha: a number. The change is multiplied by alpha / rank. Default: twice the rank.
+        alpha: a number. The product `a @ b` is multiplied by alpha / rank. Default: twice the rank.
 
     Returns:
-        The tree with `LowRank` leaves.
+        The tree, in which the selected parameters are `LowRank` leaves.
 
     Raises:
-        ValueError: a pattern matches no such parameter, or a rank is not a positive integer.
+        ValueError: a pattern matches no parameter that can be changed, or a rank is not a positive integer.
 
     Source: Hu et al. (2022), LoRA: Low-Rank Adaptation of Large Language Models; Dettmers et al. (2023), QLoRA.
 
@@ -143,7 +143,7 @@ def _digest(path) -> int:
 
 
 def merge(params: Any) -> Any:
-    """Adds the low-rank changes of `lora` to their parameters, and returns a tree without `LowRank` leaves.
+    """Adds the low-rank changes of `lora` to the original parameters, and returns a tree without `LowRank` leaves.
 
     A quantized parameter with a low-rank change becomes a plain array.
 

@@ -22,8 +22,8 @@ class PruneState(NamedTuple):
 
     Attributes:
         count: the number of updates so far, int32.
-        masks: the tree of parameters, with a boolean mask in place of each parameter that is pruned, and
-            `optax.MaskedNode()` in place of every other parameter. A mask is False where the value is set to zero.
+        masks: a tree with the structure of the parameters. Each parameter that is pruned is replaced by a boolean mask,
+            and every other parameter by `optax.MaskedNode()`. A mask is False at elements that are set to zero.
 
     >>> optimizer = compress.prune({"kernel": 0.5}, end=10)
     >>> params = {"kernel": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
@@ -38,32 +38,32 @@ class PruneState(NamedTuple):
 
 def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 1,
           jointly: bool = False) -> optax.GradientTransformationExtraArgs:
-    """Returns an Optax transformation that sets the elements of smallest magnitude in parameters to zero.
+    """Returns an Optax transformation that sets the elements with the smallest magnitudes in parameters to zero.
 
         optimizer = optax.chain(optax.adamw(1e-3), compress.prune({"blocks": 0.8, "head": 0.5}, begin=500, end=4000))
 
-    The transformation must be the last one of a chain. At update t, a fraction s_t of the elements is zero. It grows
-    from 0 at update `begin` to the sparsity s of the rule at update `end`:
+    The transformation must be the last transformation of a chain. At update t, a fraction s_t of the elements is zero.
+    This fraction grows from 0 at update `begin` to the sparsity s of the rule at update `end`:
 
         s_t = s - s (1 - (t - begin) / (end - begin))^3
 
-    An element that was set to zero stays zero. Zeros do not make a program faster. For a faster program, use `shrink`,
-    which removes whole channels and heads.
+    An element that was set to zero stays zero. Zeros do not make a program faster. To make a program faster, use
+    `shrink`, which removes whole channels and heads.
 
     Args:
         rules: {pattern: sparsity between 0 and 1}. A pattern is a regular expression that matches the whole path of a
             parameter, or the first parts of the path such as "blocks". The first pattern that matches a parameter
             applies. Parameters with fewer than two axes, and parameters named bias, scale, b or offset, are not pruned.
         begin, end: the numbers of the first and the last update at which the elements to set to zero are selected.
-            Updates are counted from 0. Default 0 for `begin`.
-        every: the number of updates from one selection to the next. Default 1.
+            Updates are counted from 0. Default of `begin`: 0.
+        every: the number of updates from one selection of elements to the next. Default 1.
         jointly: whether the elements of all parameters of a rule are ranked together (global pruning), so that the
             fraction of zeros differs between parameters. Default False: each parameter has the same fraction of zeros.
-            The layers of a stack are one parameter, so their elements are always ranked together.
+            A stack of layers has one stacked parameter, so the elements of its layers are always ranked together.
 
     Returns:
-        An `optax.GradientTransformationExtraArgs` with a `PruneState`. Its `update` must be called with the parameters:
-        `update(gradients, state, params)`.
+        An `optax.GradientTransformationExtraArgs`, whose state is a `PruneState`. Pass the parameters to its method
+        `update`: `update(gradients, state, params)`.
 
     Raises:
         ValueError: a sparsity is not between 0 and 1, `begin` is negative or larger than `end`, `every` is less than 1,

@@ -25,16 +25,18 @@ from fnet.jaxpr import materialize as _materialized
                    meta_fields=["format", "axes", "dtype"])
 @dataclasses.dataclass(frozen=True)
 class Quantized(ImplicitArray):
-    """A parameter that is stored as codes of few bits and scales: `values = decode(codes) * scale`. `quantize` creates
-    it.
+    """A parameter that is stored as codes of few bits and scales: `values = decode(codes) * scale`.
+
+    `quantize` creates it.
 
     Attributes:
         codes: the codes. For 8 bits, an int8 or float8 array with the shape of the parameter. For 4 bits, a uint8 array
             in which each byte contains two codes that are adjacent along the last of `axes`.
-        scale: the scales, float32. The axes in `axes` have length 1. If the format has groups, the last of these axes
-            has one element for each group.
+        scale: the scales, a float32 array with the rank of the parameter. The axes in `axes` have length 1. If the
+            format has groups, the last of these axes has one element for each group.
         format: the format of the codes.
-        axes: the contracted axes of the parameter, a tuple of negative integers (counted from the end).
+        axes: the axes of the parameter over which products contract it, a tuple of negative integers (counted from the
+            end).
         dtype: the dtype of the parameter.
         inputs: the scale with which the other operand of a product is rounded, an array with the rank of the parameter.
             All its axes have length 1, except those of a stack of layers. None (the default): the other operand is not
@@ -110,7 +112,7 @@ class Quantized(ImplicitArray):
         return self._scaled(codes, self.scale).astype(dtype)
 
     def full_scale(self) -> jax.Array:
-        """Returns the scale of each value of the parameter, in the shape of the parameter."""
+        """Returns an array of the shape of the parameter, in which each element is the scale of this value."""
         return self._scaled(jnp.ones(jnp.shape(self.codes), jnp.float32), self.scale)
 
     def pack(self, codes: jax.Array) -> jax.Array:
@@ -174,13 +176,13 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
         params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed": compress.Int8(axes=-1)})
         logits = ft.use_implicit_arrays(model)(params, x)
 
-    Each block of values has one scale, max|w| / largest, where `largest` depends on the format (127, 7, 1 or 448). A
-    block extends over the axes `axes` of the format, or over a group along the last of these axes. By default, `axes`
-    is the second-last axis of kernels [in, out] and stacked kernels [depth, in, out]. For kernels with four or more
-    axes, such as those of convolutions [height, width, in, out], `axes` contains all axes except the last. The results
-    are correct for any choice of `axes`. Products are fastest if `axes` are the axes that the program contracts,
-    because the scale is then applied to the result. For an embedding [vocab, features] that also computes the logits,
-    use the last axis: `axes=-1`.
+    Each block of values has one scale, max|w| / largest. The number `largest` depends on the format: 127 for `Int8`, 7
+    for `Int4`, 1 for `NF4` and 448 for `Float8`. A block extends over the axes `axes` of the format, or over a group of
+    values along the last of these axes. By default, `axes` is the second-last axis of kernels [in, out] and of stacked
+    kernels [depth, in, out]. For kernels with four or more axes, such as those of convolutions [height, width, in,
+    out], the default `axes` are all axes except the last. The results are correct for any choice of `axes`. Products
+    are fastest if `axes` are the axes that the program contracts, because the scale is then applied to the result of
+    the product. For an embedding table [vocab, features] that also computes the logits, use the last axis: `axes=-1`.
 
     Args:
         params: a tree of arrays.
@@ -189,18 +191,20 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
             with fewer than two axes, parameters named bias, scale, b or offset, and parameters that are not floating
             point are not changed.
         stats: statistics of the inputs of products, from `calibrate`. The scales of activations are computed from these
-            statistics. Kernels are rounded so that their products with these inputs change as little as possible (GPTQ,
-            Frantar et al. 2023). For 4-bit formats, several scales are tried for each block, and the one with the least
-            squared error is selected. Their magnitudes are between 0.54 and 1 times max|w| / largest, and they may be
-            negative. Default None: every value is rounded to the nearest code.
+            statistics. Kernels in all formats except `Float8` are rounded so that their products with the recorded
+            inputs change as little as possible (GPTQ, Frantar et al. 2023). For 4-bit formats, several scales are tried
+            for each block, and the scale with the least squared error is selected. The magnitudes of the tried scales
+            are between 0.54 and 1 times max|w| / largest, and the scales may be negative. Default None: every value is
+            rounded to the nearest code.
 
     Returns:
-        The tree with `Quantized` leaves. Biases, norms, and leaves that no pattern matches are unchanged.
+        The tree, in which the selected parameters are `Quantized` leaves. Biases, norms, and leaves that no pattern
+        matches are unchanged.
 
     Raises:
-        ValueError: a pattern matches no parameter that can be quantized, the size of an axis is not a multiple of
-            `group`, a format needs statistics that are missing, or `stats` shows that a product contracts other axes of
-            a parameter than `axes`.
+        ValueError: a pattern matches no parameter that can be quantized; the size of an axis is not a multiple of
+            `group`; a format needs statistics that are missing; or `stats` shows that a product does not contract a
+            parameter over `axes`.
         TypeError: a format is not `Int8`, `Int4`, `NF4` or `Float8`.
 
     >>> params = {"kernel": jnp.arange(6.0).reshape(3, 2), "bias": jnp.ones(2)}

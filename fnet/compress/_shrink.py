@@ -42,12 +42,13 @@ class ShrinkReport:
     """A report of what `shrink` removed and what it could not remove. `print` shows it as a table.
 
     Attributes:
-        axes: the rows of the report: first the axes that lost indices, then the other axes.
-        parameters: the number of parameters before and after the removal.
-        flops: the number of FLOPs before and after the removal.
-        seconds: the time before and after the removal, as estimated by the roofline model of the chip, or None without
-            `seconds=`.
-        chip: the name of the chip, or "" without `seconds=`.
+        axes: the rows of the report, which describe axes of parameters: first the axes that lost indices, then the
+            other axes.
+        parameters: a pair, the number of parameters before and after the removal.
+        flops: a pair, the number of FLOPs before and after the removal.
+        seconds: a pair, the time before and after the removal, as estimated by the roofline model of the chip. None if
+            `shrink` was called without `seconds=`.
+        chip: the name of the chip, or "" if `shrink` was called without `seconds=`.
 
     >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))
     >>> shrunk = compress.shrink(model, model.init(jax.random.key(0), x)[0], x, fraction=0.5)
@@ -80,13 +81,13 @@ class Shrunk:
     """The result of `shrink`.
 
     Attributes:
-        f: a function with the same arguments as the original function. Call it with `params` and `state` of this
-            object. The batch size and the keyword arguments may differ from those of the example arguments. The
+        f: a function with the same arguments as the original function. Call it with the `params` and the `state` of
+            this `Shrunk`. The batch size and the keyword arguments may differ from those of the example arguments. The
             function can be differentiated, compiled and batched.
         params, state: the parameters and the state without the removed indices. `state` is None if the original
             function was called without state.
-        model: a model of the same class as the original model, with smaller values in its fields, that computes the
-            same as `f`. None if there is no such model.
+        model: a model of the same class as the original model that computes the same as `f`. The values of its fields
+            are smaller. None if there is no such model.
         report: what was removed and what could not be removed, a `ShrinkReport`.
 
     >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))
@@ -114,13 +115,16 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
         y, state = shrunk.f(shrunk.params, x, state=shrunk.state, train=True)
 
     f is traced, and axes of parameters that must have equal sizes form a group. For example, the channels between two
-    convolutions and those of the normalization in between are one group. So are all channels that residual connections
-    add to each other, the heads in the four kernels of an attention, and the key/value heads with their query heads.
-    From each group, the indices with the lowest scores are removed in all parameters of the group. The result of the
-    shrunk function equals that of f with the removed parameters set to zero. If this is impossible for an axis, for
-    example for the features that a LayerNorm averages, the axis keeps all indices. Axes of arguments and results of f
-    also keep all indices. `report` states the reason for each of these axes. If an axis has several factors, such as
-    the heads and the features of a head, indices are removed from the first factor that allows it.
+    convolutions and the channels of the normalization in between are one group. The channels of all residual
+    connections that are added to each other are also one group, and so are the heads in the four kernels of an
+    attention layer. Key/value heads and their query heads are in the same group. From each group, the indices with the
+    lowest scores are removed in all parameters of the group.
+
+    The result of the shrunk function equals that of f with the removed parameters set to zero. If this is impossible
+    for an axis, for example for the features that a LayerNorm averages, the axis keeps all indices. Axes of arguments
+    and results of f also keep all indices. For each axis that keeps all indices, `report` states the reason. An axis
+    may have several factors, such as the heads and the features of a head. Indices are then removed from the first
+    factor that allows it.
 
     Exactly one of `fraction`, `flops` and `seconds` is required.
 
@@ -128,23 +132,26 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
         f: `f(params, *args, **kwargs)`, a model of any library or any JAX function. f is traced again in each call of
             the shrunk function, so apply `jax.jit` to the shrunk function.
         params: a tree of arrays.
-        *args, **kwargs: example arguments. For `score="magnitude"`, `jax.ShapeDtypeStruct`s suffice. Indices are also
-            removed from the keyword argument `state`. With a state, f must return (result, new state).
-        fraction: the fraction of the indices of each group to keep, between 0 and 1. The number of indices is rounded
-            up.
+        *args, **kwargs: example arguments of f. For `score="magnitude"`, they may be `jax.ShapeDtypeStruct`s. If a
+            keyword argument `state` is passed, indices are also removed from the state, and f must return (result, new
+            state).
+        fraction: the fraction of the indices of each group to keep, between 0 and 1. The number of indices that are
+            kept is rounded up.
         flops: the maximum FLOPs of the shrunk function for the example arguments, as counted by `hardware.count`. All
-            groups keep the same fraction of indices, which is the largest fraction within this limit.
-        seconds: the maximum time of the shrunk function on `chip`, in seconds, as estimated by the roofline model. As
-            with `flops`, all groups keep the same fraction of indices. The sizes of the axes after the removal are
-            multiples of the tile sizes of the chip's matrix units.
+            groups without a fraction in `keep` keep the same fraction of indices, the largest fraction within the
+            limit.
+        seconds: the maximum time of the shrunk function on `chip`, in seconds, as estimated by the roofline model. All
+            groups without a fraction in `keep` keep the same fraction of indices, the largest fraction within the
+            limit. The sizes of the axes after the removal are multiples of the tile sizes of the chip's matrix units.
         chip: a chip, a device or a device kind, for `seconds`. Default: the local chip.
         score: the score by which indices are ranked. "magnitude" (the default): the mean square of their parameters.
-            "taylor": the mean square of each parameter times the derivative of `loss` with respect to it.
-            "activations": the mean square of the inputs of products for the example arguments.
+            "taylor": the mean square of the product of each parameter and the derivative of `loss` with respect to this
+            parameter. "activations": the mean square of the inputs of products for the example arguments.
         loss: a function that maps the result of f to a scalar, for `score="taylor"`. Default None.
         keep: {pattern: fraction of the indices to keep}. A pattern is a regular expression that matches the whole path
-            of a parameter, or the first parts of the path. The fraction applies to the groups that contain such a
-            parameter. The first pattern that matches applies. With the fraction 1, all indices are kept. Default None.
+            of a parameter, or the first parts of the path. The fraction applies to the groups that contain a matching
+            parameter. If several patterns match, the first pattern applies. With the fraction 1, all indices are kept.
+            Default None.
 
     Returns:
         `Shrunk(f, params, state, model, report)`.

@@ -31,16 +31,16 @@ CALL = r'custom_call @"?([\w$.]+)'
 
 
 def load(path, *, verify=True, check=False, kernels=False):
-    """Loads a bundle.
+    """Loads a bundle, which is a file that contains the programs and weights of a model.
 
     Args:
         path: the path of the bundle, a file that `Program.save` wrote.
         verify: whether to read the whole file once and compare its SHA-256 with the SHA-256 at its end. Default True.
             If False, only the small files in the bundle are compared with their SHA-256 in the manifest.
-        check: whether to run all programs on the test inputs in the bundle and compare the outputs, as `Bundle.check`
-            does. Default False.
-        kernels: whether to use the program with attention kernels for the default platform of JAX, if the bundle
-            contains such a program. Default False.
+        check: whether to run all programs on the test inputs in the bundle and compare the outputs with the expected
+            outputs, as `Bundle.check` does. Default False.
+        kernels: whether to use a program with handwritten attention kernels, if the bundle contains such a program for
+            the default platform of JAX. Default False.
 
     Returns:
         A `Bundle`.
@@ -64,7 +64,7 @@ def load(path, *, verify=True, check=False, kernels=False):
 
 
 class Bundle:
-    """A model that was loaded from a bundle: its functions (entry points), its weights and its description.
+    """A model that was loaded from a bundle: its entry points (functions), its weights and its description.
 
         model = export.load("digits.fnet")
         logits = model(x)                                 # the entry point "predict"
@@ -72,11 +72,12 @@ class Bundle:
         f = model.function("predict")                     # f(weights, x), for jax.jit, jax.grad or other weights
 
     Attributes:
-        manifest: the description of the bundle, a dict (manifest.json).
+        manifest: the description of the bundle, a dict (the content of manifest.json).
         weights: the weights, {name: array}. The arrays are views of the memory-mapped file.
         entries: the names of the entry points, a tuple.
         labels: the names of the classes, or None.
-        read_until: the date until which JAX guarantees that it can read the programs, such as "2027-05-20".
+        read_until: the date until which JAX guarantees that it can read the programs in the bundle, such as
+            "2027-05-20".
 
     >>> import tempfile
     >>> model = nn.Dense(3)
@@ -98,17 +99,18 @@ class Bundle:
         self._programs = {}
 
     def __call__(self, *inputs, **named):
-        """Runs the entry point "predict", or the first entry point if the bundle has no "predict"."""
+        """Runs the entry point (function) "predict", or the first entry point if the bundle has no "predict"."""
         return self.call("predict" if "predict" in self.entries else self.entries[0], *inputs, **named)
 
     def call(self, entry, *inputs, **named):
-        """Runs an entry point with the bundle's weights.
+        """Runs an entry point (a function of the bundle) with the bundle's weights.
 
         Returns:
             The output, a tree of arrays.
 
         Raises:
-            BundleError: the inputs do not match the signature. The message names the input and the violated constraint.
+            BundleError: the inputs do not match the signature. The message names the input and states the violated
+                constraint.
         """
         return self.function(entry)(self.arrays, *inputs, **named)
 
@@ -117,8 +119,8 @@ class Bundle:
         output.
 
         Entry points that the bundle does not contain are omitted. The inputs are passed to the first entry point. The
-        output of each entry point is the input of the next. If the output is a dict, its items are passed as named
-        inputs.
+        output of each entry point is the input of the next entry point. If the output is a dict, its items are passed
+        as named inputs.
         """
         for entry in ("preprocess", "predict", "postprocess"):
             if entry in self.entries:
@@ -127,9 +129,9 @@ class Bundle:
         return output
 
     def function(self, entry):
-        """Returns the function f(weights, *inputs) of an entry point.
+        """Returns an entry point (a function of the bundle) as a function f(weights, *inputs).
 
-        `weights` is a dict {name: array}, or nested dicts with the same paths. The function can be compiled with
+        `weights` is a dict {name: array}, or nested dicts with the same paths. The result can be compiled with
         `jax.jit`. It can be differentiated if the bundle was saved with `differentiable=True`.
         """
         description, program = self._entry(entry), self._program(entry)
@@ -143,9 +145,10 @@ class Bundle:
         return f
 
     def interpret(self, entry, *inputs, weights=None, **named):
-        """Runs an entry point with NumPy, without JAX. This is slow.
+        """Runs an entry point (a function of the bundle) with NumPy, without JAX. This is slow.
 
-        The method evaluates the stable form of the program, a description that does not depend on JAX's version.
+        The method evaluates the stable form of the program: JSON data that describe the program independently of JAX's
+        version.
         """
         description = self._entry(entry)
         flat, sizes = signature.bound(self.path, entry, description, inputs, named)
@@ -156,8 +159,8 @@ class Bundle:
         return signature.unflatten(description["output"], iter(interpret.run(program, constants, inputs, sizes)))
 
     def stable(self, entry):
-        """Returns the stable form of an entry point: JSON data that describe the program independently of JAX's
-        version.
+        """Returns the stable form of an entry point (a function of the bundle): JSON data that describe the program
+        independently of JAX's version.
 
         Raises:
             BundleError: the entry point has no stable form. The message states the reason.
@@ -173,22 +176,23 @@ class Bundle:
                 for name in self._archive.names(f"{folder}/")}
 
     def signature(self, entry):
-        """Returns the signature of an entry point as text, such as "predict(x: float32[b, 8, 8, 1]) -> float32[b,
-        10]"."""
+        """Returns the signature of an entry point (a function of the bundle) as text, for example
+        "predict(x: float32[b, 8, 8, 1]) -> float32[b, 10]"."""
         description = self._entry(entry)
         inputs = ", ".join(f"{name}: {signature.text(tree)}" for name, tree in description["inputs"])
         where = f" where {', '.join(description['constraints'])}" if description["constraints"] else ""
         return f"{entry}({inputs}) -> {signature.text(description['output'])}{where}"
 
     def check(self):
-        """Runs all programs on the test inputs in the bundle, with JAX and with NumPy, and compares the outputs.
+        """Runs all programs on the test inputs in the bundle, with JAX and with NumPy. Compares the outputs with the
+        outputs that are stored in the bundle.
 
         Returns:
-            A list with a line of text for each entry point.
+            A list that contains a line of text for each entry point.
 
         Raises:
-            BundleError: an output differs too much from the output that is stored in the bundle. The allowed difference
-                is 1e-5 of the largest element of the output, or 2e-2 if the program uses a 16-bit floating-point dtype.
+            BundleError: an output differs too much from the stored output. The allowed difference is 1e-5 of the
+                largest element of the output, or 2e-2 of it if the program uses a 16-bit floating-point dtype.
         """
         lines = []
         for entry, (inputs, wanted) in self.tests().items():
@@ -218,7 +222,7 @@ class Bundle:
 
     @functools.cached_property
     def arrays(self):
-        """The weights as JAX arrays, copied to the default device on first use."""
+        """The weights, {name: JAX array}, copied to the default device on first use."""
         import jax
 
         return {name: jax.device_put(array) for name, array in self.weights.items()}

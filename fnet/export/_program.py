@@ -59,12 +59,14 @@ class Entry:
 
 
 class Program:
-    """The weights of a model, and its functions (entry points) traced for symbolic sizes. `export.program` creates it.
+    """The weights of a model, and its entry points (functions that are traced for symbolic sizes).
+
+    `export.program` creates a `Program`.
 
     Attributes:
         entries: the entry points, {name: `Entry`}.
-        weights: the weights, {name: array}. Names begin with params/, state/ or, for arrays that a function closes
-            over, constants/.
+        weights: the weights, {name: array}. A name begins with params/ or state/. An array that a function closes over
+            is also a weight; its name begins with constants/.
 
     >>> model = nn.Dense(3)
     >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 4)))
@@ -79,12 +81,12 @@ class Program:
     def entry(self, name: str, f: Callable, **specs: Any) -> Program:
         """Returns the program with an additional entry point: a function of the same parameters and state.
 
-        The entry points "preprocess" and "postprocess" run before and after "predict" in `Bundle.run`.
+        `Bundle.run` calls the entry point "preprocess" before "predict", and the entry point "postprocess" after it.
 
         Args:
             name: the name of the entry point, a Python identifier such as "embed", "decode" or "train_step".
             f: the function, as for `export.program`.
-            specs: the types of its inputs, as for `export.program`.
+            specs: the types of the inputs of f, as for `export.program`.
 
         Raises:
             ValueError: an entry point of this name exists, or the name is not an identifier.
@@ -96,7 +98,7 @@ class Program:
         return Program({**self.entries, name: entry}, {**self.weights, **constants}, self._trees)
 
     def call(self, name: str, *inputs: Any) -> list:
-        """Runs an entry point in this process, and returns the leaves of its output."""
+        """Runs an entry point (a function of the program) in this process, and returns the leaves of its output."""
         entry = self.entries[name]
         return jax.jit(entry.portable.call)({name: self.weights[name] for name in entry.weights},
                                             jax.tree.leaves(inputs))
@@ -105,19 +107,19 @@ class Program:
              tokenizer: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
              tests: Mapping[str, Mapping[str, Any]] | None = None, differentiable: bool = False,
              kernels: Sequence[str] = (), about: Mapping[str, Any] | None = None) -> None:
-        """Writes a bundle: a file with the programs and weights. It can be loaded with only JAX and NumPy.
+        """Writes a bundle: a file that contains the programs and weights, and can be loaded with only JAX and NumPy.
 
         Args:
             path: the file to write, such as "digits.fnet". An existing file is replaced atomically.
             labels: the names of the classes. Default None: no labels.
-            tokenizer: the folder, the file or the list of files of a tokenizer, which is copied into the bundle.
-                Default None: no tokenizer.
+            tokenizer: a tokenizer to copy into the bundle: its folder, its file or a list of its files. Default None:
+                no tokenizer.
             tests: the inputs for `load(check=True)`, {entry point: {input: array}}. Default: small random inputs.
             differentiable: whether the bundle contains the gradients of the programs. Default False.
-            kernels: the platforms ("cuda", "tpu") for which the bundle also contains a program with attention kernels.
-                Default: none.
+            kernels: the platforms ("cuda", "tpu") for which the bundle also contains a program with handwritten
+                attention kernels. Default: none.
             about: a dict of JSON data about the model, such as the data set and the accuracy. It is added to the
-                provenance in the manifest. Default None.
+                provenance in the manifest (manifest.json in the bundle). Default None.
 
         Raises:
             ValueError: an argument is not valid, or a weight has a dtype that safetensors files cannot hold.
@@ -129,25 +131,26 @@ class Program:
 
     def onnx(self, path: str | os.PathLike, *, entry: str = "predict", opset: int = 20, fused: bool = True,
              external: bool | None = None, check: bool = True) -> None:
-        """Writes an entry point as an ONNX model, and compares its outputs in onnxruntime with those of the program.
+        """Writes an entry point as an ONNX model. Compares the outputs in onnxruntime with the outputs of the program.
 
-        Size variables remain symbolic, scans become Loops, and nodes are named after their scopes. This method needs
-        fnet[onnx].
+        Size variables (see `export.spec`) remain symbolic, scans become Loops, and nodes are named after their scopes.
+        This method needs fnet[onnx].
 
         Args:
             path: the file to write, such as "digits.onnx".
             entry: the name of the entry point. Default "predict".
             opset: the version of ONNX's operators, an integer of at least 18. Default 20.
-            fused: whether groups of operations that compute the same as LayerNormalization, Gelu (opset 20),
-                RMSNormalization or Attention (opset 23) are replaced by these operators. Default True.
-            external: whether the weights are written to a separate file, path + ".data". Default None: only if they
-                exceed 1.9 GB.
+            fused: whether groups of operations are replaced by single operators that compute the same. The operators
+                are LayerNormalization, Gelu (with opset 20 or later), and RMSNormalization and Attention (with opset 23
+                or later). Default True.
+            external: whether the weights are written to a separate file, path + ".data". Default None: the weights are
+                written to a separate file only if they exceed 1.9 GB.
             check: whether to run the model on small random inputs in onnxruntime and compare the outputs. Default True.
 
         Raises:
             NotImplementedError: an operation is not supported. The message states the operation and its path.
-            ValueError: the outputs in onnxruntime differ by more than 1e-5 of the largest element, or an argument is
-                not valid.
+            ValueError: the outputs in onnxruntime differ from the outputs of the program by more than 1e-5 of the
+                largest element, or an argument is not valid.
         """
         from fnet.export import _onnx
 
@@ -156,11 +159,11 @@ class Program:
     def litert(self, path: str | os.PathLike, *, entry: str = "predict",
                sizes: Mapping[str, int] | Iterable[Mapping[str, int]] | None = None, dtype: str = "float32",
                check: bool = True) -> None:
-        """Writes an entry point as a LiteRT (TensorFlow Lite) model, and compares its outputs with those of the
-        program.
+        """Writes an entry point as a LiteRT (TensorFlow Lite) model. Compares the outputs in LiteRT with the outputs of
+        the program.
 
-        Sizes are fixed, and scans are unrolled. This method needs fnet[litert] and litert-converter, but not
-        TensorFlow. It is experimental, because litert-converter has no public API.
+        In the LiteRT model, all sizes are fixed, and scans are unrolled. This method needs fnet[litert] and
+        litert-converter, but not TensorFlow. The method is experimental, because litert-converter has no public API.
 
             program.litert("gpt.tflite", sizes=[{"b": 1, "t": 16}, {"b": 1, "t": 64}])
 
@@ -168,18 +171,18 @@ class Program:
             path: the file to write, such as "digits.tflite".
             entry: the name of the entry point. Default "predict".
             sizes: the value of each size variable, such as {"b": 1, "t": 64}, or a list of several such dicts. With one
-                dict, the model has one signature, whose name is that of the entry point. With several dicts, each dict
-                defines a signature with a name such as predict_b1_t64, and the signatures share the weights. Default
-                None: the value of each variable is its upper bound, such as 64 for t <= 64. If a variable has no upper
-                bound, the value is the smallest valid one.
+                dict, the model has one signature (function), which has the name of the entry point. With several dicts,
+                each dict defines a signature with a name such as predict_b1_t64, and the signatures share the weights.
+                Default None: the value of each variable is its upper bound, such as 64 for t <= 64. If a variable has
+                no upper bound, the value is the smallest valid value.
             dtype: the dtype of the weights, "float32" (the default), "float16" or "int8". With "int8", products and
                 convolutions are computed in int8 (dynamic quantization).
             check: whether to run the model on small random inputs in LiteRT and compare the outputs. Default True.
 
         Raises:
             NotImplementedError: the converter does not support an operation.
-            ValueError: the outputs in LiteRT differ by more than 1e-5 of the largest element (float16: 1e-2, int8:
-                0.25), or an argument is not valid.
+            ValueError: the outputs in LiteRT differ from the outputs of the program by more than 1e-5 of the largest
+                element (float16: 1e-2, int8: 0.25), or an argument is not valid.
         """
         from fnet.export import _litert
 
@@ -193,18 +196,19 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
         program.save("digits.fnet")
         program.onnx("digits.onnx")
 
-    The function is traced once. It becomes the entry point "predict"; `Program.entry` adds further entry points.
+    The function is traced once. It becomes the entry point "predict" of the program; `Program.entry` adds further entry
+    points (functions).
 
     Args:
         f: a model, or any JAX function f(params, *inputs), for example of Flax, Equinox or Haiku.
         params: the parameters, a tree of arrays. Implicit arrays, such as quantized parameters, are exported as the
-            arrays that they store (codes and scales).
+            arrays that they store (for example, codes and scales).
         state: the state, a tree of arrays, or None (the default). With a state, f is called with `state=state` and must
-            return (output, new state), of which only the output is exported. A function that does not accept `state` is
-            called without it.
-        specs: the type of each input, `name=export.spec(...)`. An input can be a tree of arrays, described by a tree of
-            such types. Inputs are passed by name if f has parameters with these names, and otherwise by position, in
-            the order of `specs`.
+            return (output, new state). Only the output is exported. A function that does not accept `state` is called
+            without `state`.
+        specs: the type of each input, `name=export.spec(...)`. If an input is a tree of arrays, its type is a tree of
+            such types. If f has parameters with the names in `specs`, inputs are passed by name. Otherwise, they are
+            passed by position, in the order of `specs`.
 
     Returns:
         A `Program`.

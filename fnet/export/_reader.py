@@ -40,8 +40,8 @@ _INVALID = (zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, struct.error, 
 
 
 class BundleError(ValueError):
-    """Raised if a file is not a bundle, is incomplete or damaged, or if a call does not match the signature of an entry
-    point.
+    """Raised if a file is not a bundle, if a bundle is incomplete or damaged, or if a call of a bundle does not match
+    the signature of an entry point (function).
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -20,18 +20,20 @@ from fnet.export._program import Entry, Program
 
 
 def renew(path: str | os.PathLike, output: str | os.PathLike | None = None) -> None:
-    """Replaces the programs of a bundle by programs of the installed version of JAX.
+    """Replaces the programs of a bundle by programs that are written with the installed version of JAX.
 
-    The new programs are created from the stable form of the old programs, a description that does not depend on JAX's
-    version. The outputs of the new programs are compared with the outputs in the old bundle. The new bundle has the
-    same weights, labels and tokenizer. It has no programs with kernels, because the stable form contains no kernels.
+    The new programs are created from the stable form of the old programs. The stable form is JSON data that describe a
+    program independently of JAX's version. The outputs of the new programs are compared with the outputs in the old
+    bundle. The new bundle has the same weights, labels and tokenizer. It contains no programs with handwritten kernels,
+    because the stable form contains no kernels.
 
     Args:
         path: the path of the bundle.
         output: the path of the new bundle. Default None: the old bundle is replaced.
 
     Raises:
-        BundleError: the file is damaged, a program has no stable form, or a new program has other outputs.
+        BundleError: the file is damaged, a program has no stable form, or a new program has other outputs than the old
+            program.
 
     >>> import tempfile
     >>> model = nn.Dense(3)

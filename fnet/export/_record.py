@@ -24,9 +24,9 @@ class Record(NamedTuple):
         model: the model.
         inputs: the types of the model's inputs, {name: `Spec`}.
         labels: the names of the classes, or None.
-        standardize: the mean and standard deviation of each channel, {"mean": [...], "std": [...]}, if the model
-            expects standardized images, or None. The mean and standard deviation are those of images with values in [0,
-            1].
+        standardize: None, or, if the model expects standardized images, the mean and standard deviation of each
+            channel, {"mean": [...], "std": [...]}. The mean and standard deviation are those of images with values in
+            [0, 1].
     """
 
     model: Any
@@ -37,8 +37,10 @@ class Record(NamedTuple):
 
 def record(workdir: str | os.PathLike, model: Any, *, labels: Iterable[Any] | None = None,
            standardize: Mapping[str, Iterable[float]] | None = None, **specs: Spec) -> None:
-    """Writes the class and the fields of a model, and the types of its inputs, to model.json in the folder of a
+    """Writes a model of `fnet.models` (its class and fields) and the types of its inputs to a file in the folder of a
     training run.
+
+    The file is model.json. With this file, the command `fnet export` can export the trained model without your code.
 
         export.record(workdir, model, x=export.spec("b, 28, 28, 1"), labels=range(10))
 

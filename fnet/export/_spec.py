@@ -14,8 +14,8 @@ from jax import export
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The shape and dtype of an input, and constraints on its size variables. `spec` creates it and documents the
-    fields.
+    """The shape and dtype of an input of a program, and constraints on its size variables. `spec` creates a `Spec` and
+    documents the fields.
 
     >>> export.spec("b, 28, 28, 1")
     Spec(shape='b, 28, 28, 1', dtype='float32', where=())
@@ -42,9 +42,9 @@ def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ())
     """Returns the type (shape and dtype) of an input of an exported program.
 
     Args:
-        shape: the sizes of the axes, separated by commas. A size is a number, the name of a size variable, or an
-            expression of variables, for example "b, 2*h, 2*w, 3". A variable has the same value, at least 1, in all
-            inputs of a program.
+        shape: the sizes of the axes, separated by commas. A size is a number, the name of a size variable (a size that
+            is not fixed), or an expression of variables, for example "b, 2*h, 2*w, 3". A variable has the same value,
+            at least 1, in all inputs of a program.
         dtype: the dtype of the input, such as "int32". Default "float32".
         where: the constraints on the variables, a string or several strings, for example "t <= 64" or ("h >= 32",
             "mod(h, 2) == 0"). Default: no constraints.
@@ -63,8 +63,7 @@ def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ())
 
 
 def spec_of(function: Callable, *, where: str | Iterable[str] = ()) -> SpecOf:
-    """Returns the type of an input that is a tree of arrays, such as a cache. The type is described by a function that
-    returns such a tree.
+    """Returns the type of an input of an exported program, if the input is a tree of arrays, such as a cache.
 
         cache = export.spec_of(lambda b: model.cache(jax.ShapeDtypeStruct((b, 64), jnp.int32)))
 

@@ -20,11 +20,11 @@ _PIXELS = "float32", "uint8"
 
 def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | None = None, margin: float = 0.0,
         title: str = "Draw an image", runtime: str | os.PathLike | None = None) -> None:
-    """Writes a folder with a web page on which the user draws an image. The model classifies it while the user draws.
+    """Writes a folder with a web page. The user draws an image on the page, and the model classifies the image.
 
-    The folder contains the page, the program as ONNX, and onnxruntime-web. These are static files, so any web server
-    can serve the folder, and the page loads nothing from other hosts. `web` needs fnet[onnx] and the npm package
-    onnxruntime-web.
+    The folder contains the page, the program as an ONNX file, and onnxruntime-web, which runs the program in the
+    browser. All files are static, so any web server can serve the folder, and the page loads nothing from other hosts.
+    `web` needs fnet[onnx] and the npm package onnxruntime-web.
 
         export.web(program, "site", labels=range(10))       # npm install onnxruntime-web
         # python -m http.server --directory site
@@ -34,8 +34,8 @@ def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | 
             [batch, height, width, channels] of dtype float32 or uint8 with 1 or 3 channels. The page scales the user's
             drawing to this height and width. If the program has the entry point "preprocess", the page calls
             "preprocess" with the scaled image, whose values are from 0 to 255, and then "predict" with the result.
-            Otherwise the page calls "predict" with the scaled image, whose values are from 0 to 1 for a float32 input,
-            and from 0 to 255 for a uint8 input.
+            If the program does not have this entry point, the page calls "predict" with the scaled image. The values of
+            this image are from 0 to 1 for a float32 input, and from 0 to 255 for a uint8 input.
         folder: the folder to write. It is created if necessary.
         labels: the names of the classes. Default: 0, 1, 2, ...
         margin: the width of the empty margin at each edge, as a fraction of the image's size, in [0, 0.5). The drawing
@@ -47,7 +47,7 @@ def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | 
 
     Raises:
         FileNotFoundError: onnxruntime-web was not found.
-        ValueError: the model is not a classifier of such images, or an argument is not valid.
+        ValueError: the program does not map images of this kind to scores of classes, or an argument is not valid.
 
     >>> import pathlib, tempfile
     >>> kernel, predict = jnp.ones((64, 10)), lambda kernel, x: x.reshape(x.shape[0], 64) @ kernel

@@ -1,7 +1,7 @@
-"""Chips: their peak rates, their suitable dtypes, and the cost of a computation on them.
+"""Chips: their peak rates, the dtypes that suit them, and the cost of computations on them.
 
 Every figure has a basis, which states how the figure is known: exact, measured, published, derived, estimated or
-unverified. The figures of other chips are never used for an unknown chip.
+unverified. For an unknown chip, fnet does not use the figures of a similar chip.
 """
 
 from fnet.hardware._allocator import cpu_allocator

@@ -13,8 +13,8 @@ def cpu_allocator() -> bool:
 
     XLA allocates the temporary memory of a CPU program anew for each call, and the C library returns large blocks to
     the operating system immediately. Therefore, each step causes a page fault for every 4 kB of its temporary memory.
-    After a call of this function, the process keeps freed memory. Therefore, the process does not become smaller than
-    its maximum size, which includes the temporary memory of every step that JAX has queued.
+    After a call of `cpu_allocator`, the process keeps freed memory. Therefore, the memory of the process stays at its
+    maximum, which includes the temporary memory of every step that JAX has queued.
 
         from fnet import hardware as hw
         hw.cpu_allocator()      # at the start of a script, before any large array
@@ -22,9 +22,9 @@ def cpu_allocator() -> bool:
     The setting affects the whole process and cannot be undone. fnet never calls this function itself.
 
     Returns:
-        True if the setting took effect (GNU C library on Linux), False otherwise.
+        True if the process now keeps freed memory (with the GNU C library on Linux), False otherwise.
 
-    Source: mallopt(3).
+    Source: the manual page mallopt(3).
 
     >>> kept = hw.cpu_allocator()    # at the start of a script; False: no effect on this system
     """

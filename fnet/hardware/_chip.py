@@ -21,7 +21,7 @@ _NAMES = {
 
 
 class FrozenTable(Mapping):
-    """An immutable mapping, so that a chip can be hashed, compared and pickled.
+    """An immutable mapping for the tables of a chip, so that the chip can be hashed, compared and pickled.
 
     >>> table = hw.FrozenTable({"bf16": 197e12})
     >>> table["bf16"], len({table, hw.FrozenTable({"bf16": 197e12})})
@@ -87,15 +87,15 @@ class Price(NamedTuple):
 
 
 class Quote(NamedTuple):
-    """A published peak of a chip or system. `hardware.checks` compares it with the peak that is computed from the
-    chip's units and clock.
+    """A published peak rate of a chip or system. `hardware.checks` compares the published peak with the peak that is
+    computed from the chip's units and clock.
 
     Attributes:
         dtype: the catalog's name of the dtype, such as "bf16".
         flops: the peak in FLOP/s.
         source: where the peak was published.
         explanation: why the published peak differs from the computed peak, or an empty string.
-        at_boost: whether the peak refers to the boost clock of a CPU. The catalog's own CPU peaks refer to the base
+        at_boost: whether the peak refers to the boost clock of a CPU. The CPU peaks in `Chip.peaks` refer to the base
             clock.
 
     >>> [quote.dtype for quote in hw.chips["Titan RTX"].quoted][:1]
@@ -119,8 +119,8 @@ class Links:
         each_way: the rate of one link in one direction, or None if unknown.
         total: the rate of all links of one chip in both directions together, or None if unknown.
         topology: how the chips are connected, or None if unknown.
-        network: the rate in one direction between a chip and the chips of other slices or machines, or None if unknown.
-            The rate is that of common offers of cloud providers.
+        network: the rate in one direction between a chip and the chips of other TPU slices or other machines, or None
+            if unknown. The rate is that of common offers of cloud providers.
         network_source: where `network` was published.
 
     >>> hw.chips["TPU v5e"].links.type
@@ -148,7 +148,7 @@ class Chip:
         kind: "cpu", "gpu" or "tpu".
         vendor: "Google", "NVIDIA", "AMD", "Intel", or "unknown".
         known: whether the peaks are known, from the catalog, from the instruction set of a CPU, or from `measure`. If
-            they are unknown, `peaks` is empty. The peaks of a similar chip are never used instead.
+            the peaks are unknown, `peaks` is empty. fnet never uses the peaks of a similar chip instead.
         year: the year in which the chip was introduced, or None if unknown.
         device_kinds: the names that JAX reports for devices of this chip (`jax.Device.device_kind`).
         aliases: further names with which the catalog finds the chip.
@@ -166,7 +166,7 @@ class Chip:
         power_watts: the published thermal design power in watts, or None if unknown.
         power_source: where `power_watts` was published.
         prices: the prices of the chip, `Price` objects.
-        quoted: further published peaks, `Quote` objects. They may differ from `peaks`.
+        quoted: further published peaks, `Quote` objects. These peaks may differ from `peaks`.
         explained: the reasons why some values of `peaks` differ from the peaks computed from `units`, {dtype: reason}.
         units: the figures from which peaks are computed, {name: figure}: for example, the number of multiprocessors, of
             matrix units or of cores, and the clock in GHz.
@@ -214,8 +214,8 @@ class Chip:
         """Returns the peak rate at which JAX computes a matrix product whose operands have this dtype.
 
         By default, JAX computes a float32 product in one bfloat16 pass on a TPU, and in TF32 on an NVIDIA chip that
-        supports TF32. With `precision="high"`, the product takes three passes on a TPU. With `precision="highest"`, it
-        takes six passes on a TPU, and is computed in full float32 on a GPU.
+        supports TF32. With `precision="high"`, a float32 product takes three bfloat16 passes on a TPU. With
+        `precision="highest"`, a float32 product takes six passes on a TPU, and is computed in full float32 on a GPU.
 
         Args:
             dtype: a JAX or NumPy dtype, or one of the catalog's names ("bf16", "fp8", ...).
@@ -238,8 +238,8 @@ class Chip:
 
     @property
     def cores(self) -> int | None:
-        """The number of cores as the vendor counts them, or None if unknown. Cores are CUDA cores, stream processors,
-        cores of a CPU, GPU cores of a system on a chip, or TensorCores of a TPU."""
+        """The number of cores as the vendor counts them, or None if unknown. Depending on the chip, a core is a CUDA
+        core, a stream processor, a core of a CPU, a GPU core of a system on a chip, or a TensorCore of a TPU."""
         units = self.units
         if "multiprocessors" in units:
             return units["multiprocessors"] * units["fp32_cores"]
@@ -273,7 +273,7 @@ class Chip:
             compute: the factor by which the peaks are multiplied.
             memory: the factor by which the size of the memory and the bandwidth are multiplied. Default None:
                 `compute`.
-            basis: the new basis of the scaled figures. Default None: the bases do not change.
+            basis: how the scaled figures are known (see `Chip.bases`). Default None: the bases do not change.
         """
         memory = compute if memory is None else memory
         bases = self.bases

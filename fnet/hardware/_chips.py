@@ -115,11 +115,11 @@ class _Catalog(Mapping):
 
 
 class Chips(_Catalog):
-    """The catalog of chips: a mapping from names to `Chip`, in the order of the file.
+    """The catalog of chips: a mapping from names to `Chip`, in the order of the file chips.json.
 
     `chips[name]` accepts the name of a chip, with or without the words in parentheses, an alias, or a device kind in
-    the catalog. `chips.find(kind)` also accepts device kinds that are not in the catalog but refer to one of its chips,
-    such as those of MIG slices, which are parts of an NVIDIA GPU.
+    the catalog. `chips.find(kind)` also accepts some device kinds that are not in the catalog, such as the device kind
+    of a MIG slice (a part of an NVIDIA GPU).
     """
 
     def find(self, kind: str) -> Chip:

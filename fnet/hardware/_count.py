@@ -15,17 +15,17 @@ from fnet.jaxpr import Frame, Op, Traced, cost, nbytes, read, touched, traits
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """FLOPs and bytes of a scope, or of several scopes together.
+    """The FLOPs and bytes of a named scope, or of several scopes together.
 
     Attributes:
         matmul: the FLOPs of matrix products and convolutions. A multiply-add counts as 2. The number is exact for
-            products. In convolutions, products with padding also count.
+            products. In convolutions, multiplications by padding also count.
         elementwise: the FLOPs of elementwise operations, 1 for each element of the result.
         reduction: the FLOPs of reductions, 1 for each element of the operand.
-        transcendental: the number of evaluations of exp, tanh, rsqrt and similar functions. They are not included in
-            `flops`.
-        recomputed: the part of `matmul` that rematerialization recomputes. This part is included in `flops`, but not in
-            `model_flops`.
+        transcendental: the number of evaluations of exp, tanh, rsqrt and similar functions. `flops` does not include
+            these evaluations.
+        recomputed: the FLOPs of the products in `matmul` that rematerialization repeats. `flops` includes these FLOPs,
+            but `model_flops` does not.
         bytes: the bytes of the inputs and outputs of every operation, as if nothing were fused. This is an upper bound
             of the memory traffic.
         fused_bytes: an estimate of the bytes of the memory traffic if elementwise operations are fused with their
@@ -70,7 +70,7 @@ class Matmul(NamedTuple):
         shape: the sizes (batch, m, n, k).
         dtype: the dtype of the operands.
         precision: the `precision` argument of the product.
-        flops: the FLOPs of all runs together.
+        flops: the FLOPs of all runs of the product together.
         times: the number of times that the product runs, for example in the iterations of a scan.
 
     >>> hw.count(jnp.matmul, jnp.ones((8, 16)), jnp.ones((16, 4))).matmuls[0].shape    # batch, m, n, k
@@ -126,7 +126,7 @@ class Count:
 
     @property
     def dtype(self) -> str | None:
-        """The operand dtype with the most FLOPs in matrix products, or None if there are no products."""
+        """The operand dtype of the matrix products that has the most FLOPs, or None if there are no products."""
         by_type: dict[str, int] = {}
         for matmul in self.matmuls:
             by_type[matmul.dtype] = by_type.get(matmul.dtype, 0) + matmul.flops
@@ -153,15 +153,16 @@ class Count:
 def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
     """Counts the FLOPs and bytes of a function, without running or compiling it.
 
-    The body of a scan counts once for each iteration, and the shards of a shard_map are summed. Of the branches of a
-    cond, only the branch with the most FLOPs counts. The body of a while loop counts once, because its number of
-    iterations is unknown. An operation of unknown cost counts as zero. If the count is inexact because of a cond, a
-    while loop or an unknown operation, the attribute `notes` of the result lists it. Unused results count, although a
-    compiler removes them.
+    The body of a scan counts once for each iteration, and the costs of the shards of a shard_map are summed. Of the
+    branches of a cond, only the branch with the most FLOPs counts. The body of a while loop counts once, because its
+    number of iterations is unknown. An operation of unknown cost counts as zero. If the count is inexact because of a
+    cond, a while loop or an unknown operation, the attribute `notes` of the result lists the reason. Operations whose
+    results are not used count, although a compiler removes these operations.
 
-    The FLOPs of `layers.dot_product_attention` are those of its formula. As is the convention for MFU, they include the
-    products for pairs of positions that a mask hides. The FLOPs with which the backward pass recomputes the attention
-    weights are in `Cost.recomputed`. Its bytes are only those of its operands and results.
+    The FLOPs of `layers.dot_product_attention` are those of its formula. As is the convention for MFU (model FLOPs
+    utilization), the FLOPs include the products for pairs of positions that a mask hides. The FLOPs with which the
+    backward pass recomputes the attention weights are in `Cost.recomputed`. The bytes of `dot_product_attention` are
+    the bytes of its operands and results.
 
     Args:
         f: any JAX function, for example a jitted, differentiated or sharded function.

@@ -15,10 +15,10 @@ from fnet.hardware._cpu import CPU, read_cpu
 def detect(device: Any = None) -> Chip:
     """Returns the chip of a JAX device.
 
-    If only a part of a chip is available, the peaks are scaled. For a MIG slice or a partition of a GPU, they are
-    scaled to its visible multiprocessors. For a CPU, they are scaled to the physical cores that affinity mask and
-    cgroup quota allow this process to use. `jax_devices_per_chip` is the number of JAX devices that share the chip.
-    `detect` measures nothing; see `measure`.
+    If only a part of a chip is available, the peaks are scaled to this part. For a MIG slice or a partition of a GPU,
+    the peaks are scaled to the visible multiprocessors. For a CPU, the peaks are scaled to the physical cores that the
+    affinity mask and the cgroup quota allow this process to use. `jax_devices_per_chip` is the number of JAX devices
+    that share the chip. `detect` does not measure rates; for measured rates, use `measure`.
 
     Args:
         device: a `jax.Device`, or a device kind such as "TPU v5 lite". A device of this kind need not be attached.
@@ -26,7 +26,7 @@ def detect(device: Any = None) -> Chip:
 
     Returns:
         A `Chip`, from the catalog if possible. For a CPU that is not in the catalog, the peaks are estimated from its
-        instruction set. For another unknown device, the result has `known=False` and no peaks.
+        instruction set. For any other device that is not in the catalog, the `Chip` has `known=False` and no peaks.
 
     >>> from fnet import hardware as hw
     >>> hw.detect("TPU v5 lite").name

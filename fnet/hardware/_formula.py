@@ -23,7 +23,7 @@ class Computed(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A published and a computed peak of a chip.
+    """A published and a computed peak of a chip, as compared by `hardware.checks`.
 
     Attributes:
         dtype: the catalog's name of the dtype, such as "bf16".
@@ -54,7 +54,7 @@ class Value(NamedTuple):
         dtype: the dtype of the peak.
         flop_per_dollar: the number of FLOP that one dollar buys at the peak rate.
         price: the `Price`.
-        assumption: how the chip is paid for and used, such as "rented by the hour".
+        assumption: how the chip is paid for and used, for example "rented by the hour".
 
     >>> {value.dtype for value in hw.flop_per_dollar(hw.chips["T4"], "fp16")}
     {'fp16'}
@@ -67,7 +67,7 @@ class Value(NamedTuple):
 
 
 def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...]:
-    """Computes peaks from the number of units, their FLOP per cycle, and the clock.
+    """Computes the peak rates of a chip from the number of its units, the FLOP per cycle of a unit, and the clock.
 
         GPU, vector:  multiprocessors x FP32 cores x 2 x clock
         GPU, tensor:  multiprocessors x tensor cores x FLOP per cycle x clock
@@ -126,8 +126,8 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
 def checks(chip: Chip | System) -> tuple[Check, ...]:
     """Compares the published peaks of a chip or system with the computed peaks.
 
-    Two kinds of published peaks are compared: the peaks in `chip.quoted`, and the peaks in `chip.peaks` that are not
-    themselves computed, estimated or measured.
+    Two kinds of published peaks are compared: the peaks in `chip.quoted`, and the peaks in `chip.peaks` that fnet did
+    not compute, estimate or measure.
 
     Returns:
         A `Check` for each published peak for which a peak can be computed. If the two peaks differ, the `Check`

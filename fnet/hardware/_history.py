@@ -28,7 +28,7 @@ class Point(NamedTuple):
 
 
 def history(per: str, dtypes: tuple[str, ...] = ("fp32", "best")) -> list[Point]:
-    """Returns the points that `plot` draws: the chips and systems whose price or power is known, ordered by year.
+    """Returns the points that `plot` draws, for the chips and systems with a known price or power, ordered by year.
 
     Args:
         per: "dollar" or "watt". FLOP per dollar is computed from the first price in the catalog, which is the price of

@@ -10,11 +10,11 @@ from fnet.hardware._chip import Chip, si
 
 @dataclasses.dataclass(frozen=True)
 class MFU:
-    """Model FLOPs utilization: the model's FLOP/s as a fraction of the peak.
+    """Model FLOPs utilization: the FLOP/s of a model as a fraction of the peak rate of the devices.
 
     Attributes:
         value: the utilization, a float between 0 and 1, or None if it is unknown.
-        why: the reason why `value` is None. If `value` is known, a remark about the peak, or "".
+        why: if `value` is None, the reason why it is unknown. Otherwise, a remark about the peak, or "".
         peak: the peak rate of all devices together in FLOP/s, or None if it is unknown.
         dtype: the dtype of the peak.
         basis: how the peak is known, such as "published" (see `Chip.bases`).
@@ -52,7 +52,7 @@ def mfu(flops_per_step: float, seconds_per_step: float, chip: Chip, dtype: Any =
 
     Returns:
         An `MFU`. Its value is None if the chip has no peak for the dtype, or if the quotient is greater than 1. A
-        quotient greater than 1 means that the peak, the number of FLOPs or the time is wrong. `why` then states the
+        quotient greater than 1 means that the peak, the number of FLOPs or the time is wrong; `why` then states the
         rate and the peak.
 
     Raises:

@@ -33,15 +33,16 @@ class Policy:
             used.
         reason: why these dtypes were selected.
         convolution: the dtype of the operands of convolutions. Default: `compute`.
-        activations: the dtype in which GPUs and TPUs store large activations: results of matrix products in the forward
-            pass with at least 2^22 elements that are only read by operations in float32. An example is the logits of a
-            large vocabulary. If autocast is applied to the gradient function, this includes the gradients of
-            activations. Weight gradients are not rounded. Default: `compute`, as in PyTorch's autocast. With
-            "float32", activations are not rounded.
-        residual: the dtype of the residual stream of a transformer: of a sum of two arrays in the forward pass, of
-            which one is the result of a product plus a bias, or a multiple of it. The default "float32" does not change
-            such sums. With `compute`, they are computed and stored in 16 bits, as in models that are written in 16
-            bits. This reduces the memory traffic, and rounds the residual stream and its gradient in each layer.
+        activations: the dtype in which GPUs and TPUs store large activations. A large activation is the result of a
+            matrix product in the forward pass that has at least 2^22 elements and is read only by operations in
+            float32. An example is the logits of a large vocabulary. If autocast is applied to the gradient function,
+            the gradients of large activations are also stored in this dtype. Weight gradients are not rounded. Default:
+            `compute`, as in PyTorch's autocast. With "float32", activations are not rounded.
+        residual: the dtype of the residual stream of a transformer. The residual stream is a sum of two arrays in the
+            forward pass, one of which is the result of a product, plus a bias or times a number. The default "float32"
+            does not change the dtype of such a sum. If `residual` equals `compute`, the sum is computed and stored in
+            16 bits, as in models that are written in 16 bits. A 16-bit residual stream needs less memory traffic, but
+            the residual stream and its gradient are rounded in each layer.
 
     >>> policy = hw.policy("Tesla T4")
     >>> str(policy.compute), bool(policy.loss_scale)
@@ -145,18 +146,18 @@ _FROM_NAME = (      # (pattern of a chip's name, family), for chips whose archit
 
 
 def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) -> Policy:
-    """Selects the dtypes for fast and safe training or inference on a chip, and states the reason.
+    """Selects the dtypes for fast and numerically safe training or inference on a chip, and states the reason.
 
-    The dtypes are taken from a table, except for the CPU of this process. For this CPU, a probe compares bfloat16 with
-    float32. The probe measures the operations that `transforms.autocast` uses, which takes about one second. The result
-    of the probe is cached on the machine (see docs/precision.md). Dtypes with fewer than 16 bits are never selected,
-    because fp8, int8 and fp4 need scales or calibration.
+    The dtypes are taken from a table, except for the CPU of this process. For this CPU, a probe (a short measurement)
+    compares bfloat16 with float32. The probe measures the operations that `transforms.autocast` uses, which takes about
+    one second. The result of the probe is cached on the machine (see docs/precision.md). Dtypes with fewer than 16 bits
+    are never selected, because fp8, int8 and fp4 need scales or calibration.
 
     Args:
         chip: a `Chip`, a `jax.Device`, a device kind ("NVIDIA H100 80GB HBM3", "TPU v5 lite"), or a sequence of these.
-            For a sequence, a dtype is selected that all chips accelerate. None (the default) and "auto" select the chip
-            that `detect` finds. The names "float32", "bfloat16" and "float16" select the dtype of that name for any
-            chip.
+            For a sequence, `policy` selects a dtype that all chips accelerate. None (the default) and "auto" select the
+            chip that `detect` finds. The names "float32", "bfloat16" and "float16" select the dtype of that name for
+            any chip.
         mode: "train" (the default) or "inference". For inference, the parameters have the compute dtype.
         probe: whether the CPU of this process may be measured. Default None: yes, unless the environment variable
             FNET_PROBE is 0. The probe runs only if the CPU is JAX's default backend, there is only one process, and JAX

@@ -22,15 +22,15 @@ from fnet.hardware._tiles import Waste, rule, tile_waste
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """The lower bound of one scope's time at the chip's peak rates.
+    """The lower bound of the time of one named scope, at the peak rates of the chip.
 
     Attributes:
         scope: the scope path.
         cost: the FLOPs and bytes of the scope, a `Cost`.
         compute: the time of the arithmetic at the peak rate in seconds, or None if the rate is unknown.
         memory: the time of the memory traffic at the peak bandwidth in seconds, or None if the bandwidth is unknown.
-        bound: "compute" or "memory", whichever takes longer. It is "compute or memory" if one of the rates is unknown,
-            and "unknown" if both are unknown.
+        bound: "compute" or "memory", whichever takes longer. If one of the two rates is unknown, `bound` is "compute or
+            memory". If both rates are unknown, it is "unknown".
         seconds: the maximum of `compute` and `memory`, or None if both are unknown.
 
     >>> x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
@@ -53,15 +53,16 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The roofline of a function on a chip.
+    """The roofline of a function on a chip: the lower bound of the time of each named scope.
 
     Attributes:
         chip: the `Chip` for which the bounds are computed.
         devices: the number of JAX devices that share the work.
         scopes: a `Bound` for each scope.
-        total: the `Bound` of the whole function. Its time is the sum over all scopes, which run one after another.
+        total: the `Bound` of the whole function. Its time is the sum of the times of all scopes, because scopes run one
+            after another.
         count: the FLOPs and bytes of the function, a `Count`.
-        ridge: the FLOPs per byte above which compute is the bound, or None if a rate is unknown.
+        ridge: the FLOPs per byte of memory traffic above which compute is the bound, or None if a rate is unknown.
         measured: the median time of a call on this machine in seconds, or None if it was not measured.
         mfu: the model FLOPs utilization for the measured time, an `MFU`.
         waste: the matrix products that do not fill the chip's tiles, `Waste` objects.
@@ -95,9 +96,9 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
 
         lower bound of the time of a scope = max(FLOPs / peak FLOP/s, bytes / bandwidth)
 
-    The FLOPs are counted from the jaxpr (see `count`). The bytes are estimated under the assumption that elementwise
-    operations are fused. The result states the basis of each peak. The time is measured only for the whole function,
-    because XLA fuses operations across scopes.
+    A scope is a `jax.named_scope`, such as a layer. The FLOPs are counted from the jaxpr (see `count`). The bytes are
+    estimated under the assumption that elementwise operations are fused. The result states how each peak is known. The
+    time is measured only for the whole function, because XLA fuses operations across scopes.
 
     Args:
         step: a JAX function. A jitted function is called with copies of its arguments, because it may donate them.
@@ -106,14 +107,16 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
         devices: the number of JAX devices that share the work. Default None: the number of devices on which the
             arguments are.
         measure: whether to run and time the function. Default None: only if the arguments are arrays on `chip`.
-        depth: the number of segments of a scope path to show, or None to show all. Default 2.
-        repeats: the number of calls to time, after a first call that compiles. Default 5.
+        depth: the number of segments of a scope path to show. Scopes whose paths have the same first `depth` segments
+            are added up. None: all segments are shown. Default 2.
+        repeats: the number of timed calls. An additional first call, which compiles the function, is not timed. Default
+            5.
 
     Returns:
         A `Roofline`. `print` shows it as a table.
 
     Raises:
-        ValueError: `measure=True`, but an argument has no values.
+        ValueError: `measure=True`, but an argument is a `jax.ShapeDtypeStruct`, which has no values.
 
     Source: Williams, Waterman and Patterson, Roofline, CACM 2009.
 

@@ -75,8 +75,8 @@ def padded_shape(shape: tuple[int, int, int, int], dtype: str, chip: Chip) -> tu
 
 
 def tile_size(chip: Chip, dtype: Any) -> int:
-    """Returns the width of the tiles in which a chip computes matrix products, as a number of columns of the result.
-    The width is 1 if the chip's tiles are unknown.
+    """Returns the width of the tiles (blocks) in which a chip computes matrix products, as a number of columns of the
+    result. The width is 1 if the chip's tiles are unknown.
 
     Args:
         chip: the `Chip` that computes the product.
@@ -98,6 +98,8 @@ def rule(chip: Chip) -> str:
 
 def tile_waste(matmuls: Iterable[Matmul], chip: Chip, *, below: float = 0.9) -> tuple[Waste, ...]:
     """Finds the matrix products that fill less than the fraction `below` of their tiles.
+
+    A chip computes a matrix product in tiles (blocks) of a fixed size, and pads the operands to whole tiles.
 
     Args:
         matmuls: the products, `Count.matmuls`.

@@ -1,11 +1,11 @@
-"""Tools that show what is inside a program.
+"""Tools that show what is inside a program, by the paths of its named scopes (such as layers).
 
-- `summary`: shapes, parameters, FLOPs, kept activations and time at the roofline, by path.
+- `summary`: shapes, parameters, FLOPs, activations that are kept for the backward pass, and roofline time, by path.
 - `statistics`: statistics of named values, of their cotangents, and of the gradients of parameters.
-- `check_gradient`: compares derivatives with finite differences.
+- `check_gradient`: a comparison of derivatives with finite differences.
 - `compare`: the first named value in which two programs differ.
-- `graph`: a program drawn by its scopes.
-- `profile`: measured time by path and phase.
+- `graph`: a drawing of a program, in which each named scope is a box.
+- `profile`: measured time by path and phase (forward, backward, ...).
 """
 
 from fnet.introspect._compare import Comparison, Difference, compare

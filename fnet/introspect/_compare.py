@@ -23,15 +23,15 @@ _TOLERANCE = 1e-5    # for float32; for other dtypes, it is proportional to thei
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The difference between two programs at one site.
+    """The difference between two programs at one site (a named value, see `transforms.sites`).
 
     Attributes:
         name: the name of the site in the first program, or "result" for the result of the programs. A site in a scan
             has one `Difference` for each iteration.
         other: the name of the site in the second program.
-        error: max |a - b| / max |b|, where a and b are the values in the first and second program. Infinite if the
-            shapes differ, or if an element is finite in only one program.
-        tolerance: the largest error with which the values count as equal.
+        error: max |a - b| / max |b|, where a and b are the values in the first and second program. The error is
+            infinite if the shapes differ, or if an element is finite in only one of the two programs.
+        tolerance: the largest error with which the two values count as equal.
         types: the dtype and shape of the value in the first and in the second program, as text.
 
     >>> row = introspect.compare(jnp.sin, lambda x: jnp.sin(x) + 1, jnp.zeros(3)).rows[-1]
@@ -52,11 +52,11 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The result of `compare`; `str()` is a table.
+    """The result of `compare`; `str()` returns a table.
 
     Attributes:
-        rows: a `Difference` for each pair of sites, in the order in which the first program computes them, and a
-            `Difference` for the result.
+        rows: a `Difference` for each pair of sites (named values), in the order in which the first program computes
+            the sites, and a `Difference` for the result.
         only: the names of the sites that were not paired, a tuple for the first program and a tuple for the second.
 
     >>> f = lambda x: ft.tag(2 * x, "double").sum()
@@ -70,7 +70,7 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """The first row that differs; None if all are equal."""
+        """The first row in `rows` whose values differ, or None if the values of all rows are equal."""
         return next((row for row in self.rows if not row.equal), None)
 
     def __str__(self):
@@ -90,15 +90,15 @@ class Comparison:
 
 def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | None = None,
             tolerance: float | None = None) -> Comparison:
-    """Finds the first site where two programs differ, and the error at each site.
+    """Finds the first site (named value) at which two programs differ, and the error at each site.
 
         print(introspect.compare(model, ft.autocast(model, "bfloat16"), params, x, tolerance=0.05))
         print(introspect.compare(partial(model, params), partial(twin.apply, variables), x))
 
     The sites of the two programs are paired in three steps. First, sites with the same name form pairs. Then, sites
     with nearly equal values form pairs. Finally, sites with the same shape form pairs if they are computed between the
-    same two pairs of nearly equal values. Therefore, a model and its port to another library can be compared without a
-    list of names. `names` specifies the pairs explicitly.
+    same two pairs of nearly equal values. A model can be compared with its port to another library without a list of
+    names, because sites with different names can form pairs. The argument `names` specifies pairs explicitly.
 
     Args:
         f: a function with named sites: see `transforms.sites`.
@@ -106,9 +106,9 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
         args: the arguments. Both functions run once on these arguments, and the values of all sites are kept in memory.
         names: {regular expression: replacement}, as in `re.sub`. If an expression matches the whole name of a site in
             f, the replacement is the name of the site in g. Default: none.
-        tolerance: the largest relative error with which values count as equal. Default: 1e-5 for float32. For other
-            floating-point dtypes, the default is proportional to their machine epsilon. For integers, it is 0. If the
-            dtypes of the two values differ, the larger default is used.
+        tolerance: the largest relative error with which two values count as equal. Default: 1e-5 for float32, a value
+            proportional to the machine epsilon for other floating-point dtypes, and 0 for integers. If the dtypes of
+            the two values differ, the larger of the two defaults is used.
 
     Returns:
         A `Comparison`.

@@ -26,8 +26,8 @@ class Slope:
         derivative: the derivative that JAX computes.
         difference: the finite difference.
         uncertainty: the estimated error of the finite difference, caused by rounding and curvature.
-        smallest: the value below which rounding errors dominate a derivative. The denominator of the relative error is
-            at least this value.
+        smallest: the smallest denominator of the relative error. Rounding errors dominate derivatives that are below
+            this value.
 
     >>> rows = introspect.check_gradient(lambda w: jnp.sum(w["a"] ** 2), {"a": jnp.arange(3.0)}).rows
     >>> rows[0].path, bool(abs(rows[0].derivative - rows[0].difference) < 1e-3)
@@ -54,10 +54,10 @@ class Slope:
 
 @dataclasses.dataclass(frozen=True)
 class GradientCheck:
-    """The result of `check_gradient`; `str()` is a table.
+    """The result of `check_gradient`; `str()` returns a table.
 
     Attributes:
-        rows: a `Slope` for each leaf, the worst first.
+        rows: a `Slope` for each leaf, the leaf with the largest error first.
         tolerance: the largest error with which a derivative and a finite difference count as equal.
         dtype: the dtype in which the function was evaluated.
 
@@ -75,7 +75,7 @@ class GradientCheck:
 
     @property
     def equal(self) -> bool:
-        """Whether all derivatives agree with the finite differences."""
+        """Whether each derivative agrees with its finite difference, up to `tolerance`."""
         return self.worst.error <= self.tolerance
 
     def __str__(self):
@@ -88,18 +88,18 @@ class GradientCheck:
 
 
 def check_gradient(f: Callable, *args: Any, tolerance: float = 1e-3, seed: int = 0) -> GradientCheck:
-    """Compares the derivative of `f` with respect to each leaf of its first argument with finite differences.
+    """Compares derivatives of `f`, with respect to each leaf of its first argument, with finite differences.
 
         report = introspect.check_gradient(loss, params, batch)
         assert report.equal, report
 
     For each leaf x, a random direction d of norm 1 is selected, and (f(x + h d) - f(x - h d)) / 2h is computed for
-    several h. The h at which this quotient changes least is used. If the function can run in float64, it is evaluated
-    in float64.
+    several h. The quotient for the h at which the quotient changes least is the finite difference. If f can run in
+    float64, it is evaluated in float64.
 
     Args:
         f: a function with floating-point results. If the result is not a scalar, a random linear combination of the
-          results is differentiated.
+            results is differentiated.
         args: the arguments of f. The floating-point leaves of the first argument are checked.
         tolerance: the largest relative error with which a derivative and a finite difference count as equal. Default
             1e-3.

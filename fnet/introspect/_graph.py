@@ -30,14 +30,14 @@ COLORS = ("flops", "bytes", "time")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
-    """The result of `graph`. Jupyter shows the graph as SVG.
+    """The result of `graph`. In a Jupyter notebook, the graph is shown as SVG.
 
     Attributes:
         root: the whole program as a tree. Its nodes are scopes, operations, loops, branches, arguments and results. A
             node has `name`, `path`, `kind`, `children`, `cost`, `parameters`, `kept_bytes` and `seconds`.
         nodes: all nodes; a node precedes the nodes that it contains.
         edges: pairs (value, node that reads the value). `value.source` is the node that computes the value.
-        chip: the chip of the roofline.
+        chip: the chip for which `seconds`, the roofline time, is computed.
         notes: the reasons why some figures are not exact.
 
     >>> graph = introspect.graph(nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2)), jnp.ones((3, 5)))
@@ -94,7 +94,7 @@ class Graph:
 
 def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops", chip: Any = None,
           train: bool = False, **options: Any) -> Graph:
-    """Draws a program by its named scopes. Nothing is computed or compiled.
+    """Draws a program as a graph of its named scopes. The program is not run or compiled.
 
         introspect.graph(model, x, "graph.html")                       # a layer, or a flax.nnx module, and its inputs
         introspect.graph(step, state, batch, "step.html")              # a complete training step
@@ -103,8 +103,8 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
     The page shows scopes as boxes that can be expanded by click or key, down to single operations. The color of a box
     shows its share of the cost. Edges are labeled with shapes and dtypes. A scan, such as a `Stack`, is drawn once,
     with the number of iterations, such as "× 12". In the graph of a training step, the forward pass runs from top to
-    bottom, and the backward pass runs beside it from bottom to top. The update of the parameters follows the backward
-    pass.
+    bottom, and the backward pass runs beside the forward pass from bottom to top. The update of the parameters follows
+    the backward pass.
 
     Parameters and constants are not drawn as boxes. A box lists the parameters and constants that it reads. The first
     argument of a function is assumed to be its parameters if this argument contains several arrays and there are
@@ -117,9 +117,9 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
             which the graph is written. The path must end in .html, .svg or .dot.
         depth: the number of levels of scopes that are expanded at first. Default: the largest number for which at most
             28 boxes are shown.
-        color: the quantity that determines the color of a box: "flops" (default), "bytes" (after fusion) or "time" (at
-          the roofline).
-        chip: the chip of the roofline, as in `hardware.roofline`. Default: this machine's chip.
+        color: the quantity that determines the color of a box: "flops" (default), "bytes" (after fusion) or "time" (the
+            roofline time, see `hardware.roofline`).
+        chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default: this machine's chip.
         train: whether a layer is called with train=True. Default False.
         options: keyword arguments of f.
 

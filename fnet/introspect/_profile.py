@@ -21,13 +21,13 @@ from fnet.introspect._trace import Trace
 
 @dataclasses.dataclass(frozen=True)
 class TimedRow:
-    """The figures of a scope, including all scopes inside it.
+    """The figures of a named scope, including all scopes inside it.
 
     Attributes:
         path: the path of the scope; "" for the whole step.
         seconds: measured seconds of a step by phase: "forward", "backward", "recomputed", "optimizer", "other".
         cost: FLOPs and bytes, or None if they are unknown.
-        bound: seconds at the roofline of the chip, or None if they are unknown.
+        bound: the lower bound of the time in seconds on the chip (see `hardware.roofline`), or None if it is unknown.
 
     >>> row = introspect.profile(lambda x: x @ x, jnp.ones((64, 64)), repeats=2).total
     >>> sum(row.seconds.values()) > 0
@@ -50,17 +50,17 @@ class TimedRow:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """The result of `profile`. `str()` returns it as text; Jupyter shows `html()`.
+    """The result of `profile`. `str()` returns the profile as text. Jupyter shows the result of `html()`.
 
     Attributes:
         rows: a `TimedRow` for each path, outer paths first. Operations without a scope have the path "".
         total: the row of all operations.
         step_seconds: mean seconds of a step, from its call to its last result.
-        steps: the number of steps over which the times are averaged. In the result of `profile`, these are the faster
-            half of the calls.
+        steps: the number of steps over which the times are averaged. `profile` averages over the faster half of the
+            calls.
         spanning: the fraction of the operations' time that is spent in fusions whose parts belong to several paths.
         operations: pairs (operation, seconds in a step), the longest first.
-        chip: the chip of the roofline.
+        chip: the chip for which the roofline time (`TimedRow.bound`) is computed.
         trace: the recorded events. `trace.save(path)` writes them to a file for ui.perfetto.dev.
         notes: the reasons why some figures are not exact.
 
@@ -142,11 +142,11 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
         print(introspect.profile(step, state, batch))
         introspect.profile(step, state, batch, trace="trace.json.gz")      # for ui.perfetto.dev
 
-    JAX's profiler measures the time of each operation of the compiled program. The path and the phase of an operation
-    are read from the program, which is a part of the trace. The time of a fusion is assigned to the path of its root
-    operation. While several operations run at the same time, on threads of a CPU or streams of a GPU, the elapsed time
-    is divided equally among them. The times of all operations therefore sum to the time in which at least one operation
-    ran. If there are several devices, the mean of their times is used.
+    JAX's profiler measures the time of each operation of the compiled program. `profile` reads the path and the phase
+    of an operation from the compiled program, which the trace contains. The time of a fusion is assigned to the path of
+    its root operation. While several operations run at the same time, on threads of a CPU or streams of a GPU, the
+    elapsed time is divided equally among these operations. The times of all operations therefore sum to the time in
+    which at least one operation ran. If there are several devices, each time is the mean over the devices.
 
     The phases are forward, backward, recomputed (by `jax.checkpoint`), optimizer (operations that follow the backward
     pass), and other (operations that precede the forward pass).
@@ -155,10 +155,11 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
         step: a function that `jax.jit` can compile, or a compiled function. It is called with copies of the arguments,
             so it may donate them.
         args: the arguments of the step, arrays.
-        chip: the chip of the roofline. Default: the chip on which the arguments are stored.
-        depth: the number of segments of a path to show. Default None: all.
-        repeats: the number of calls to measure after the first call, which compiles. The means are over the faster half
-            of these calls. Default 5.
+        chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default: the chip on which
+            the arguments are stored.
+        depth: the number of segments of a path to show. Default None: all segments.
+        repeats: the number of measured calls. An additional first call, which compiles the step, is not measured. The
+            means are over the faster half of the measured calls. Default 5.
         trace: the name of a file to which the operations are written as a Perfetto trace (.json or .json.gz). Default:
             no file is written.
 
@@ -166,7 +167,7 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
         A `Profile`, which can be shown as text, Markdown or HTML, or returned as data.
 
     Raises:
-        TypeError: the function cannot be compiled, or an argument has no values.
+        TypeError: the function cannot be compiled, or an argument is a shape without values.
         ValueError: `repeats` is not positive.
         RuntimeError: a profiler is already running.
 

@@ -16,15 +16,15 @@ from fnet.hardware._text_table import aligned
 
 @dataclasses.dataclass(frozen=True)
 class Statistic:
-    """Statistics of one array: the value of a site, or a parameter.
+    """Statistics of one array: a parameter, or the value of a site (a named value, see `transforms.sites`).
 
     Attributes:
         name: the name of the site, or the path of the parameter. In a scan or stack, each iteration has its own name,
             such as "blocks/mlp [2]".
         mean, std, largest: mean, standard deviation and largest absolute value of the finite elements.
         nonfinite: the number of elements that are NaN or infinite.
-        dead: the fraction of units (indices of the last axis) whose derivative is 0 at every index of the other axes,
-            for example because the units are inputs of a relu and are never positive.
+        dead: the fraction of dead units. A unit is an index of the last axis. A unit is dead if its derivative is 0 at
+            every index of the other axes, for example because the unit is the input of a relu and is never positive.
         gradient: the Euclidean norm of the derivative of the function's result with respect to the array.
 
     >>> report = introspect.statistics(lambda w: ft.tag(w ** 2, "square").sum(), jnp.array([3.0, 4.0]))
@@ -44,11 +44,11 @@ class Statistic:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """The result of `statistics`; `str()` is a table.
+    """The result of `statistics`; `str()` returns a table.
 
     Attributes:
         result: the result of the function.
-        sites: a `Statistic` for each site, in the order of computation.
+        sites: a `Statistic` for each site (named value), in the order of computation.
         parameters: a `Statistic` for each parameter.
         arrays: a dict {name: array} for histograms. The names are "values/site", "cotangents/site", "parameters/path"
             and "gradients/path", where "site" or "path" is the name of the site or parameter.
@@ -71,13 +71,14 @@ class Statistics:
 
 
 def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Statistics:
-    """Computes mean, standard deviation, dead units and gradient norms of values in a function, by site and parameter.
+    """Computes mean, standard deviation, dead units and gradient norms of named values and parameters of a function.
 
         report = introspect.statistics(loss, params, batch)
         print(report)
 
-    A site is a named scope or a tagged value. To show histograms of `report.arrays` in TensorBoard, pass a function
-    to `tr.fit(evaluate=)` that returns `{name: tr.Histogram(x) for name, x in report.arrays.items()}`.
+    Sites are the values of named scopes and tagged values (see `transforms.sites`). To show histograms of
+    `report.arrays` in TensorBoard, pass a function to `tr.fit(evaluate=)` that returns
+    `{name: tr.Histogram(x) for name, x in report.arrays.items()}`.
 
     Args:
         f: a function `f(params, *args)` that returns a floating-point scalar, such as a loss.

@@ -21,18 +21,18 @@ from fnet.layers import Layer
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The figures of a scope, including all scopes inside it.
+    """The figures of a named scope, including all scopes inside it.
 
     Attributes:
         path: the path of the scope; "" for the whole function.
         output: the shapes and dtypes of the scope's results: a tuple with one tree for each call of the scope. In a
-            scan, the shapes have a leading axis of iterations.
+            scan, the shapes have a leading axis for the iterations.
         parameters, parameter_bytes: number of parameters of the scope, and their bytes.
         forward, backward: the cost of the forward pass, and the additional cost of the derivative with respect to the
-          parameters.
-        kept: the activations that the scope stores for the backward pass (without arguments of the function).
-        share: the scope's fraction of the time that a forward and backward pass takes at the roofline; None if the
-          chip's peaks are unknown.
+            parameters.
+        kept: the activations that the scope stores for the backward pass. Arguments of the function do not count.
+        share: the scope's fraction of the roofline time (see `hardware.roofline`) of a forward and backward pass, or
+            None if the chip's peaks are unknown.
 
     >>> summary = introspect.summary(nn.Sequential(head=nn.Dense(3)), jnp.ones((1, 4)))
     >>> summary["head"].parameters
@@ -59,15 +59,15 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The result of `summary`. `str()` returns it as text; Jupyter shows `html()`.
+    """The result of `summary`. `str()` returns the summary as text. Jupyter shows the result of `html()`.
 
     Attributes:
         rows: a `Row` for each path, outer paths first.
         total: the row of the whole function.
-        chip: the chip of the roofline.
+        chip: the chip for which the roofline time is computed.
         notes: the reasons why some figures are not exact.
-        temporary_bytes: the memory that XLA's program for a forward and backward pass needs in addition to its
-            arguments and results; None without `compile=True`.
+        temporary_bytes: the memory that the compiled forward and backward pass needs in addition to its arguments and
+            results; None without `compile=True`.
 
     >>> summary = introspect.summary(nn.Sequential(head=nn.Dense(3)), jnp.ones((1, 4)))
     >>> summary["head"].parameters
@@ -107,29 +107,30 @@ class Summary:
 
 def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None, train: bool = False,
             compile: bool = False, **options: Any) -> Summary:
-    """Describes a model or any other function by the paths of its named scopes. Nothing is computed.
+    """Describes a model or any other function by the paths of its named scopes. The function is not run.
 
         print(introspect.summary(model, x))                    # a layer, or a flax.nnx module, and its inputs
         print(introspect.summary(loss, params, batch))         # a function, whose first argument are its parameters
 
     Args:
         f: a layer, a `flax.nnx.Module`, or a function.
-        args: arrays or `jax.ShapeDtypeStruct`s: the inputs of a layer or module, or the arguments of a function, whose
-            first argument is the tree of parameters.
+        args: arrays or `jax.ShapeDtypeStruct`s: the inputs of a layer or module, or the arguments of a function. The
+            first argument of a function is the tree of its parameters.
         depth: the number of segments of a path to show. The rows of longer paths are not shown, but their figures are
-            included in the rows above. Default None: all segments.
-        chip: the chip of the roofline, as in `hardware.roofline`. Default: this machine's chip.
+            included in the rows of the paths that contain them. Default None: all segments.
+        chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default: this machine's chip.
         train: whether a layer is called with train=True. Default False.
         compile: whether to compile the forward and backward pass for this machine, and to report XLA's temporary memory
             in addition to the kept activations. The temporary memory is larger than the kept activations if the program
-            has other temporary values, and smaller if XLA recomputes activations or reuses their memory. Default False.
+            has other temporary values. It is smaller if XLA recomputes activations or reuses their memory. Default
+            False.
         options: keyword arguments of f.
 
     Returns:
         A `Summary`. FLOPs are exact (see `hardware.count`). The kept activations are the values that
         `jax.ad_checkpoint.print_saved_residuals` lists for the derivative with respect to the parameters. If this
-        derivative does not exist, for example because f contains a while loop, `notes` states the reason, and the table
-        describes only the forward pass.
+        derivative does not exist, for example because f contains a while loop, `notes` states the reason, and the
+        summary describes only the forward pass.
 
     >>> print(summary(nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2)), jnp.ones((3, 5))).total.parameters)
     34

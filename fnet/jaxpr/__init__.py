@@ -7,7 +7,7 @@
 - `ImplicitArray`, `Convolution`, `ImplicitInterpreter`: parameters that are computed from several arrays.
 - `tag`, `find_sites`, `Inspector`: named values of a program, which can be captured or replaced.
 - `flatten`, `stable`: a program rewritten with few primitives, and the representation of such a program as plain data.
-- `TiedProgram`: removal of indices from the axes of a program, such as those of hidden units.
+- `TiedProgram`: removal of indices from the axes of a program's arrays, for example the indices of hidden units.
 - `read`: a jaxpr as a flat list of operations, in which calls are inlined.
 - `cost`, `touched`, `nbytes`: the FLOPs and bytes of an equation.
 - `batch_axes`: the batch axes of an equation's outputs.

@@ -90,7 +90,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def call_name(eqn: Any) -> str | None:
-    """The name of the function that a jit equation calls; None for other equations."""
+    """Returns the name of the function that a jit equation calls, or None for other equations."""
     return eqn.params["name"] if eqn.primitive.name in ("jit", "pjit") else None
 
 
@@ -146,7 +146,7 @@ class Scan:
 
 
 def scan(eqn: Any) -> Scan:
-    """The parts of a scan equation."""
+    """Returns the parts of a scan equation."""
     params = eqn.params
     if "ft_in" in params:    # jax >= 0.11
         consts, carry, slices = (len(part) for part in params["ft_in"].unpack())

@@ -14,8 +14,8 @@ from fnet.jaxpr._primitives import description
 CONVOLUTION, DOT = lax.conv_general_dilated_p, lax.dot_general_p
 BILINEAR = {DOT.name: DOT, CONVOLUTION.name: CONVOLUTION}
 SHIFT = "fnet:shift"
-"""The name of a value that a program subtracts from data to sum them accurately, and whose choice affects only the
-rounding of the program's results. A transform may replace it by any other value, such as 0."""
+"""The name of a value that a program subtracts from data to sum the data accurately. The choice of this value affects
+only the rounding of the program's results. A transform may replace the value by any other value, such as 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def explicit(aval: Any) -> bool:
 
 
 def permutation(eqn: Any) -> tuple[int, ...]:
-    """The order of axes of a transpose."""
+    """Returns the order of the axes of a transpose equation."""
     return tuple(eqn.params["permutation"])
 
 
@@ -116,8 +116,8 @@ def random_bits(eqn: Any) -> tuple[int, int]:
 
 
 def pooling_window(eqn: Any) -> tuple[int, ...] | None:
-    """Returns the size of a pooling's windows along each axis. Returns None if the windows overlap, have gaps between
-    them, or contain padding."""
+    """Returns the size of a pooling's windows along each axis, or None if the windows overlap, have gaps between them,
+    or contain padding."""
     params, window = eqn.params, tuple(eqn.params["window_dimensions"])
     tiles = (window == tuple(params["window_strides"]) and not any(low or high for low, high in params["padding"])
              and all(d == 1 for name in ("base_dilation", "window_dilation") for d in params.get(name, ())))

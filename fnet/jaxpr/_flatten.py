@@ -23,8 +23,8 @@ _SAME = ("copy", "copy_p", "stop_gradient", "name", "optimization_barrier", "sha
 
 
 def inlined(closed: Any, *, unless: Callable[[Any], bool] | None = None) -> Any:
-    """Returns the closed jaxpr with all jitted calls inlined, except those for whose equations `unless` is true. Arrays
-    in the closures of the inlined calls become constants."""
+    """Returns the closed jaxpr with all jitted calls inlined, except the calls for whose equations `unless` returns
+    True. Arrays in the closures of the inlined calls become constants."""
     return _again(_Inliner(INLINED, unless), closed)
 
 

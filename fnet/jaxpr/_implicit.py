@@ -44,13 +44,15 @@ class ImplicitArray:
 
     A subclass must be a registered pytree whose leaves are plain arrays, and must have the properties `shape` and
     `dtype`. Its constructor must not validate the leaves, because JAX also calls the constructor with placeholders.
-    `ft.use_implicit_arrays(f)` evaluates f with implicit arrays as parameters by calling the methods below. If a method
-    returns `NotImplemented`, `materialize` is called instead.
+    `ft.use_implicit_arrays(f)` evaluates f with implicit arrays as parameters. If an operation of f reads an implicit
+    array, `use_implicit_arrays` calls the method `dot`, `convolve` or `lookup` of the array. If the method returns
+    `NotImplemented`, the method `materialize` is called instead.
 
     Attributes:
         shape, dtype: the shape and dtype of the array that the object represents.
-        beside: {field: another field}. The first field contains one element for each block of elements of the other
-            field, such as the scale of each block of codes. `parallel.plan` splits both fields along the same axes.
+        beside: {name of a field: name of another field}. The first field contains one element for each block of
+            elements of the other field, for example the scale of each block of codes. `parallel.plan` splits both
+            fields along the same axes.
 
     >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
     >>> isinstance(params["kernel"], compress.ImplicitArray), params["kernel"].materialize().shape
@@ -92,7 +94,7 @@ class ImplicitArray:
         return NotImplemented
 
     def convolve(self, x: jax.Array, convolution: Convolution) -> Any:
-        """Returns the convolution of x with this kernel. For a plain kernel, it would be `convolution(x, kernel)`."""
+        """Returns the convolution of x with this kernel. For a plain array `kernel`, it is `convolution(x, kernel)`."""
         return NotImplemented
 
     def lookup(self, take: Callable) -> Any:

@@ -20,7 +20,7 @@ from fnet.jaxpr._values import Value, arrays_of, bind
 
 
 class Inspector(Interpreter):
-    """Evaluates a program, and captures or replaces the values of sites.
+    """Evaluates a program, and captures or replaces the values of sites (named values of the program).
 
     Args:
         level: the sites of the whole program, from `find_sites`.

@@ -75,7 +75,8 @@ class TiedProgram:
 
 
 def indices(factors: Sequence[int], kept: Sequence[np.ndarray | None]) -> np.ndarray:
-    """Returns the indices that remain along an axis, given those that remain along each of its factors (None: all)."""
+    """Returns the indices that remain along an axis. `kept` contains the indices that remain along each of the factors
+    of the axis, or None for a factor of which all indices remain."""
     found = np.arange(math.prod(factors)).reshape(tuple(factors))
     for i, each in enumerate(kept):
         if each is not None:

@@ -27,7 +27,7 @@ Rule = Callable[[str, str, list, Any], Any]
 
 
 def rewrite(f: Callable, rule: Rule) -> Callable:
-    """Rewrites `f` with a rule. The rule is called for each equation of the jaxpr of `f` and may replace the equation.
+    """Rewrites `f` with a rule, which is called for each equation of the jaxpr of `f` and may replace the equation.
 
         def double_sines(primitive, scope, inputs, equation):
             if primitive == "sin":
@@ -38,23 +38,24 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
 
     The result is an ordinary JAX function: it can be differentiated, compiled, batched and rewritten again. Loops,
     branches, jit, remat, shard_map, custom derivatives and custom batching are preserved, and the rule is also called
-    for the equations inside them. jit keeps its name, donation and shardings. Equations for which the rule returns
-    NotImplemented do not change.
+    for the equations inside them. A jitted function inside `f` keeps its name, its donated arguments and its shardings.
+    Equations for which the rule returns NotImplemented do not change.
 
     Args:
-        f: any JAX function. Array arguments are traced; other arguments are passed through unchanged, and results that
-            are not JAX arrays are returned unchanged.
-        rule: a function `rule(primitive, scope, inputs, equation)`. Its arguments are the primitive's name, the path of
-            named scopes (the same in the forward and backward pass), the input arrays, and JAX's equation, whose
-            `params` contain its options. The rule returns the outputs, one array for each of `equation.outvars`, of the
-            same shape and dtype, or NotImplemented. The rule may be called several times for an equation in a body that
-            JAX traces more than once.
+        f: any JAX function. Array arguments are traced. Other arguments, and results that are not JAX arrays, are
+            passed through unchanged.
+        rule: a function `rule(primitive, scope, inputs, equation)`. `primitive` is the name of the primitive, and
+            `inputs` are the input arrays. `scope` is the path of the named scopes around the equation, which is the
+            same in the forward and backward pass. `equation` is JAX's equation, whose `params` contain the options of
+            the primitive. The rule returns NotImplemented, or the outputs: one array for each of `equation.outvars`,
+            with the same shape and dtype. If JAX traces a body (such as the body of a loop) more than once, the rule
+            may be called several times for an equation in this body.
 
     Returns:
         A function with f's signature and results.
 
     Raises:
-        TypeError: the rule does not return one array of the right shape and dtype for each output.
+        TypeError: the rule does not return, for each output, an array with the shape and dtype of this output.
 
     >>> def double_sines(primitive, scope, inputs, equation):
     ...     return [2 * jnp.sin(inputs[0])] if primitive == "sin" else NotImplemented
@@ -65,7 +66,7 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
 
 
 class Interpreter:
-    """Evaluates jaxprs equation by equation. Subclasses override `equation`, and other methods where they need to.
+    """Evaluates jaxprs equation by equation. Subclasses override the method `equation`, and other methods if necessary.
 
     An instance caches rewritten jaxprs, so that a jitted function that is called 60 times is rewritten only once.
     """
@@ -76,8 +77,8 @@ class Interpreter:
     def equation(self, eqn, at: Scope, inputs: list[Value], plan) -> Any:
         """Returns the outputs of an equation, a list of `Value`s, or NotImplemented.
 
-        If the result is NotImplemented, the equation is evaluated with rewritten bodies. If it has no bodies, it is
-        evaluated unchanged.
+        If the result is NotImplemented, the equation is evaluated with rewritten bodies (the jaxprs inside it). An
+        equation without bodies is evaluated unchanged.
         """
         return NotImplemented
 
@@ -90,7 +91,7 @@ class Interpreter:
         return None
 
     def wanted(self, plan, eqn) -> tuple:
-        """Returns the requirements on an equation's outputs. They are passed to `plan` for the body of the equation."""
+        """Returns the requirements on an equation's outputs. `plan` gets these requirements for the equation's body."""
         return (None,) * len(eqn.outvars)
 
     def literal(self, atom) -> Value:
@@ -101,8 +102,8 @@ class Interpreter:
         return None
 
     def depends(self, at: Scope) -> Any:
-        """Returns the part of a scope that affects the rewriting. A rewritten body is reused only where this part is
-        equal."""
+        """Returns the part of a scope that affects the rewriting. A rewritten body is reused only for scopes in which
+        this part is equal."""
         return at
 
     def saveable(self, policy):
@@ -111,7 +112,7 @@ class Interpreter:
         return policy
 
     def applied(self, f: Callable) -> Callable:
-        """Returns f, rewritten."""
+        """Returns the rewritten function f."""
         @wraps(f)
         def rewritten(*args, **kwargs):
             return self.run(f, args, kwargs)
@@ -181,7 +182,7 @@ class Interpreter:
         """Returns a rewritten closed jaxpr as a function of arrays.
 
         `pin` states for each output whether it is converted back to its traced dtype. If `pin` is None, all outputs
-        are.
+        are converted back.
         """
 
         def call(*arrays):

@@ -31,8 +31,8 @@ class Static:
 
 
 def boxed(tree: Any) -> Any:
-    """Wraps in `Static`s those leaves of a tree that must not be traced. These are bools, all leaves that are neither
-    arrays nor numbers, and Python numbers inside objects, such as the options of an Equinox module.
+    """Wraps in `Static`s the leaves of a tree that must not be traced. Such leaves are bools, all leaves that are
+    neither arrays nor numbers, and Python numbers inside objects, such as the options of an Equinox module.
 
     Raises:
         TypeError: such a leaf is not hashable.

@@ -42,15 +42,15 @@ tag_p = Primitive("site")
 
 
 def tag(value: Any, name: str | None = None) -> Any:
-    """Names a value, so that `transforms.capture` and `transforms.intervene` can address it.
+    """Names a value, so that `transforms.capture` can return the value and `transforms.intervene` can replace it.
 
-    A layer's outputs are tagged by the layer. In a plain function, call `tag` for the values that `capture` and
-    `intervene` should address. The value is returned unchanged, and compiled programs do not contain the tag.
+    The outputs of a layer are tagged automatically. In a plain function, call `tag` for the values that `capture` and
+    `intervene` should find. `tag` returns the value unchanged, and compiled programs do not contain the tag.
 
     Args:
         value: a tree of arrays.
-        name: the name of the value. It is appended to the path of the named scopes. Default None: the value is
-            addressed by the path of the scopes alone.
+        name: the last part of the name of the value. `name` is appended to the path of the named scopes around the
+            value. Default None: the name of the value is the path of the named scopes.
 
     >>> def f(x):
     ...     return jnp.sin(tag(x * 2, "doubled"))

@@ -13,9 +13,9 @@ _NAMES = ("__module__", "__name__", "__qualname__", "__doc__", "__type_params__"
 def wraps(f: Callable, *, signature: bool = True) -> Callable:
     """Returns a decorator that gives a transformed function the names and the docstring of `f`.
 
-    `functools.wraps(f)` also copies all attributes in `f.__dict__`. For a compiled function, these can include the
-    methods `lower` and `trace`. After such a copy, `transformed.lower(x)` would lower `f` instead of the transformed
-    function. Therefore this decorator does not copy `f.__dict__`.
+    `functools.wraps(f)` also copies all attributes in `f.__dict__`. For a compiled function, these attributes can
+    include the methods `lower` and `trace`. After such a copy, `transformed.lower(x)` would lower `f` instead of the
+    transformed function. Therefore, this decorator does not copy `f.__dict__`.
 
     Args:
         f: the original function, or any other callable. If `f` is a `functools.partial`, the names and the docstring
@@ -43,7 +43,8 @@ class Compiled:
     """A compiled function with its own methods `lower` and `trace`, like those of `jax.jit`.
 
     `lower` and `trace` are stored in slots, not in `__dict__`. `jax.jit` and `functools.wraps` copy the `__dict__` of
-    the function that they wrap. If it contained these methods, the copies would replace the wrapper's own methods.
+    the function that they wrap. If the `__dict__` contained these methods, the copies would replace the wrapper's own
+    methods.
 
     Args:
         f: the original function, from which the names and the signature are copied.

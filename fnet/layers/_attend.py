@@ -33,25 +33,27 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
 
         out[t, h] = sum_s softmax_s(scale query[t, h] . key[s, g] + mask[t, s]) value[s, g],  g = h // (heads / groups)
 
-    On a CPU, the queries are processed in blocks, and keys that `causal` or `window` hides from all queries of a block
-    are skipped. On a GPU or TPU, a flash attention kernel runs if it supports the arguments; otherwise XLA compiles the
-    formula. `transforms.explain` reports the implementation. Derivatives of any order, forward or reverse, are
-    supported. For the backward pass, query, key, value and output are stored; the attention weights are recomputed. The
-    stored output has the name "attention" for `jax.checkpoint_policies.save_only_these_names`.
+    On a CPU, the queries are processed in blocks. If `causal` or `window` hides a key from all queries of a block, the
+    computation of this block skips the key. On a GPU or TPU, a flash attention kernel runs if it supports the
+    arguments; otherwise XLA compiles the formula. `transforms.explain` reports which implementation runs. Forward-mode
+    and reverse-mode derivatives of any order are supported. For the backward pass, query, key, value and output are
+    stored; the attention weights are recomputed. The stored output has the name "attention", by which
+    `jax.checkpoint_policies.save_only_these_names` can select it.
 
-    Glossary: b batch, t time of the queries, s time of the keys, h heads, g key/value heads, d head_dim.
+    Glossary: b batch, t time of the queries, s time of the keys, h query heads, g key/value heads, d head_dim. In the
+    formula, `heads` is the number of query heads, and `groups` is the number of key/value heads.
 
     Args:
         query: [b, t, h, d].
-        key, value: [b, s, g, d] in the query's dtype. Each key/value head serves h / g query heads (Ainslie et al.,
+        key, value: [b, s, g, d] in the query's dtype. h / g query heads share one key/value head (Ainslie et al.,
             2023).
-        mask: boolean, True if a query may attend to a key: [t, s], [b, t, s] or [b, h, t, s]. Any axis may have length
-            1. In the formula, mask[t, s] is 0 where this array is True, and minus infinity where it is False. Default
-            None: no mask.
-        lengths: integers [b], the number of valid keys in each example. The keys after them are ignored. Default None:
-            all keys are valid.
-        starts: integers [b], the position of each example's first query among its keys, used by `causal` and
-            `window`. Default None: 0.
+        mask: boolean, True if a query may attend to a key: [t, s], [b, t, s] or [b, h, t, s]. Any axis of the mask may
+            have length 1. In the formula, mask[t, s] is 0 where the argument `mask` is True, and minus infinity where
+            it is False. Default None: no mask.
+        lengths: integers [b], the number of valid keys in each example. Keys after the valid keys are ignored. Default
+            None: all keys are valid.
+        starts: integers [b], the position of each example's first query among its keys. `causal` and `window` use
+            these positions. Default None: 0.
         causal: whether a query attends only to keys at its own and earlier positions. Default False.
         window: the size of a sliding window (Beltagy et al., 2020). With `causal`, a query attends to the last `window`
             keys, including the key at its own position. Without `causal`, it attends to all keys that are less than
@@ -63,7 +65,8 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
     Returns:
         An array [b, t, h, d] in the query's dtype. The output is 0 for a query that attends to no key. The softmax is
         computed in float32, or in float64 for float64 inputs. If a key or value contains NaN, the outputs of all
-        queries that attend to this key are NaN. Other queries may be affected too, depending on the implementation.
+        queries that attend to this key are NaN. Depending on the implementation, the outputs of other queries may also
+        be NaN.
 
     Raises:
         ValueError: the shapes do not match, `window` is less than 1, or `softcap` is not positive.

@@ -32,22 +32,25 @@ class Rotary:
     A `Rotary` is called as `rotary(x, positions)` with x [batch, time, heads, head_dim] and positions [batch, time].
     The result has the shape and dtype of x. Angles are computed in float32.
 
-    Models whose context was extended after training use other angles. The function `scaling`, for example
-    `models.Llama3Scaling`, computes them. The function receives a float32 NumPy array [head_dim / 2], which contains
-    for each pair the angle between two successive positions. It returns new angles in the same form. It may have two
-    attributes. `amplitude` is a factor by which the rotated features are multiplied. If `by_length` is True, the
-    function has a second argument, the number of tokens of each example [batch], and returns [batch, head_dim / 2]. An
-    `Attention` then caches keys before rotation, and rotates all cached keys according to the current length. Caches of
-    deeper layers are not updated if the angles change: their keys and values were computed with earlier angles.
+    The argument `scaling` is for models whose context was extended after training, because these models use other
+    angles. `scaling` is a function, for example an instance of `models.Llama3Scaling`. The function receives a float32
+    NumPy array [head_dim / 2], which contains for each pair the angle between two successive positions. The function
+    returns the new angles as an array of the same shape. The function may have two attributes, `amplitude` and
+    `by_length`. `amplitude` is a factor by which the rotated features are multiplied. `by_length` states whether the
+    angles depend on the length of the text. If `by_length` is True, the function has a second argument, an array
+    [batch] with the number of tokens of each example, and returns an array [batch, head_dim / 2]. If `by_length` is
+    True, an `Attention` layer caches the keys before their rotation, and rotates all cached keys with the angles for
+    the current length. When the angles change, the cached keys and values of deeper layers are not updated, although
+    they were computed from outputs for the earlier angles.
 
     Args:
-        base: the base of the powers in the formula. The slowest pair completes one rotation in about 2 pi base
-            positions. Default 10,000.
+        base: the base of the powers in the formula. The pair that rotates most slowly completes one rotation in about
+            2 pi * base positions. Default 10,000.
         interleaved: whether the pairs of features are (0, 1), (2, 3), ... as in the paper and llama2.c. Default False:
             the pairs are (i, i + head_dim / 2), as in GPT-NeoX and in Hugging Face's Llama.
         scaling: the function described above. Default None: the angles of the formula.
-        features: number of features of each head that are rotated, counted from the first feature. This number replaces
-            head_dim in the formula. Default None: all.
+        features: number of features of each head that are rotated, counted from the first feature. `features` replaces
+            head_dim in the formula. Default None: all features are rotated.
 
     Source: Su et al. (2021), RoFormer, eq. 34.
 
@@ -99,13 +102,13 @@ class Attention(Layer):
 
         out = concat_h softmax(q_h k_h^T / sqrt(head_dim) + mask) v_h
 
-    In the formula, mask is 0 for keys to which a query may attend, and minus infinity for all others.
+    In the formula, mask is 0 for keys to which a query may attend, and minus infinity for all other keys.
 
     Glossary: b batch, t time of the queries, s time of the keys, f features, h heads, g key/value heads, d head_dim.
 
     Args:
         heads: number of query heads.
-        kv_heads: number of key/value heads. Each key/value head serves heads / kv_heads query heads (Ainslie et al.,
+        kv_heads: number of key/value heads. heads / kv_heads query heads share one key/value head (Ainslie et al.,
             2023). Default: heads.
         head_dim: number of features of each head. Default: f / heads.
         causal: whether a query attends only to keys at its own and earlier positions. Default False.
@@ -116,10 +119,10 @@ class Attention(Layer):
         scale: the factor by which the logits are multiplied. Default: 1 / sqrt(head_dim).
         softcap: a bound on the logits. Scaled logits are replaced by softcap * tanh(logits / softcap), as in Gemma 2.
             Default None: no bound.
-        qk_norm: a normalization layer for queries and keys, such as `nn.RMSNorm()`. It is applied before the rotation.
-            Default None: no normalization.
-        norm_heads: whether `qk_norm` normalizes each head, as in Qwen 3, or all heads at once, as in OLMo 2. Default
-            True.
+        qk_norm: a normalization layer for queries and keys, such as `nn.RMSNorm()`. The layer is applied before the
+            rotation. Default None: no normalization.
+        norm_heads: True (default): `qk_norm` normalizes each head separately, as in Qwen 3. False: `qk_norm` normalizes
+            the features of all heads together, as in OLMo 2.
         use_bias: whether the four projections have a bias. Default True.
         out_bias: whether the output projection has a bias. Default: use_bias.
         dropout: the dropout rate of the attention weights. Default 0.
@@ -131,23 +134,24 @@ class Attention(Layer):
         context: [b, s, f'], the source of keys and values for cross-attention. Default: x.
         mask: boolean, True if a query may attend to a key: [t, s], [b, t, s], [b, 1, t, s] or [b, h, t, s]. Default:
             no mask.
-        lengths: integers [b], the number of valid keys in each example. The keys after them are ignored. Default: all
-            keys are valid.
+        lengths: integers [b], the number of valid keys in each example. Keys after the valid keys are ignored. Default:
+            all keys are valid.
         positions: integers [b, t] or [t], the positions for the rotary embedding. Default: 0, 1, .... If a cache is
-            passed, the default positions follow those of the cached keys.
+            passed, the default positions begin after the positions of the cached tokens.
 
     Output: [b, t, f] in the dtype of x. For a query that attends to no key, the input of the output projection is 0.
     The softmax is computed in float32, or in float64 for float64 inputs.
 
     Parameters: query/kernel [f, h d], key/kernel and value/kernel [f, g d], out/kernel [h d, f], and biases. With
-    `qk_norm`, query_norm/scale and key_norm/scale.
-    State of kind "cache", from `model.cache(x)`: cached_key and cached_value [b, g, max_length, d], and
-    index [b], the number of cached tokens.
+    `qk_norm`, the layer also has the parameters query_norm/scale and key_norm/scale.
+    State: `model.cache(x)` creates the key/value cache, a state of kind "cache". The cache consists of cached_key and
+    cached_value [b, g, max_length, d], and of index [b], the number of cached tokens.
 
-    With a cache in `state`, the keys and values of x are appended to it, and every query attends to the cached keys of
-    its example. If `lengths` is passed, only the first `lengths` keys and values of each example are appended, so
-    prompts of unequal length can be padded on the right. If an example exceeds the length of the cache, its outputs are
-    NaN.
+    A causal layer that is called without `context` can use a cache. If `state` contains a cache, the layer appends the
+    keys and values of x to the cache, and every query attends to the cached keys of its example. If `lengths` is
+    passed, the cache keeps only the first `lengths[i]` of the new keys and values of example i. Therefore, prompts of
+    unequal length can be padded on the right. If the tokens of an example do not fit into the cache, the outputs of
+    this example are NaN.
 
     Source: Vaswani et al. (2017), Attention Is All You Need, section 3.2.
 

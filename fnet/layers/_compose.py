@@ -49,8 +49,8 @@ class Sequential(_Children):
     """Applies layers one after another: each layer receives the output of the previous layer.
 
     Args:
-        layers: layers, or plain functions of one array. Positional children, including functions, are named "0", "1",
-            .... The name of a keyword child is its keyword.
+        layers: layers, or plain functions of one array. Layers and functions that are passed by position are named "0",
+            "1", .... The name of a layer that is passed by keyword is the keyword.
 
     Inputs: the inputs of the first layer. Output: the output of the last layer.
 
@@ -74,12 +74,12 @@ class Sequential(_Children):
 
 
 class Residual(_Children):
-    """Adds the input to the output of its children: `y = shortcut(x) + f(x)`.
+    """Applies layers f one after another, and adds the input to their output: `y = shortcut(x) + f(x)`.
 
     Args:
-        layers: the children, as in `Sequential`; f applies them one after another.
-        shortcut: a layer or function that is applied to the input. The path of its parameters begins with "shortcut".
-            Default: the input is added unchanged.
+        layers: the layers of f, passed and named as in `Sequential`.
+        shortcut: a layer or function that is applied to the input before the addition. If it is a layer, the paths of
+            its parameters begin with "shortcut". Default: the input is added unchanged.
 
     Source: He et al. (2016), Deep Residual Learning for Image Recognition, eq. 1 and 2.
 
@@ -117,10 +117,10 @@ class Residual(_Children):
 
 
 class Parallel(_Children):
-    """Applies all children to the same inputs, and combines their outputs.
+    """Applies several layers to the same inputs, and combines the outputs of these layers.
 
     Args:
-        layers: the children, as in `Sequential`.
+        layers: the layers, passed and named as in `Sequential`.
         combine: a function of two arrays that combines the outputs from left to right, as in `functools.reduce`.
             Default: addition.
 
@@ -152,17 +152,17 @@ class Parallel(_Children):
 class Stack(Layer):
     """Applies `depth` copies of a block one after another, as one `lax.scan` over stacked parameters.
 
-    The time for tracing and compilation does not grow with the depth. Every array of the block gets a leading axis of
-    length depth. The logical name of this axis, a hint for sharding, is "layers". The initial values are those of
-    `Sequential(*[block] * depth)`, stacked. The paths of the arrays are those of the block, because `Stack` adds no
-    name.
+    The time for tracing and compilation does not grow with the depth. Every parameter and state array of the block gets
+    a leading axis of length `depth`. This axis has the logical name "layers", which is a hint for sharding. The initial
+    values are the same as those of `Sequential(*[block] * depth)`, but stacked along the new axis. `Stack` does not add
+    a name to the paths of the block's arrays.
 
     Args:
         block: the layer that is copied. Its output must have the shape and dtype of its first input.
         depth: the number of copies.
-        unroll: the number of copies in one iteration of the scan, as in `lax.scan`. Default 1.
+        unroll: the number of copies that one iteration of the scan applies, as in `lax.scan`. Default 1.
 
-    Inputs: x, and any further inputs of the block, which are passed to every copy.
+    Inputs: x, and any further inputs of the block. Every copy receives the same further inputs.
 
     >>> from fnet import layers as nn
     >>> stack = nn.Stack(nn.Dense(8), 12)
@@ -192,14 +192,14 @@ class Stack(Layer):
 
 
 class Remat(Layer):
-    """Applies `jax.checkpoint` to a block: intermediate values are recomputed for the backward pass instead of stored.
+    """Applies `jax.checkpoint` to a block: the backward pass recomputes intermediate values, which are not stored.
 
-    The results and the paths of the parameters are those of the block itself.
+    The results and the paths of the parameters are the same as those of the block without `Remat`.
 
     Args:
         block: the layer.
-        policy: a policy from `jax.checkpoint_policies` that selects values to be stored instead of recomputed. Default
-            None: no values are stored.
+        policy: a policy from `jax.checkpoint_policies`, which selects intermediate values to be stored instead of
+            recomputed. Default None: no intermediate values are stored.
 
     Source: Chen et al. (2016), Training Deep Nets with Sublinear Memory Cost.
 

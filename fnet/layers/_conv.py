@@ -19,13 +19,13 @@ Padding = str | int | Sequence[int | tuple[int, int]]
 class Conv(Layer):
     """A convolution (cross-correlation, as in all neural network libraries) over the axes between batch and channels.
 
-    If kernel_size is a tuple, its length is the number of dimensions. If it is a number, the input determines the
-    number of dimensions, so `Conv(64, 3)` works for sequences, images and volumes.
+    If kernel_size is a tuple, its length is the number of spatial dimensions. If kernel_size is a number, the input
+    determines the number of dimensions, so `Conv(64, 3)` works for sequences, images and volumes.
 
     Args:
         features: number of output channels.
-        kernel_size: size of the window, one number for all dimensions or one for each dimension.
-        strides: step of the window, one number for all dimensions or one for each dimension. Default 1.
+        kernel_size: size of the window: one number for all dimensions, or one number for each dimension.
+        strides: step of the window: one number for all dimensions, or one number for each dimension. Default 1.
         padding: "SAME" (default) adds zeros so that the output size is the input size / stride, rounded up. "VALID"
             adds no padding. "CAUSAL", for one dimension only, adds zeros before the first position so that no output
             depends on later positions. Explicit padding is one number for all dimensions, one number for each
@@ -108,18 +108,20 @@ class DepthwiseConv(Layer):
 class ConvTranspose(Layer):
     """Transposed convolution, for example to increase the resolution of images by the factor `strides`.
 
-    As in PyTorch and Keras, the layer is the transpose of a `Conv` with the same window, strides, padding and dilation:
-    it maps cotangents of the output of this `Conv` to cotangents of its input. With "SAME", the output size is the
-    input size times the stride. With "VALID", it is (size - 1) * stride + window. Explicit padding is cut off from the
-    output, because it is the padding that the `Conv` would add to its input.
+    As in PyTorch and Keras, the layer is the transpose of a `Conv` with the same window, strides, padding and dilation.
+    In a backward pass, this `Conv` computes the gradient of its input from the gradient of its output. `ConvTranspose`
+    computes the same linear map in its forward pass, and adds a bias. With "SAME", the output size is the input size
+    times the stride. With "VALID" and dilation 1, the output size is (input size - 1) * stride + window. Explicit
+    padding is the padding that the `Conv` would add to its input, so `ConvTranspose` removes this number of positions
+    from its output.
 
     Args:
         features: number of output channels.
         kernel_size, strides, padding, dilation, groups, use_bias, kernel_init, bias_init: as in `Conv`, except that
             padding cannot be "CAUSAL".
         output_padding: number of positions added at the end of each dimension of the output, one number or one for
-            each dimension. A strided `Conv` maps several input sizes to one output size; `output_padding` selects one
-            of them. Default 0.
+            each dimension. A strided `Conv` maps several input sizes to one output size; `output_padding` selects which
+            of these input sizes `ConvTranspose` returns. Default 0.
 
     Input: [batch, *space, in]. Output: [batch, *space', features], in the input's dtype.
 

@@ -24,7 +24,7 @@ _RESERVED = ("key", "state", "train")
 
 @typing.dataclass_transform(frozen_default=True)
 class Layer:
-    """A model or a part of one: an immutable object that is called as a pure function of its parameters.
+    """A model or a part of a model: an immutable object that is called as a pure function of its parameters.
 
     Subclasses declare their options as dataclass fields and define one method, `forward(self, scope, *inputs)`:
 
@@ -37,9 +37,9 @@ class Layer:
     >>> model(params, x).shape
     (4, 3)
 
-    A layer is immutable, hashable, comparable, picklable and a pytree without leaves. List fields become tuples; arrays
-    and dicts as fields raise an error. Each evaluation of a lambda expression creates a new function. A model that is
-    constructed again with a new lambda as a field is therefore traced again by `jax.jit`: define such a function once.
+    A layer is immutable, hashable, comparable, picklable and a pytree without leaves. Fields that are lists become
+    tuples; a field that is an array or a dict raises an error. Each evaluation of a lambda expression creates a new
+    function, and `jax.jit` traces a model again if a field is a new function. Define functions for fields only once.
     """
 
     _varargs: typing.ClassVar[bool] = False    # whether the class or one of its bases defines __init__
@@ -73,36 +73,36 @@ class Layer:
         cls.__init__ = __init__
 
     def forward(self, scope: Scope, *inputs: Any, **options: Any) -> Any:
-        """Computes the outputs. Subclasses define this method; `layer(scope, ...)` and `model(params, ...)` call it."""
+        """Computes the outputs. Subclasses define `forward`; `layer(scope, ...)` and `model(params, ...)` call it."""
         raise NotImplementedError(f"{type(self).__name__} has no forward(self, scope, ...)")
 
     def __call__(self, where: Any, *inputs: Any, **options: Any) -> Any:
-        """Computes the outputs. Inside a model, write `layer(scope, *inputs)`; outside, write `model(params, *inputs)`.
+        """Computes the outputs. In a model, write `layer(scope, *inputs)`; elsewhere, write `model(params, *inputs)`.
 
             logits = model(params, x)                                             # inference
             logits, state = model(params, x, state=state, key=key, train=True)    # training
 
         Args:
-            where: inside a model, the Scope of the layer; outside, the dict of the model's parameters.
-            inputs, options: the positional and keyword inputs of `forward`. Calls outside a model also accept:
-            state: the dict of the model's state. If a dict is passed (even an empty one), the new state is returned as
-                well, with the structure, shapes and dtypes of the old state. Default None: no state is returned.
+            where: inside a model, the Scope of the layer; outside a model, the dict of the model's parameters.
+            inputs, options: the inputs of `forward`. Calls outside a model also accept state, key and train.
+            state: the dict of the model's state. If a dict is passed, even an empty dict, the call also returns a new
+                state with the same structure, shapes and dtypes. Default None: no state is returned.
             key: a `jax.random.key` for layers that use random numbers, such as Dropout. Default None.
-            train: whether this is a training step, for layers such as Dropout and BatchNorm. Default False.
+            train: whether layers such as Dropout and BatchNorm behave as in training. Default False.
 
         Returns:
             The output, or `(output, state)` if state is passed.
 
         Raises:
             TypeError: the first argument is neither a Scope nor a dict.
-            ValueError: an array of params or state has the wrong shape; the message names its path and both shapes.
+            ValueError: an array of params or state is missing or has the wrong shape; the message names its path.
         """
         return _call(self, type(self).forward, where, inputs, options)
 
     def spec(self, *inputs: Any, train: bool = False, **options: Any) -> Spec:
         """Returns `(params, state)`, two trees of `ParamSpec` with the shapes and initializers of all arrays.
 
-        Traces `forward` once, without computing anything. The arguments are the same as for `init`, without `key`.
+        The arguments are those of `init` except `key`. The method traces `forward` once, but computes no arrays.
         """
         record = self._record(inputs, options, train)
         return Spec(record["params"], record["state"])
@@ -116,7 +116,7 @@ class Layer:
         Args:
             key: a `jax.random.key`.
             inputs, options: example inputs of `forward`, arrays or `jax.ShapeDtypeStruct`s.
-            train: whether to trace a training step. Default False.
+            train: whether the traced call has `train=True`. Default False.
 
         Returns:
             `(params, state)`. The state is `{}` if no layer has state.
@@ -129,7 +129,7 @@ class Layer:
     def cache(self, *inputs: Any, **options: Any) -> dict:
         """Creates empty key/value caches for inputs of shape [batch, max_length, ...].
 
-        A cache is passed and returned as `state`. If the model has a state, merge the cache with this state.
+        Pass the caches as `state`, merged with any other state. The returned state contains the updated caches.
 
             logits, cache = model(params, prompt, state=model.cache(jax.ShapeDtypeStruct((batch, 1024), jnp.int32)))
         """
@@ -139,10 +139,10 @@ class Layer:
         return _spec.make(cache, jax.random.key(0))
 
     def check(self, params: dict, *inputs: Any, state: dict | None = None, **options: Any) -> None:
-        """Checks names and shapes of all arrays in `params` (and in `state`, if passed) for these inputs.
+        """Checks that `params` (and `state`, if passed) contain exactly the arrays that the model uses for the inputs.
 
         Raises:
-            ValueError: arrays are missing, have another shape, or are not used; the message lists them.
+            ValueError: arrays are missing, have the wrong shape, or are not used; the message lists these arrays.
         """
         record = self._record(inputs, options, False)
         wrong = _differences("params", record["params"], params)
@@ -215,7 +215,7 @@ def method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def layer(function: Callable[..., Any]) -> Callable[..., Layer]:
-    """Creates a Layer class from a function: keyword-only parameters become fields, other parameters become inputs.
+    """Creates a Layer class whose `forward` is a function. Keyword-only parameters of the function become fields.
 
     >>> @nn.layer
     ... def scaled(scope, x, *, features, factor=2.0):

@@ -18,26 +18,31 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
                          softcap: float | None = None, chunk_size: int | None = None) -> jax.Array:
     """Computes `optax.softmax_cross_entropy_with_integer_labels(x @ kernel + bias, labels)` in chunks of positions.
 
-    The logits [batch, time, vocab_size] are the largest array in a training step of a language model: 6.6 GB for 32
-    texts of 1,024 tokens and GPT-2's 50,257 classes. Their gradient needs the same amount. Up to 2^29 logits (2 GiB in
-    float32, enough for 10 such texts) are computed at once. If there are more, this function splits the time axis into
-    chunks. The logits of a chunk are computed, reduced and discarded. They are recomputed for the gradient, so a
-    training step computes four matrix products of the size of x @ kernel instead of three. Sums over the vocabulary are
-    computed in float32 for every input dtype. Derivatives of any order, forward or reverse, are supported.
+    The logits [batch, time, vocab_size] are the largest array in a training step of a language model. For example, for
+    32 texts of 1,024 tokens and GPT-2's vocabulary of 50,257 tokens, the float32 logits need 6.6 GB. The gradient with
+    respect to the logits needs another 6.6 GB. This function computes at most 2^29 logits at once (2 GiB in float32,
+    enough for 10 such texts). If there are more logits, the function splits the time axis into chunks. It computes the
+    logits of one chunk, reduces them to losses, and discards them before the next chunk. The backward pass recomputes
+    the logits of each chunk, so a training step computes four matrix products of the size of x @ kernel instead of
+    three. Sums over the vocabulary are computed in float32 for every input dtype. Forward-mode and reverse-mode
+    derivatives of any order are supported.
 
     Args:
-        x: [..., time, features], floating point. The leading axes are not split, so they can be sharded.
+        x: [..., time, features], floating point. The axes before the time axis are not split into chunks, so they can
+            be sharded.
         kernel: [features, vocab_size], cast to the dtype of x. For tied embeddings, pass `embedding.T`.
-        labels: [..., time], integers in 0 .. vocab_size - 1. For other values the loss is NaN.
+        labels: [..., time], integers in 0 .. vocab_size - 1. For any other label, the loss is NaN.
         bias: [vocab_size]. Default None: no bias.
         softcap: a bound on the logits. The logits are replaced by softcap * tanh(logits / softcap), as in Gemma 2.
             Default None: no bound.
         chunk_size: maximum number of positions of the time axis in a chunk. Default: the number for which a chunk has
-            2^29 logits, but at least 64. If one chunk contains all positions, no logits are recomputed. If a size is
-            symbolic (see `jax.export`), the default is one chunk, so set chunk_size for a large vocabulary.
+            2^29 logits, but at least 64. If one chunk contains all positions, no logits are recomputed. If the shape
+            of x contains a symbolic size (see `jax.export`), the default is one chunk; for a large vocabulary, set
+            chunk_size.
 
     Returns:
-        Losses [..., time] in nats, float32. Padded positions have losses too; multiply their losses by 0.
+        Losses [..., time] in nats, float32. Padded positions have losses too; multiply the losses of these positions
+        by 0.
 
     Raises:
         ValueError: the shapes or dtypes of the arguments do not match.

@@ -13,18 +13,18 @@ from fnet.layers._scope import Scope
 
 
 class Dropout(Layer):
-    """With `train=True`, sets random elements of the input to zero, and scales the others by 1 / (1 - rate).
+    """With `train=True`, sets random elements of the input to zero, and multiplies the others by 1 / (1 - rate).
 
     Without `train=True`, or with rate 0, the output is the input and no key is needed.
 
     Args:
         rate: the probability that an element is set to zero, in [0, 1]. Default None: each call must pass `rate=`.
         broadcast: axes along which all elements share one random decision. For example, `(1, 2)` drops whole channels
-            of images. Default ().
+            of images. Default (): each element has its own random decision.
 
-    Input and output: a floating-point array of any shape with at least one axis. A `rate=` passed in a call replaces
-    the rate of the layer. The new rate may be a scalar array, such as a hyperparameter of `fnet.search.population`. If
-    the rate is an array, values outside [0, 1] are not detected.
+    Input and output: a floating-point array of any shape with at least one axis. If a call passes `rate=`, this rate
+    replaces the rate of the layer. The rate in the call may be a scalar array, such as a hyperparameter of
+    `fnet.search.population`. If the rate is an array, values outside [0, 1] are not detected.
 
     Source: Srivastava et al. (2014), Dropout: A Simple Way to Prevent Neural Networks from Overfitting.
 

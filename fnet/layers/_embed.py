@@ -22,18 +22,18 @@ class Embed(Layer):
     Args:
         vocab_size: number of tokens.
         features: length of each vector.
-        embedding_init: initializer of the table. Default: normal with standard deviation 0.02 (Radford et al., 2018),
-            which is also suitable if `attend` computes logits with the same table.
+        embedding_init: initializer of the table. Default: normal with standard deviation 0.02 (Radford et al., 2018).
+            This value is also suitable if `attend` computes logits with the same table.
 
-    Input: integers [...] in 0 .. vocab_size - 1. For other values the output is NaN. Output: [..., features], in the
-    dtype of the table.
+    Input: integers [...] in 0 .. vocab_size - 1. For any other token, the output is NaN. Output: [..., features], in
+    the dtype of the table.
 
     Parameters: embedding [vocab_size, features].
 
     `first(scope, count)` returns the first `count` vectors of the table, for example for learned positions.
 
     `attend` computes logits over the vocabulary with the same table. `cross_entropy` computes the cross-entropy of
-    these logits without storing all of them:
+    the logits that `attend` returns, without storing all of these logits:
 
         embed, at = nn.Embed(50257, 768), scope["embed"]
         x = embed(at, tokens)                  # [batch, time, features]
@@ -66,8 +66,10 @@ class Embed(Layer):
 
     @method
     def attend(self, scope: Scope, x: jax.Array) -> jax.Array:
-        """Computes logits `x @ embedding.T` with the table itself (tied embeddings; Press and Wolf, 2017). The shape of
-        x is [..., features]; the shape of the logits is [..., vocab_size]."""
+        """Computes logits `x @ embedding.T` with the table of this layer (tied embeddings; Press and Wolf, 2017).
+
+        The shape of x is [..., features]; the shape of the logits is [..., vocab_size].
+        """
         x = floating(x, scope, "Embed.attend")
         if x.shape[-1] != self.features:
             raise ValueError(f"Embed.attend at {scope}: expected [..., {self.features}]; got shape {x.shape}")

@@ -21,10 +21,12 @@ per_expert = initializers.variance_scaling(1.0, "fan_in", "truncated_normal", ba
 
 
 class MixtureOfExperts(Layer):
-    """Feed-forward experts; a router selects `top_k` of them for each token.
+    """Feed-forward networks (experts); a router selects `top_k` experts for each token.
 
         p = softmax(x @ router)
         out = sum over the top_k experts e of  p[e] * down_e(activation(gate_e(x)) * up_e(x))
+
+    p[e] is the weight of the expert e. gate_e, up_e and down_e are matrix products with the parameters of the expert.
 
     Glossary: E experts, f features, h hidden.
 
@@ -34,11 +36,12 @@ class MixtureOfExperts(Layer):
         top_k: number of experts for each token. Default 2.
         normalize: whether the weights of the selected experts are divided by their sum, as in Mixtral. Default True.
         capacity: the maximum load of an expert, as a multiple of the mean load. An expert processes at most
-            ceil(capacity * tokens * top_k / experts) tokens of the batch. Tokens for which the expert is the first
-            choice have priority, then those for which it is the second choice, and so on. Among tokens of equal
-            priority, those that are earlier in the batch are processed first. For all other tokens, the expert's output
-            is 0. All experts then do equal work, so they can be placed on different devices:
-            `parallel.rules(spec, {"expert": "tensor"})`. Default None: no maximum (dropless).
+            ceil(capacity * tokens * top_k / experts) tokens of the batch. An expert first processes the tokens that
+            have this expert as their first choice, then the tokens that have it as their second choice, and so on.
+            Within the same rank of choice, the expert processes the tokens in the order of the batch. For tokens beyond
+            the maximum, the output of the expert is 0. With a capacity, all experts do equal work, so the experts can
+            be placed on different devices: `parallel.rules(spec, {"expert": "tensor"})`. Default None: no maximum
+            (dropless).
         activation: the function that is applied to the outputs of `gate`. Default: `jax.nn.silu`.
         kernel_init: initializer of the arrays gate, up and down, each [E, in, out].
 
@@ -46,11 +49,12 @@ class MixtureOfExperts(Layer):
         x: [..., f], floating point.
         valid: booleans [...], False for padding, which no expert processes. Default: all True.
 
-    Output: [..., f], in x's dtype. The weights p in the formula are computed in float32.
+    Output: [..., f], in x's dtype. The weights p in the formula are computed in float32 (float64 for float64 inputs).
 
     Parameters: router/kernel [f, E]; gate, up [E, f, h]; down [E, h, f].
 
-    The losses `load_balancing_loss` and `router_z_loss` need the router's logits, which the scope `router` returns:
+    `load_balancing_loss` and `router_z_loss` need the logits of the router. To get these logits, capture the output of
+    the scope `router`:
 
         loss, seen = ft.capture(loss_fn, ".*/router")(params, batch)
 
@@ -122,8 +126,9 @@ def load_balancing_loss(logits: jax.Array, top_k: int, *, valid: jax.Array | Non
 
         E * sum over experts e of  f[e] * P[e]
 
-    f[e] is the number of tokens for which e is among the top_k experts, divided by the number of tokens; P[e] is the
-    mean of softmax(logits)[e]. The loss of a balanced router is top_k. Only P has a gradient.
+    f[e] is the number of tokens for which the expert e is among the top_k experts, divided by the number of tokens.
+    P[e] is the mean of softmax(logits)[e] over the tokens. If the router selects all experts equally often, the loss is
+    top_k. The gradient of f is zero, so the gradient of the loss comes from P.
 
     Args:
         logits: [..., E], the outputs of the scope `router` of one or several `MixtureOfExperts`.
@@ -148,8 +153,8 @@ def load_balancing_loss(logits: jax.Array, top_k: int, *, valid: jax.Array | Non
 
 
 def router_z_loss(logits: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
-    """Computes mean(logsumexp(logits)^2). This loss keeps the logits of a router small, and therefore also their
-    rounding errors.
+    """Computes mean(logsumexp(logits)^2). This loss keeps the logits of a router small, and thus the rounding errors of
+    the logits.
 
     Args:
         logits: [..., E], the outputs of the scope `router` of one or several `MixtureOfExperts`.

@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
     """Converts a flax.linen module to a layer.
 
-    The layer's params are `variables["params"]`. Its state is a dict of the other collections, such as
-    `{"batch_stats": {...}}`. Sown values are discarded. `init` calls `module.init` with a key derived from the layer's
-    path. With `train=True`, batch statistics are updated. If the model is called with a key, the module receives two
-    rngs derived from this key: "dropout" and "params". If a module asks for another rng, Flax uses "params" instead.
+    The params of the layer are the module's `variables["params"]`. The state of the layer is a dict of the module's
+    other collections, such as `{"batch_stats": {...}}`. Values that the module stores with `sow` are discarded. The
+    layer's `init` calls `module.init` with a key derived from the layer's path. With `train=True`, batch statistics are
+    updated. If the model is called with a key, the module receives two rngs derived from this key: "dropout" and
+    "params". If a module asks for an rng with another name, Flax uses the rng "params" instead.
 
     Args:
-        module: the module, which must not be bound. In its fields, lists become tuples and dicts become FrozenDicts, so
-            that the module can be hashed.
+        module: the module, which must not be bound to variables. In the fields of the module, lists become tuples and
+            dicts become FrozenDicts, so that the module can be hashed.
         train: the name of the module's argument that selects training mode, such as "is_training". For an argument that
-            selects inference mode, write "not " before its name, for example "not frozen". "" means that there is no
-            such argument. Default None: `from_linen` searches the signature of `__call__` for train, training or
+            selects inference mode, write "not " before its name, for example "not frozen". "" means that the module has
+            no such argument. Default None: `from_linen` searches the signature of `__call__` for train, training or
             is_training, and for deterministic, use_running_average or inference.
 
     Returns:
@@ -55,9 +56,9 @@ def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
 def to_linen(layer: Layer, *, name: str | None = None) -> linen.Module:
     """Converts a layer to a flax.linen module.
 
-    The module's `variables["params"]` and `variables["batch_stats"]` are the layer's params and state, with the same
-    names. For a training step, call the module with `train=True`, with `mutable=["batch_stats"]` if the layer has
-    state, and with `rngs={"dropout": key}` if the layer needs random numbers.
+    The module's `variables["params"]` and `variables["batch_stats"]` are the layer's params and state. The names of the
+    arrays do not change. For a training step, call the module with `train=True`, with `mutable=["batch_stats"]` if the
+    layer has state, and with `rngs={"dropout": key}` if the layer needs random numbers.
 
     Args:
         layer: the layer.
@@ -83,10 +84,10 @@ def to_linen(layer: Layer, *, name: str | None = None) -> linen.Module:
 
 
 def linen_variables(variables: Mapping) -> tuple[dict, dict]:
-    """Converts the variables of a flax.linen module to the `(params, state)` of the layer from `from_linen`.
+    """Converts the variables of a flax.linen module to `(params, state)` of the layer that `from_linen` returns.
 
-    The results are plain dicts: FrozenDicts are unfrozen, and boxes with logical axes are unboxed. To convert the
-    results back, write `{"params": params, **state}`.
+    The results are plain dicts. FrozenDicts become dicts, and metadata boxes such as `linen.LogicallyPartitioned` are
+    removed. To convert params and state back to variables, write `{"params": params, **state}`.
 
     >>> from flax import linen
     >>> module = linen.BatchNorm(use_running_average=True)
@@ -101,16 +102,17 @@ def linen_variables(variables: Mapping) -> tuple[dict, dict]:
 def from_nnx(constructor: Callable[..., nnx.Module], *args: Any, **kwargs: Any) -> Layer:
     """Converts a flax.nnx module to a layer. For `CNN(features=32, rngs=...)`, write `from_nnx(CNN, features=32)`.
 
-    The layer's params are nested dicts that contain the module's `nnx.Param`s. Their names are those of the module's
-    attributes; the name of a list item is its index. The layer's state consists of all other variables, for example
-    batch statistics. `init` constructs the module with `rngs=nnx.Rngs(key)`. Each call of the layer creates a module
-    with the arrays that were passed, sets train or eval mode, and runs the module. The module's random streams are
-    derived from the key that was passed to the model. The key is needed whenever the module uses a stream. For example,
-    nnx.RNN uses one for its first carry, even in eval mode.
+    The params of the layer are nested dicts that contain the module's `nnx.Param`s. The names in these dicts are the
+    names of the module's attributes; an item of a list has its index as its name. The state of the layer consists of
+    all other variables, for example batch statistics. `init` constructs the module with `rngs=nnx.Rngs(key)`. Each call
+    of the layer creates a module with the arrays that were passed, sets train or eval mode, and runs the module. The
+    module's random streams are derived from the key that was passed to the model. If the module uses a random stream,
+    the model must be called with a key, even in eval mode. For example, nnx.RNN uses a random stream for its first
+    carry.
 
     Args:
         constructor: the module's class, or a function that returns a module. `rngs=` is passed if the constructor has
-          this argument.
+            this argument.
         args, kwargs: the arguments of the constructor. They must be hashable, like a layer's fields.
 
     Returns:
@@ -135,8 +137,9 @@ def from_nnx(constructor: Callable[..., nnx.Module], *args: Any, **kwargs: Any) 
 def to_nnx(layer: Layer, *inputs: Any, rngs: nnx.Rngs, **options: Any) -> nnx.Module:
     """Converts a layer to a flax.nnx module, with params and state initialized from `rngs`.
 
-    The arrays are `nnx.Param`s in `module.params` and `nnx.BatchStat`s in `module.state`, with the layer's names. Like
-    every nnx module, the result is in train mode until `module.eval()` is called.
+    The module stores the layer's params as `nnx.Param`s in `module.params`, and the layer's state as `nnx.BatchStat`s
+    in `module.state`. The names of the arrays do not change. Like every nnx module, the result is in train mode until
+    `module.eval()` is called.
 
     Args:
         layer: the layer.
@@ -162,7 +165,7 @@ def to_nnx(layer: Layer, *inputs: Any, rngs: nnx.Rngs, **options: Any) -> nnx.Mo
 
 
 def nnx_variables(module: nnx.Module) -> tuple[dict, dict]:
-    """Returns the arrays of a flax.nnx module as the `(params, state)` of the layer from `from_nnx`.
+    """Returns the arrays of a flax.nnx module as `(params, state)` of the layer that `from_nnx` returns.
 
     >>> from flax import nnx
     >>> module = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
@@ -184,7 +187,8 @@ def update_nnx(module: nnx.Module, params: dict, state: dict | None = None) -> N
         state: all other variables of the module. Default: the other variables do not change.
 
     Raises:
-        ValueError: arrays are missing, have another shape, or are not in the module; the message lists them.
+        ValueError: arrays of the module are missing in `params` or `state`, or these dicts contain arrays that have
+            another shape or are not in the module; the message lists these arrays.
 
     >>> from flax import nnx
     >>> module = nnx.Linear(4, 3, rngs=nnx.Rngs(0))

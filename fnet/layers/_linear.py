@@ -52,7 +52,7 @@ class Dense(Layer):
 
     @method
     def cross_entropy(self, scope: Scope, x: jax.Array, labels: jax.Array, softcap: float | None = None) -> jax.Array:
-        """Computes the cross-entropy loss with this layer's outputs as logits, by `nn.linear_cross_entropy`.
+        """Computes the cross-entropy loss with the outputs of this layer as logits. It uses `nn.linear_cross_entropy`.
 
         The shape of x is [..., time, in]. Labels and losses have the shape [..., time]. The losses are in nats.
         """
@@ -66,7 +66,7 @@ class Dense(Layer):
 
 
 class Maxout(Layer):
-    """The maximum of several affine maps.
+    """Computes several affine maps, and takes their maximum for each feature.
 
         y[f] = max_p (x @ kernel[:, f, p] + bias[f, p])
 

@@ -60,7 +60,7 @@ class RMSNorm(Layer):
         epsilon: added to the mean square. Default 1e-6.
         use_scale: whether to multiply by scale. Default True.
         use_bias: whether to add bias. Default False.
-        offset: added to scale, whose initial value is 1 - offset. Default 0; 1 in Gemma.
+        offset: added to scale in the formula. The initial value of scale is 1 - offset. Default 0; Gemma uses 1.
 
     Input and output: [..., features], floating point.
 
@@ -89,7 +89,9 @@ class RMSNorm(Layer):
 
 
 class GroupNorm(Layer):
-    """Normalizes each group of channels of each example to mean 0 and variance 1 over space, then scales and shifts.
+    """Normalizes each group of channels of each example to mean 0 and variance 1, then scales and shifts.
+
+    The mean and variance of a group are computed over all positions of the example and over the group's channels.
 
     `GroupNorm(1)` normalizes over all channels. `GroupNorm(channels)` is instance normalization.
 
@@ -136,9 +138,10 @@ class BatchNorm(Layer):
 
         y = (x - mean) / sqrt(var + epsilon) * scale + bias
 
-    With `train=True`, mean and variance are those of the batch, and the running statistics in the state are updated:
-    `mean <- momentum * mean + (1 - momentum) * batch_mean`. Otherwise, the running statistics are used. The variance is
-    biased (divided by n) in both cases, as in Flax and Keras. PyTorch's running variance is divided by n - 1.
+    With `train=True`, mean and var are the statistics of the batch, and the running statistics in the state are
+    updated: `mean <- momentum * mean + (1 - momentum) * batch_mean`. Without `train=True`, mean and var are the running
+    statistics. The batch variance and the running variance are both biased (divided by n), as in Flax and Keras.
+    PyTorch's running variance is divided by n - 1.
 
     Args:
         momentum: the weight of the old running statistics in each update (1 minus PyTorch's momentum). Default 0.9.
@@ -146,14 +149,15 @@ class BatchNorm(Layer):
         use_scale: whether to multiply by scale. Default True.
         use_bias: whether to add bias. Default True.
         axis_name: the name of a mapped axis (of `pmap`, `vmap` or `shard_map`), or several names. The statistics are
-            then computed over the batch and these axes together. With `jit` and sharded arrays, no name is needed: the
-            statistics are always those of the complete batch. Default None.
+            then computed over the batch and these axes together. With `jit` and sharded arrays, no name is needed,
+            because the statistics are always those of the complete batch. Default None.
         scale_init: initializer of scale. Default: ones.
 
     Inputs:
         x: [batch, ..., channels], floating point.
         weight: an array [batch] with a weight for each example, or an array such as [batch, time] with a weight for
-            each position. Weight 0 excludes padding from the statistics. Default: 1.
+            each position. Examples or positions with weight 0, such as padding, do not affect the statistics. Default:
+            all weights are 1.
 
     Output: the shape and dtype of x.
 

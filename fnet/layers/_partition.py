@@ -18,15 +18,16 @@ def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
         trainable, frozen = nn.partition(params, "head")
         grads = jax.grad(lambda trainable: loss(nn.combine(trainable, frozen)))(trainable)
 
-    Both trees have the structure of `params`. Each contains None in place of the leaves that are in the other tree.
-    None is not a leaf in JAX, so gradients, optimizer states and checkpoints of `trainable` contain no frozen
+    Both trees have the structure of `params`. Each tree contains None in place of the leaves that are in the other
+    tree. None is not a leaf in JAX, so gradients, optimizer states and checkpoints of `trainable` contain no frozen
     parameters.
 
     Args:
       params: a tree of arrays (traced or not) or of `jax.ShapeDtypeStruct`s.
-      pattern: a regular expression, or a sequence of them. A leaf is trainable if a pattern matches its complete path,
-        such as "block1/conv2/kernel", or the first names of the path, such as "block1" or "block1/conv2". All layers of
-        a Stack have the same path, so a pattern selects all of them or none.
+      pattern: a regular expression, or a sequence of regular expressions. A leaf is trainable if a pattern matches its
+        complete path, such as "block1/conv2/kernel", or the first names of the path, such as "block1" or
+        "block1/conv2". All layers of a `Stack` have the same path, so a pattern selects either all layers of the
+        `Stack` or no layer of the `Stack`.
 
     Returns:
       (trainable, frozen). Leaves that cannot have a gradient, such as integers, bools and random keys, are always
@@ -75,7 +76,8 @@ def combine(*parts: Any) -> Any:
     """Combines the parts that `partition` returned into one tree of parameters.
 
     Args:
-      parts: trees with the same structure. For each leaf, one tree contains the array, and all others contain None.
+      parts: trees with the same structure. For each leaf, one tree contains the array, and all other trees contain
+        None.
 
     Raises:
       ValueError: the structures differ, or two parts contain the same leaf.

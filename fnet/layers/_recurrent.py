@@ -68,20 +68,20 @@ class _Recurrent(Layer):
     @method
     def scan(self, scope: Scope, x: jax.Array, carry: Any = None, *,
              lengths: jax.Array | None = None) -> tuple[jax.Array, Any]:
-        """Computes the outputs and the final carry. A later call can continue from this carry.
+        """Computes the outputs and the final carry (the recurrent state). A later call can continue from the carry.
 
             y, carry = lstm.scan(params, prompt, lengths=lengths)
-            y, carry = lstm.scan(params, token[:, None], carry)        # one more step
+            y, carry = lstm.scan(params, token[:, None], carry)        # one more time step
 
         Args:
             x: [batch, time, features_in].
             carry: the initial carry, returned by an earlier call or by `zero_carry`. Default: zeros.
-            lengths: integers [batch], the number of valid steps in each example. Default: all steps.
+            lengths: integers [batch], the number of valid time steps in each example. Default: all time steps.
 
         Returns:
-            `(outputs, carry)`: the outputs of the layer, and the carry after the last valid step of each example, in
-            float32 or float64. The backward direction ends at the first step, so its carry is the carry after this
-            step.
+            `(outputs, carry)`: the outputs of the layer, and the carry after the last valid time step of each example,
+            in float32 or float64. The backward direction of a bidirectional layer processes the first time step last,
+            so the carry of this direction is the carry after the first time step.
         """
         x = floating(x, scope, type(self).__name__)
         if x.ndim != 3:
@@ -97,9 +97,9 @@ class _Recurrent(Layer):
         return jnp.concatenate(outputs, -1), dict(zip(("forward", "backward"), after))
 
     def zero_carry(self, batch: int, dtype=jnp.float32):
-        """Returns the carry before the first step: zeros.
+        """Returns the initial carry, which contains zeros.
 
-        For RNN and GRU, the carry is an array [batch, features]. For LSTM, it is `(hidden, cell)`, both [batch,
+        For RNN and GRU, the carry is an array [batch, features]. For LSTM, the carry is `(hidden, cell)`, both [batch,
         features]. For a bidirectional layer, it is a dict with one carry for "forward" and one for "backward".
         """
         one = self._one_carry(jnp.zeros((batch, self.features), dtype))
@@ -153,26 +153,26 @@ class RNN(_Recurrent):
 
     Args:
         features: number of hidden units, f.
-        bidirectional: whether to run in both directions: forward from the first step of each example, and backward from
-            its last valid step. Default False.
+        bidirectional: whether to run in both directions: forward from the first time step of each example, and backward
+            from its last valid time step. Default False.
         activation: the activation function. Default tanh.
         use_bias: whether to add a bias. Default True.
         kernel_init: initializer of the kernel. Default: LeCun normal, with variance 1 / i for every gate.
-        recurrent_init: initializer of the recurrent kernel. Default: an orthogonal matrix for each gate, which
-            preserves norms over time.
+        recurrent_init: initializer of the recurrent kernel. Default: an orthogonal matrix for each gate, because
+            multiplication by an orthogonal matrix preserves the norm of the hidden state.
         bias_init: initializer of the bias. Default: zeros.
-        unroll: number of steps in one iteration of the scan. Default 1.
+        unroll: number of time steps in one iteration of the scan. Default 1.
 
     Inputs:
         x: [b, t, i], floating point.
-        lengths: integers [b], the number of valid steps in each example. The outputs after these steps are 0. The
-            padding of an example has no effect on the result, even if it is NaN. Default: t.
+        lengths: integers [b], the number of valid time steps in each example. The outputs after the valid time steps
+            are 0. The padding of an example has no effect on the result, even if the padding is NaN. Default: t.
 
-    Output: [b, t, f], or [b, t, 2 f] if bidirectional (the forward outputs first). The method `scan` also accepts and
-    returns the carry, so that a sequence can be continued step by step.
+    Output: [b, t, f], or [b, t, 2 f] if bidirectional (the forward outputs first). The method `scan` accepts and
+    returns the carry (the recurrent state), so that a later call can continue a sequence.
 
-    For 16-bit inputs, the operands of matrix products are 16-bit too. The gates and the carry are float32, because
-    small changes would be lost if the carry were rounded to 16 bits in each step.
+    For 16-bit inputs, the operands of the matrix products are also 16-bit. The gates and the carry are float32, because
+    small changes would be lost if the carry were rounded to 16 bits in each time step.
 
     Parameters: kernel [i, f], recurrent_kernel [f, f], bias [f]. A bidirectional layer has these arrays for each
     direction, at the paths "forward" and "backward".
@@ -202,9 +202,9 @@ class LSTM(_Recurrent):
 
     Args:
         features, bidirectional, use_bias, kernel_init, recurrent_init, unroll: as in `RNN`.
-        bias_init: initializer of the bias. Default: 1 for the forget gate and 0 elsewhere, as in Keras. With 0, half of
-            the cell state would be lost in each step at the start of training. Flax uses 0; PyTorch uses random values
-            around 0.
+        bias_init: initializer of the bias. Default: 1 for the forget gate and 0 elsewhere, as in Keras. With a bias of
+            0, the forget gate would halve the cell state in each time step at the start of training. Flax uses 0;
+            PyTorch uses random values around 0.
 
     Inputs and output: as in `RNN`. The carry is `(hidden, cell)`.
 
@@ -241,7 +241,7 @@ class LSTM(_Recurrent):
 
 
 class GRU(_Recurrent):
-    """Gated recurrent unit, in the form of PyTorch and cuDNN: the reset gate scales the recurrent product.
+    """Gated recurrent unit, as in PyTorch and cuDNN: the reset gate multiplies the result of the recurrent product.
 
         r, z = split(x[t] @ kernel[:, :2f] + h[t-1] @ recurrent_kernel[:, :2f] + bias[:2f])
         n = tanh(x[t] @ kernel[:, 2f:] + bias[2f:] + sigmoid(r) * (h[t-1] @ recurrent_kernel[:, 2f:] + recurrent_bias))
@@ -257,7 +257,7 @@ class GRU(_Recurrent):
     gate, the two biases are separate: recurrent_bias is added to the recurrent product, and bias to the projected
     input.
 
-    Source: Cho et al. (2014), Learning Phrase Representations using RNN Encoder-Decoder. This form: Chung et al.
+    Source: Cho et al. (2014), Learning Phrase Representations using RNN Encoder-Decoder. Formula: Chung et al.
     (2014), Empirical Evaluation of Gated Recurrent Neural Networks on Sequence Modeling.
 
     >>> x = jnp.ones((2, 5, 3))

@@ -107,11 +107,12 @@ class Place:
 
 
 class Scope:
-    """Gives a layer access to its arrays, which are one node of the parameter tree. A Scope is an argument of `forward`
-    and is valid for one call.
+    """Gives a layer access to its arrays, which are one node (a dict) of the parameter tree. A Scope is an argument of
+    `forward` and is valid for one call.
 
-    The complete interface is: `scope["name"]` (the scope of a child), `param`, `state`, `update`, `key`, `train` and
-    `pure`. A Scope uses no global state. To share the arrays of a child, keep its scope in a variable:
+    The complete interface is: `scope["name"]` (the scope of a child, which is a layer inside this layer), `param`,
+    `state`, `update`, `key`, `train` and `pure`. A Scope uses no global state. To use the arrays of a child in several
+    calls, keep the scope of the child in a variable:
 
         shared = scope["embed"]
         x = embed(shared, tokens)
@@ -137,7 +138,7 @@ class Scope:
         return quote(self._place.path)
 
     def __getitem__(self, name: str) -> Scope:
-        """Returns the scope of the child `name`. During one call of a layer, each name may be used only once."""
+        """Returns the scope of the child `name` (a layer in this layer). One call may use each name only once."""
         self._use(name, "scope")
         return Scope(self._place.child(name), self._owner)
 
@@ -182,16 +183,16 @@ class Scope:
 
     def state(self, name: str, shape: Sequence[int], init: Callable, kind: str = "stats", *,
               dtype: Any = jnp.float32) -> jax.Array | None:
-        """Returns the state `name` of this layer: the last value passed to `update` in this call, or else the value
-        that the caller of the model passed.
+        """Returns the state `name` of this layer. If `update` has set a new value in this call of the model, the result
+        is the new value. Otherwise, the result is the value that the caller of the model passed.
 
         Args:
             name: the last segment of the array's path in the state tree.
             shape: the shape of the array.
             init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`.
             kind: "stats" (default): `Layer.init` creates the array, and the caller must pass it. "cache": `Layer.cache`
-                creates the array, and the caller may omit it. This method returns None if it is omitted, and does not
-                check its shape.
+                creates the array, and the caller may omit it. If the caller omits the array, the result is None. The
+                shape of an array of kind "cache" is not checked.
             dtype: the dtype with which the array is created. Default float32.
 
         Raises:
@@ -215,7 +216,7 @@ class Scope:
         return held
 
     def update(self, name: str, value: Any) -> None:
-        """Sets the state `name` to `value`. If `name` is a subtree (see `pure`), `value` is a dict of new values.
+        """Sets the state `name` to `value`. If `name` is a subtree of the state (see `pure`), `value` is a dict.
 
         The value is cast to the dtype of the state that the caller of the model passed.
 
@@ -237,8 +238,8 @@ class Scope:
         place.written[name] = _like(held, value, (*place.path, name))
 
     def key(self) -> jax.Array:
-        """Returns a random key, which is different in each call. It is derived from the caller's `key=`, the path of
-        this scope, and a counter.
+        """Returns a random key, which is different in each call. The key is derived from the `key=` that the caller of
+        the model passed, from the path of this scope, and from a counter.
 
         Raises:
             RuntimeError: the call is inside a JAX transform that `forward` applies, such as `lax.scan`. All iterations
@@ -257,8 +258,8 @@ class Scope:
 
     def pure(self, layer: Any, *inputs: Any, copies: int | None = None,
              **options: Any) -> tuple[Callable, dict, Any, Any]:
-        """Returns `layer` as a pure function, to which JAX's own transforms can be applied, and its arrays in this
-        scope.
+        """Converts `layer` to a pure function, to which JAX's transforms can be applied. The method also returns the
+        arrays of the layer.
 
             f, params, state, key = scope.pure(self.block, x)
             y, state = jax.checkpoint(f)(params, x, state=state, key=key)
@@ -267,16 +268,17 @@ class Scope:
 
         Args:
             layer: the layer. Its arrays are stored at the path of this scope.
-            inputs: example inputs of one copy. Only the shapes and dtypes of arrays are used.
+            inputs: example inputs of the layer, or of one copy of the layer if `copies` is set. Only the shapes and
+                dtypes of arrays are used.
             copies: the number of stacked copies of the layer. Every array of params, state and key then has a leading
                 axis of this length. The initial values of copy `i` are those of a child named `str(i)`. Default None:
-                no copies.
-            options: example keyword inputs of one copy.
+                one layer, and no leading axis.
+            options: example keyword inputs, like `inputs`.
 
         Returns:
             `(f, params, state, key)`. The function is `f(params, *inputs, state=None, key=None, train=None, **options)`
-            and returns `(y, state)`. State and key are None if the caller passed none. With `train=None`, `f` uses
-            the caller's `train`.
+            and returns `(y, state)`. `state` is None if the caller of the model passed no state; `key` is None if the
+            caller passed no key. With `train=None`, `f` uses the `train` of the caller.
         """
         place, run = self._place, self._place.run
         recording = run.record is not None

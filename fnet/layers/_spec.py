@@ -44,8 +44,8 @@ class ParamSpec:
         return math.prod(self.shape)
 
     def make(self, keys: Any, path: tuple[str, ...], making: Making) -> jax.Array:
-        """Creates the array at `path`. `keys[i]` is the random key of its ancestor at `path[:i]`; the last key is that
-        of the array."""
+        """Creates the array at `path`. `keys[i]` is the random key of the node at `path[:i]`; the last element of
+        `keys` is the random key of the array itself."""
         # A compiled initializer rounds in the same way inside a larger program: init == jit(init), bit for bit.
         if making.staged:
             return jax.jit(self.init, static_argnums=(1, 2))(keys[-1], self.shape, self.dtype)

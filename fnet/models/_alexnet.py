@@ -19,14 +19,16 @@ class AlexNet(Model):
 
     Args:
         classes: number of logits.
-        width: number of channels of the first convolution. The other convolutions have 3, 6, 4 and 4 times as many.
-        hidden: number of features of the first two dense layers.
+        width: number of channels of the first convolution. The other four convolutions have 3, 6, 4 and 4 times as many
+            channels.
+        hidden: number of output features of each of the first two dense layers.
         dropout: dropout rate before each of the first two dense layers.
 
     Input: [batch, 224, 224, 3], or another size that the convolutions reduce to 6 × 6. Output: [batch, classes].
 
     Source: Krizhevsky (2014), One weird trick for parallelizing convolutional neural networks, footnote 1. The original
-    is Krizhevsky, Sutskever and Hinton (2012), ImageNet Classification with Deep Convolutional Neural Networks.
+    AlexNet is described in Krizhevsky, Sutskever and Hinton (2012), ImageNet Classification with Deep Convolutional
+    Neural Networks.
 
     >>> model = models.AlexNet.preset("alexnet")
     >>> nn.count_parameters(model.spec(model.example()).params)
@@ -55,7 +57,7 @@ class AlexNet(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        """Computes the input of the last layer: [batch, hidden]."""
+        """Returns the input of the last layer, an array [batch, hidden]."""
 
         def conv(i, x, channels, kernel_size, padding, strides=1):
             return jax.nn.relu(nn.Conv(channels, kernel_size, strides, padding=padding)(scope[f"conv{i}"], x))

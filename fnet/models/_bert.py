@@ -24,16 +24,16 @@ HEADS = "masked_lm", "sequence", "tokens", "questions", "next_sentence", "pretra
 
 
 class Encoded(NamedTuple):
-    """The output of an encoder, registered with `jax.export` as "fnet.models.Encoded".
+    """The output of an encoder: the features of each token and of each example.
 
-    An exported program that returns an `Encoded` can be deserialized only after `import fnet.models`. To read the
-    program without fnet, export a function that returns a dict:
-    `lambda params, tokens: model(params, tokens)._asdict()`.
+    `Encoded` is registered with `jax.export` as "fnet.models.Encoded". An exported program that returns an `Encoded`
+    can be deserialized only after `import fnet.models`. To deserialize the program without fnet, export a function that
+    returns a dict: `lambda params, tokens: model(params, tokens)._asdict()`.
 
     Attributes:
         hidden: [batch, time, width], the features of each token.
         pooled: [batch, width], the features of each example. `Bert` computes them from the first token with its pooler.
-            None if the model does not compute them.
+            None if the model does not compute features of an example.
 
     >>> model = models.Bert(vocab_size=8, depth=1, heads=2, width=4, hidden=8, context=8)
     >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 3), jnp.int32))
@@ -132,37 +132,42 @@ BERT = {**architectures("Bert"), "BertForPreTraining": dict(head="pretraining"),
 class Bert(Model):
     """A text encoder: BERT and models distilled from it, such as MiniLM.
 
-    The embeddings of tokens, positions and segments are added. Each of the following blocks has bidirectional attention
-    and an MLP with GELU. The attention and the MLP are each followed by a residual connection and a LayerNorm. The
-    pooler is a dense layer with tanh on the first token.
+    The input of the first block is the sum of the embeddings of tokens, positions and segments. Each block has
+    bidirectional attention and an MLP with GELU. The attention and the MLP are each followed by a residual connection
+    and a LayerNorm. The pooler applies a dense layer and tanh to the features of the first token.
 
     Args:
-        vocab_size: number of tokens.
+        vocab_size: number of tokens in the vocabulary.
         width: number of features of a token.
         depth: number of blocks.
         heads: number of attention heads, which must divide the width.
-        hidden: number of features between a block's two dense layers.
+        hidden: number of features between the two dense layers of a block's MLP.
         context: maximum length of a text in tokens.
         segments: number of segments.
         head: the layers after the encoder. None: no layers. "masked_lm": logits of the vocabulary for each token,
-            computed with the embedding table. "sequence": logits of the classes of a text, computed from the pooler's
-            output. "tokens": logits of the classes of each token. "questions": logits for the start and the end of an
-            answer. "next_sentence": two logits for a pair of segments: that the second segment continues the first, and
-            that it is a random text. "pretraining": both "masked_lm" and "next_sentence". Default: None.
+            computed with the embedding table. "sequence": logits of the classes of a text, computed from the output of
+            the pooler. "tokens": logits of the classes of each token. "questions": for each token, one logit that an
+            answer starts at this token and one that it ends at this token. "next_sentence": two logits for a pair of
+            segments: one that the second segment continues the first, and one that the second segment is a random
+            text. "pretraining": both "masked_lm" and "next_sentence". Default: None.
         classes: number of logits of the heads "sequence" and "tokens".
         pooler: whether a model without a head has a pooler.
         dropout: dropout rate of the embeddings, the attention weights, the residual branches and the input of the head.
         epsilon: epsilon of the norms.
-        stacked: whether the blocks are one `nn.Stack`; see `models.unstack`.
+        stacked: whether the parameters of all blocks are stacked and a scan applies the blocks (`nn.Stack`). See also
+            `models.unstack`.
 
     Inputs:
         tokens: integers [batch, time].
-        lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all tokens.
-        segment: the segment of each token, integers [batch, time], less than `segments`. Default: 0.
+        lengths: integers [batch], the number of valid tokens in each example. Later tokens are padding. Default: all
+            tokens are valid.
+        segment: the index of the segment of each token, integers [batch, time], less than `segments`. Default: 0 for
+            all tokens.
 
     Output: without a head, an `Encoded`. With a head, logits of the shape [batch, time, vocab_size] for "masked_lm",
-    [batch, classes] for "sequence", [batch, time, classes] for "tokens", [batch, time, 2] for "questions", [batch, 2]
-    for "next_sentence", and for "pretraining" a pair: the logits of "masked_lm" and those of "next_sentence".
+    [batch, classes] for "sequence", [batch, time, classes] for "tokens", [batch, time, 2] for "questions", and [batch,
+    2] for "next_sentence". For "pretraining", the output is a pair: the logits of "masked_lm" and those of
+    "next_sentence".
 
         tokenizer = models.WordPiece.read("vocab.txt")
         tokens, lengths = models.padded([tokenizer.encode("A cat."), tokenizer.encode("Dogs and cats.")])
@@ -300,17 +305,17 @@ class Bert(Model):
 def sentence_embedding(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
     """Averages the features of each example's valid tokens and normalizes the average to length 1.
 
-    The dot product of two such vectors is their cosine similarity.
+    The dot product of two such sentence embeddings is their cosine similarity.
 
     Args:
         hidden: the features of the tokens, [batch, time, width].
         lengths: the number of valid tokens in each example, integers [batch], at least 1.
 
     Returns:
-        [batch, width], in float32 or float64.
+        The sentence embeddings, an array [batch, width] in float32 or float64.
 
     Raises:
-        ValueError: the shapes do not match.
+        ValueError: the shapes of `hidden` and `lengths` do not match.
 
     Source: Reimers and Gurevych (2019), Sentence-BERT, section 3.
 

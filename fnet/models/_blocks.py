@@ -99,8 +99,9 @@ def periods(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def unstack(model: nn.Layer, params: Mapping) -> tuple[nn.Layer, dict]:
-    """Converts a model with stacked blocks, and its parameters, to `stacked=False`. This makes text generation faster
-    on a CPU.
+    """Converts a model with stacked blocks, and its parameters, to a model with `stacked=False`.
+
+    Without stacked blocks, text generation is faster on a CPU.
 
         model, params = models.unstack(model, params)
 
@@ -109,7 +110,7 @@ def unstack(model: nn.Layer, params: Mapping) -> tuple[nn.Layer, dict]:
         params: the parameters of the model. The parameters of the blocks are copied.
 
     Returns:
-        `(model, params)` with the same outputs.
+        `(model, params)`, with the same outputs as the original model and parameters.
 
     Raises:
         TypeError: the model has no stacked blocks.

@@ -121,17 +121,18 @@ class CLIPText(_Encoder):
         width: number of features of a token.
         depth: number of blocks.
         heads: number of attention heads, which must divide the width.
-        hidden: number of features between a block's two dense layers.
-        vocab_size: number of tokens.
+        hidden: number of features between the two dense layers of a block's MLP.
+        vocab_size: number of tokens in the vocabulary.
         context: maximum length of a text in tokens.
-        end: the id of the end token. The features of a text are computed at the first position of this token; padding
-            follows it. If None, the end token is the token with the highest id in the text, as in OpenAI's vocabulary.
-        dim: number of features of the projection. None: no projection.
+        end: the id of the end token, which padding follows. The features of a text are those at its first end token. If
+            None, the end token is the token with the highest id in the text, as in OpenAI's vocabulary.
+        dim: number of features after the projection. None: there is no projection.
         activation: "gelu", or "quick_gelu", which is x * sigmoid(1.702 x).
         epsilon: epsilon of the norms.
 
-    Input: integers [batch, time]. Output: an `Encoded`. `hidden` contains the features of all tokens, and `pooled` the
-    features of each text. The shape of `pooled` is [batch, dim], or [batch, width] without a projection.
+    Input: integers [batch, time]. Output: an `Encoded`. Its `hidden` contains the features of all tokens, and its
+    `pooled` contains the features of each text. The shape of `pooled` is [batch, dim], or [batch, width] without a
+    projection.
 
     Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language Supervision.
 
@@ -178,8 +179,9 @@ class CLIPVision(_Encoder):
         patch: height and width of a patch in pixels.
         size: height and width of the images in pixels.
 
-    Input: [batch, size, size, 3]. Output: an `Encoded`. `hidden` contains the features of all tokens, and `pooled` the
-    features of each image. The shape of `pooled` is [batch, dim], or [batch, width] without a projection.
+    Input: [batch, size, size, 3]. Output: an `Encoded`. Its `hidden` contains the features of all tokens, and its
+    `pooled` contains the features of each image. The shape of `pooled` is [batch, dim], or [batch, width] without a
+    projection.
 
     Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language Supervision.
 
@@ -253,7 +255,8 @@ def _preset(dim, size, width, hidden, heads, depth=12, patch=32, text=(512, 12, 
 
 
 class CLIP(Model):
-    """Encoders of images and of texts, trained so that an image and its description have similar features.
+    """CLIP: an encoder of images and an encoder of texts, trained so that an image and its description have similar
+    features.
 
     Args:
         text: the encoder of texts, with a projection.
@@ -263,9 +266,9 @@ class CLIP(Model):
         images: [images, size, size, 3].
         tokens: integers [texts, time]; each text has an end token.
 
-    Output: logits [images, texts], which are cosine similarities between the features of images and texts, multiplied
-    by exp(`logit_scale`). `logit_scale` is a parameter. To classify an image without training, pass one text for each
-    class and use a softmax over texts. To find the image that matches a text, use a softmax over images.
+    Output: logits [images, texts]. Each logit is the cosine similarity between the features of an image and of a text,
+    multiplied by exp(`logit_scale`). `logit_scale` is a parameter. To classify an image without training, pass one text
+    for each class and use a softmax over texts. To find the image that matches a text, use a softmax over images.
 
         images, texts = (f(params, x) for f, x in ((model.image_features, x), (model.text_features, tokens)))
 
@@ -310,12 +313,12 @@ class CLIP(Model):
 
     @nn.method
     def image_features(self, scope: nn.Scope, images: jax.Array) -> jax.Array:
-        """Returns the features of images [images, size, size, 3] as an array [images, dim], not normalized."""
+        """Returns the features of images [images, size, size, 3] as an array [images, dim], without normalization."""
         return self.vision(scope["vision"], images).pooled
 
     @nn.method
     def text_features(self, scope: nn.Scope, tokens: jax.Array) -> jax.Array:
-        """Returns the features of texts [texts, time] as an array [texts, dim], not normalized."""
+        """Returns the features of texts [texts, time] as an array [texts, dim], without normalization."""
         return self.text(scope["text"], tokens).pooled
 
     def example(self) -> tuple[jax.ShapeDtypeStruct, ...]:

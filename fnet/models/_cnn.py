@@ -14,7 +14,8 @@ def conv_norm_relu(scope, x, *, channels, kernel_size=3, stride=1):        # [ba
 
 
 class CNN(nn.Layer):
-    """A convolutional classifier: stages of 3 × 3 convolutions, BatchNorm and ReLU, with 2 × 2 max-pooling in between.
+    """A convolutional classifier: stages of 3 × 3 convolutions with BatchNorm and ReLU, and 2 × 2 max-pooling between
+    the stages.
 
     The last stage is followed by the mean over all positions, dropout and a dense layer.
 
@@ -22,7 +23,8 @@ class CNN(nn.Layer):
         classes: number of logits.
         widths: number of channels in each stage.
         convs: number of convolutions in each stage: an integer for all stages, or a tuple with an integer for each.
-        stem: (kernel size, stride) of the first convolution. Stride 2 divides the cost of all later layers by four.
+        stem: (kernel size, stride) of the first convolution. Stride 2 reduces the cost of all later layers to a
+            quarter.
         dropout: dropout rate before the last layer.
 
     Input: [batch, height, width, channels]. Output: [batch, classes].

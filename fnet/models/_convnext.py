@@ -54,19 +54,21 @@ def convnext_block(scope, x):                                               # [b
 
 
 class ConvNeXt(Model):
-    """A convolutional network whose blocks resemble a transformer's: 7 x 7 depthwise convolutions, LayerNorm, GELU.
+    """A convolutional network whose blocks resemble the blocks of a transformer.
+
+    A block consists of a 7 x 7 depthwise convolution, a LayerNorm, and two dense layers with GELU.
 
     Args:
         depths: number of blocks in each of the four stages.
         widths: number of features in each stage.
-        classes: number of logits. None: no last layer; the output is `Encoded`.
+        classes: number of logits. None: the model has no last layer, and its output is an `Encoded`.
         patch: kernel size and stride of the first convolution.
         epsilon: epsilon of the last norm. The epsilon of all other norms is 1e-6.
 
-    Input: [batch, height, width, 3]. Height and width are multiples of 32, and 224 for pretrained weights. Output:
-    logits [batch, classes], or an `Encoded` if `classes` is None. Its `hidden` [batch, height / 32, width / 32,
-    features] is the output of the last block, and its `pooled` [batch, features] is the mean over positions after the
-    last norm.
+    Input: [batch, height, width, 3]. Height and width are multiples of 32. For pretrained weights, both are 224.
+    Output: logits [batch, classes], or an `Encoded` if `classes` is None. The attribute `hidden` of the `Encoded`,
+    [batch, height / 32, width / 32, features], is the output of the last block. Its attribute `pooled`, [batch,
+    features], is the last norm of the mean of `hidden` over positions.
 
     Source: Liu et al. (2022), A ConvNet for the 2020s, table 9.
 

@@ -59,67 +59,71 @@ _PYTHIA = dict(vocab_size=50304, rotary_dim=16, qkv_bias=True, out_bias=True, ml
 
 
 class Decoder(LanguageModel):
-    """A decoder of text with rotary positions: Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi-3, SmolLM 2 and 3, OLMo
-    2, GPT-NeoX and Pythia, Mixtral and Qwen 3 with experts, and the small models of llama2.c.
+    """A decoder of text with rotary positions.
+
+    The families are Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi-3, SmolLM 2 and 3, OLMo 2, GPT-NeoX and Pythia,
+    Mixtral and Qwen 3 with experts, and the small models of llama2.c.
 
     Each block has causal grouped-query attention and an MLP, `down(silu(gate(x)) * up(x))`. The attention and the MLP
-    each have an RMSNorm before them and a residual connection around them. The defaults are those of Llama. The options
-    listed after `stacked` are for other families. `window`, `rotary_base` and `rope_scaling` may be tuples with one
-    value for each block. A tuple that is shorter than the depth is repeated: window=(4096, None) alternates blocks with
-    and without a window.
+    each have an RMSNorm before them and a residual connection around them. The default values of the options are those
+    of Llama. Other families use the options listed after `stacked`.
+
+    `window`, `rotary_base` and `rope_scaling` may be tuples with one value for each block. A tuple that is shorter than
+    the depth is repeated. For example, window=(4096, None) alternates blocks with and without a window.
 
     Args:
-        vocab_size: number of tokens.
+        vocab_size: number of tokens in the vocabulary.
         width: number of features of a token.
         depth: number of blocks.
         heads: number of attention heads, which must divide the width, unless `head_dim` is set.
-        kv_heads: number of key/value heads. Each key/value head is used by heads / kv_heads query heads.
+        kv_heads: number of key/value heads. Each key/value head is shared by heads / kv_heads query heads.
         hidden: number of features within the MLP, the output size of `gate` and of `up`.
         context: maximum length of a text in tokens.
-        rotary_base: base of the rotary embedding. If it is a tuple, an element None means that a block has no positions
-            (SmolLM 3).
+        rotary_base: base of the rotary embedding. In a tuple, the value None means that a block has no position
+            embedding (SmolLM 3).
         interleaved: whether the rotary embedding pairs the features (0, 1), (2, 3), ..., as in the weights of Meta and
             llama2.c. If False, it pairs (i, i + head_dim / 2), as in the weights of Hugging Face.
         tied: whether the logits are computed with the embedding table.
         epsilon: epsilon of the norms.
         head_dim: number of features of a head. Default: width / heads.
-        window: the maximum number of tokens to which a query attends: its own token and the tokens directly before it
-            (Mistral 7B v0.1). Default: no maximum.
+        window: the maximum number of tokens to which a query attends. These are its own token and the tokens directly
+            before it (Mistral 7B v0.1). Default: no maximum.
         rope_scaling: `LinearScaling`, `Llama3Scaling`, `YarnScaling`, `DynamicScaling` or `LongScaling`, for models
-            whose context was extended after training.
-        stacked: whether the blocks are one `nn.Stack`; see `models.unstack`. If different kinds of blocks alternate,
-            for example blocks with and without a window, each iteration of the scan applies several consecutive blocks,
-            one repetition of the pattern.
-        rotary_dim: number of features of each head that are rotated. These are the first features (Phi-3, GPT-NeoX).
-            Default: all.
+            whose context was extended after training. Default: no scaling.
+        stacked: whether the parameters of all blocks are stacked and a scan applies the blocks (`nn.Stack`). See also
+            `models.unstack`. Different kinds of blocks may alternate, for example blocks with and without a window.
+            Each iteration of the scan then applies several consecutive blocks, one repetition of the pattern.
+        rotary_dim: number of features of each head to which the rotary embedding is applied, counted from the first
+            feature (Phi-3, GPT-NeoX). Default: all features.
         qkv_bias, out_bias, mlp_bias: whether these layers have biases: the projections to queries, keys and values
-            (`qkv_bias`); the output projection of the attention (`out_bias`); the MLP (`mlp_bias`). Qwen 2 has
-            the first of these, and GPT-NeoX has all three.
+            (`qkv_bias`); the output projection of the attention (`out_bias`); the MLP (`mlp_bias`). Qwen 2 has only
+            `qkv_bias`, and GPT-NeoX has all three biases.
         qk_norm: how queries and keys are normalized: "head", each head separately (Qwen 3, Gemma 3); "all", all heads
-            at once (OLMo 2); or None, not at all.
+            together (OLMo 2); or None, not at all.
         query_scalar: attention scores are divided by the square root of this number. Default: head_dim.
         attention_softcap, logit_softcap: replace each attention score and each logit x by softcap * tanh(x / softcap)
-            (Gemma 2). Default: not replaced.
+            (Gemma 2). Default: scores and logits are not replaced.
         activation: activation of the MLP: "silu", "gelu", "gelu_tanh" (Gemma) or "relu".
-        gated: whether the MLP has a gate; otherwise it is `down(activation(up(x)))` (GPT-NeoX).
+        gated: whether the MLP has a gate. Without a gate, the MLP is `down(activation(up(x)))` (GPT-NeoX).
         layer_norm: whether the norms are LayerNorms with bias (GPT-NeoX).
         norm_offset: a number that is added to the scales of the RMSNorms, 1 in Gemma.
         pre_norm, post_norm: whether attention and MLP have a norm before them (`pre_norm`) and after them
-            (`post_norm`). Gemma 2 and 3 have norms at both places, OLMo 2 only after attention and MLP.
+            (`post_norm`). Gemma 2 and 3 have both norms. OLMo 2 has norms only after attention and MLP.
         parallel: whether the attention and the MLP are both applied to the input of the block (GPT-NeoX). If False, the
             MLP is applied after the attention.
         scale_embeddings: whether the embeddings are multiplied by sqrt(width) (Gemma).
-        experts: the number of experts. If it is set, the MLP is an `nn.MixtureOfExperts`, and `hidden` is the number of
-            features within each expert (Mixtral, Qwen 3). Default: None, a single MLP.
+        experts: the number of experts. If `experts` is set, the MLP is an `nn.MixtureOfExperts`, and `hidden` is the
+            number of features within each expert (Mixtral, Qwen 3). Default: None, a single MLP.
         experts_per_token, normalize_experts, expert_capacity: `top_k`, `normalize` and `capacity` of the
             `nn.MixtureOfExperts`.
 
     Inputs:
         tokens: integers [batch, time].
-        lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all tokens.
+        lengths: integers [batch], the number of valid tokens in each example. Later tokens are padding. Default: all
+            tokens are valid.
 
-    Output: logits [batch, time, vocab_size]. With a cache in `state` (from `model.cache`), the tokens are appended to
-    the cached text; `models.generate` uses this.
+    Output: logits [batch, time, vocab_size]. If you pass a cache from `model.cache` as `state`, the tokens continue the
+    text in the cache, and the result is (logits, cache). `models.generate` uses a cache in this way.
 
     Source: Touvron et al. (2023), LLaMA: Open and Efficient Foundation Language Models. Grouped queries: Llama 2.
     Grattafiori et al. (2024), The Llama 3 Herd of Models. SwiGLU: Shazeer (2020), GLU Variants Improve Transformer.

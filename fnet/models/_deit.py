@@ -26,15 +26,16 @@ BICUBIC = ImageInput(resize=256, resample="bicubic")
 class DeiT(ViT):
     """A vision transformer with a class token and a distillation token.
 
-    Each of the two tokens has its own last layer. The last layer of the distillation token was trained to predict the
-    labels of a convolutional network. The output is the mean of the logits of both layers.
+    The class token and the distillation token each have their own last layer. The last layer of the distillation token
+    was trained to predict the labels that a convolutional network computes. The output of the model is the mean of the
+    logits of both layers.
 
     Args:
         width, depth, heads, classes, patch, size, hidden, pooler, dropout, epsilon: as in `ViT`.
-        teacher: whether the distillation token has a last layer. If False, the output is computed from the class token
-            alone.
+        teacher: whether the distillation token has a last layer. If False, the output of the model is computed from
+            the class token alone.
 
-    Input: [batch, size, size, 3]. Output: [batch, classes], or `Encoded` if `classes` is None.
+    Input: [batch, size, size, 3]. Output: logits [batch, classes], or an `Encoded` if `classes` is None.
 
     Source: Touvron et al. (2021), Training data-efficient image transformers and distillation through attention.
 

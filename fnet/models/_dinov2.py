@@ -82,20 +82,22 @@ def _ratio(model):
 class DINOv2(ViT):
     """A vision transformer trained without labels.
 
-    Its features are used for classification, retrieval and dense prediction. Unlike `ViT`, `DINOv2` multiplies the
-    output of each residual branch by a learned scale for each feature, and the largest preset has a gated hidden layer
-    (SwiGLU). The input of the last layer is the class token concatenated with the mean of the other tokens.
+    The features of DINOv2 are used for classification, retrieval and dense prediction. Unlike `ViT`, `DINOv2`
+    multiplies the output of each residual branch by a learned scale for each feature (layer scale). In the largest
+    preset, the MLPs have a gate (SwiGLU). The input of the last layer is the class token concatenated with the mean of
+    the other tokens.
 
     Args:
         width, depth, heads, patch, size, dropout, epsilon: as in `ViT`.
-        classes: number of logits. None: no last layer; the output is `Encoded`.
-        hidden: number of features between a block's two dense layers.
-        gated: whether the hidden layer is gated by SiLU.
-        interpolate: whether images of other sizes are supported. Their position embeddings are interpolated as in
-            PyTorch.
+        classes: number of logits. None: the model has no last layer, and its output is an `Encoded`.
+        hidden: number of features between the two dense layers of a block's MLP.
+        gated: whether the MLPs have a gate with SiLU.
+        interpolate: whether the model accepts images of other sizes than `size`. For these images, the position
+            embeddings are interpolated as in PyTorch.
 
-    Input: [batch, size, size, 3]; with `interpolate`, any height and width that are multiples of `patch`. Output:
-    [batch, classes], or `Encoded` with all tokens as `hidden` and the class token as `pooled`.
+    Input: [batch, size, size, 3]. With `interpolate`, height and width may be any multiples of `patch`. Output: logits
+    [batch, classes]. If `classes` is None, the output is an `Encoded`, with all tokens as `hidden` and the class token
+    as `pooled`.
 
     Source: Oquab et al. (2023), DINOv2: Learning Robust Visual Features without Supervision.
 

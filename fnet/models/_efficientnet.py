@@ -83,20 +83,24 @@ def _timm():
 
 
 class EfficientNet(Model):
-    """A convolutional network of inverted residual blocks with squeeze and excitation, scaled in width, depth and size.
+    """A convolutional network of inverted residual blocks with squeeze and excitation.
+
+    The presets efficientnet_b0 to efficientnet_b4 differ in the width and depth of the network and in the size of the
+    images.
 
     Args:
         width: factor by which the number of channels of each layer is multiplied. The result is rounded to a multiple
             of 8.
         depth: factor by which the number of blocks of each stage is multiplied. The result is rounded up.
         classes: number of logits.
-        size: height and width of the images with which pretrained weights were trained; other sizes are supported.
-        lite: whether the network is EfficientNet-Lite: ReLU6 instead of SiLU, and no squeeze and excitation. In
-            EfficientNet-Lite, `width` does not affect the first and the last convolution, and `depth` does not affect
-            the first and the last stage.
-        padding: zeros around the input of a convolution with stride 2. "same": as in TensorFlow. "symmetric": equal on
-            both sides, as in most of timm's weights. "after": one more zero at the end than at the start for every
-            size, as in transformers.
+        size: height and width of the images with which pretrained weights were trained. The model also accepts images
+            of other sizes.
+        lite: whether the network is EfficientNet-Lite, which has ReLU6 instead of SiLU, and no squeeze and excitation.
+            In EfficientNet-Lite, `width` does not affect the first and the last convolution, and `depth` does not
+            affect the first and the last stage.
+        padding: how the input of a convolution with stride 2 is padded with zeros. "same": as in TensorFlow.
+            "symmetric": equally on both sides, as in most of timm's weights. "after": one more zero at the end than at
+            the start, for every size, as in transformers.
         centered: indices of the blocks whose padding is symmetric although `padding` is "after".
         dropout: dropout rate before the last layer.
         epsilon: epsilon of BatchNorm.

@@ -52,12 +52,13 @@ class GPT(LanguageModel):
     """A decoder of text: GPT-2 of any size.
 
     The model has learned position embeddings. Each block has causal attention and an MLP. The attention and the MLP
-    each have a LayerNorm before them and a residual connection around them. The defaults are those of the published
-    GPT-2: the tanh form of GELU, and tied logits. Kernels and embedding tables are initialized with standard deviation
-    0.02. For the last kernel of each residual branch, the standard deviation is 0.02 / sqrt(2 * depth).
+    each have a LayerNorm before them and a residual connection around them. The default options are those of the
+    published GPT-2, such as the tanh approximation of GELU, and logits that are computed with the embedding table
+    (tied logits). Kernels and embedding tables are initialized with standard deviation 0.02. For the last kernel of
+    each residual branch, the standard deviation is 0.02 / sqrt(2 * depth).
 
     Args:
-        vocab_size: number of tokens.
+        vocab_size: number of tokens in the vocabulary.
         width: number of features of a token.
         depth: number of blocks.
         heads: number of attention heads, which must divide the width.
@@ -65,20 +66,22 @@ class GPT(LanguageModel):
         hidden: number of features within the MLP. Default: four times the width.
         dropout: dropout rate of embeddings, attention weights and residual branches.
         epsilon: epsilon of the norms.
-        stacked: whether the blocks are one `nn.Stack`; see `models.unstack`.
+        stacked: whether the parameters of all blocks are stacked and a scan applies the blocks (`nn.Stack`). See also
+            `models.unstack`.
         tied: whether the logits are computed with the embedding table.
         activation: activation of the MLP: "gelu_tanh", "gelu", "silu" or "relu".
         scale_scores: whether the attention scores are divided by sqrt(width / heads).
-        scale_by_depth: whether the attention scores of block i = 1, 2, ... are also divided by i, which keeps them
-            small in low precision (Stanford CRFM's Mistral). If this option is True, XLA compiles each block
-            separately, even if `stacked` is True.
+        scale_by_depth: whether the attention scores of block i = 1, 2, ... are also divided by i, which keeps the
+            scores small in low precision (as in Mistral of Stanford CRFM). If this option is True, XLA compiles each
+            block separately, even if `stacked` is True.
 
     Inputs:
         tokens: integers [batch, time].
-        lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all tokens.
+        lengths: integers [batch], the number of valid tokens in each example. Later tokens are padding. Default: all
+            tokens are valid.
 
-    Output: logits [batch, time, vocab_size]. With a cache in `state` (from `model.cache`), the tokens are appended to
-    the cached text; `models.generate` uses this.
+    Output: logits [batch, time, vocab_size]. If you pass a cache from `model.cache` as `state`, the tokens continue the
+    text in the cache, and the result is (logits, cache). `models.generate` uses a cache in this way.
 
     Source: Radford et al. (2019), Language Models are Unsupervised Multitask Learners.
 

@@ -16,17 +16,17 @@ _RESAMPLE = {"bilinear": 2, "bicubic": 3}    # Pillow's constants
 
 @dataclasses.dataclass(frozen=True)
 class ImageInput:
-    """The image preprocessing that was used when published weights were evaluated.
+    """The image preprocessing with which the publishers of pretrained weights evaluated them.
 
     Args:
         size: height and width of the network's input in pixels.
-        resize: length in pixels to which the shorter side is scaled before the center is cropped. None: the photo is
-            scaled to the size of the input without preserving its aspect ratio.
-        resample: the interpolation, "bilinear" or "bicubic".
-        mean, std: mean and standard deviation of each channel of the scaled pixel values, with the channels in the
-            order `order`.
-        scale: factor of the pixel values, 1 / 255 for inputs in 0..1, or 1 for inputs in 0..255.
-        order: order of the channels, "rgb" or "bgr".
+        resize: length in pixels to which the shorter side of a photo is scaled before the center is cropped. None: the
+            photo is scaled to the size of the input without preserving its aspect ratio.
+        resample: the interpolation method for scaling, "bilinear" or "bicubic".
+        mean, std: mean and standard deviation of each channel of the scaled pixel values. The channels are in the order
+            `order`.
+        scale: factor by which pixel values are multiplied: 1 / 255 for inputs in 0..1, or 1 for inputs in 0..255.
+        order: order of the channels in the network's input, "rgb" or "bgr".
 
     >>> import numpy as np
     >>> from fnet import models
@@ -45,13 +45,14 @@ class ImageInput:
 
     @classmethod
     def read(cls, folder: str | os.PathLike) -> ImageInput:
-        """Reads the preprocessing from preprocessor_config.json (transformers) or from timm's config.json.
+        """Reads the preprocessing from a folder of weights, from preprocessor_config.json (of transformers) or from a
+        config.json of timm.
 
             prepare = models.ImageInput.read("path/to/folder")
             x = prepare.normalize(prepare.crop(photo))[None]                        # [1, height, width, 3]
 
         Raises:
-            FileNotFoundError: the folder has neither of these files.
+            FileNotFoundError: the folder has neither a preprocessor_config.json nor a config.json of timm.
             ValueError: a field has a value that `ImageInput` does not support. The message names the field.
         """
         from fnet.models.weights._json import read
@@ -67,13 +68,16 @@ class ImageInput:
         return cls(**_fields_of(path, config, _timm))
 
     def at(self, size: int) -> ImageInput:
-        """Returns the preprocessing for another input size. The crop covers the same fraction of the photo."""
+        """Returns the preprocessing for another input size. Its crop covers the same fraction of the photo."""
         resize = None if self.resize is None else max(size, round(self.resize * size / self.size))
         return dataclasses.replace(self, size=size, resize=resize)
 
     def crop(self, photo: Any) -> np.ndarray:
-        """Scales and crops a `PIL.Image`. Returns a uint8 array [size, size, 3], with the channels in the order red,
-        green, blue."""
+        """Scales and crops a `PIL.Image`.
+
+        Returns:
+            A uint8 array [size, size, 3], with the channels in the order red, green, blue.
+        """
         photo = photo.convert("RGB")
         if self.resize is None:
             return np.array(photo.resize((self.size, self.size), _RESAMPLE[self.resample]))
@@ -88,7 +92,7 @@ class ImageInput:
     def normalize(self, pixels: np.ndarray) -> np.ndarray:
         """Converts uint8 pixels [..., 3] to the network's input, a float32 array.
 
-        `pixels` is a NumPy or JAX array, whose channels are in the order red, green, blue.
+        `pixels` is a NumPy or JAX array. Its channels are in the order red, green, blue.
         """
         pixels = (pixels if self.order == "rgb" else pixels[..., ::-1]).astype(np.float32)
         lead = (1,) * (pixels.ndim - 1)

@@ -8,9 +8,9 @@ from fnet import layers as nn
 
 
 class MLP(nn.Layer):
-    """A multi-layer perceptron: dense layers with ReLU and dropout after each but the last.
+    """A multi-layer perceptron: dense layers, with ReLU and dropout after each dense layer but the last.
 
-    Inputs with more than two axes are flattened first.
+    If an input has more than two axes, all axes except the first are flattened to one axis.
 
     Args:
         widths: number of output features of each layer. The last element is the number of outputs of the MLP.

@@ -75,11 +75,11 @@ class MobileNetV2(Model):
 
     Args:
         classes: number of logits.
-        width: factor by which the number of channels of each layer is multiplied. The result is rounded to a multiple
-            of 8. The last layer has at least 1,280 inputs.
+        width: factor by which the number of channels of each layer is multiplied. The number of channels is then
+            rounded to a multiple of 8. The last layer always has at least 1,280 inputs.
         dropout: dropout rate before the last layer.
 
-    Input: [batch, height, width, 3], 224 × 224 for pretrained weights. Output: [batch, classes].
+    Input: [batch, height, width, 3]; for pretrained weights, height and width are 224. Output: [batch, classes].
 
     Source: Sandler et al. (2018), MobileNetV2: Inverted Residuals and Linear Bottlenecks, table 2.
 
@@ -118,7 +118,7 @@ class MobileNetV2(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        """Returns the input of the last layer before dropout, an array [batch, channels] with at least 1,280
+        """Returns the input of the last layer, before dropout: an array [batch, channels] with at least 1,280
         channels."""
         stem = conv_norm(channels=_divisible(32 * self.width), kernel_size=3, stride=2)
         x = jax.nn.relu6(stem(scope["stem"], x))                            # [batch, height / 2, width / 2, 32]

@@ -15,11 +15,13 @@ from fnet.models.weights._weight_names import Names
 
 
 class Model(nn.Layer):
-    """A layer whose fields are its configuration. `preset` returns a published configuration by its name.
+    """The base class of models: a layer whose fields are its configuration.
+
+    The class method `preset` returns the model of a published configuration, selected by its name:
 
         model = ResNet.preset("resnet50", classes=10)      # ResNet((3, 4, 6, 3), classes=10)
 
-    Subclasses may define:
+    Subclasses may define these class attributes:
 
         PRESETS: {name: fields}, the published configurations.
         NAMES: {framework: Names}, the names of the arrays in other frameworks, for `pretrained.load` and `save`.
@@ -40,7 +42,11 @@ class Model(nn.Layer):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Model:
-        """Returns the model with the published configuration `name`. `changes` replace the values of its fields.
+        """Returns the model with the published configuration `name`.
+
+        Args:
+            name: the name of the preset, such as "resnet50".
+            changes: values of fields, which replace those of the published configuration.
 
         Raises:
             ValueError: this class has no preset of this name.
@@ -52,19 +58,19 @@ class Model(nn.Layer):
         return cls(**{**cls.PRESETS[name], **changes})
 
     def of_keys(self, keys: Collection[str]) -> Model:
-        """Returns the model for a file of weights with these keys (names of arrays).
+        """Returns the model for a file of weights that contains the given keys (names of arrays).
 
         `pretrained.load(folder)` creates a model from config.json, and then calls this method. By default, the method
-        returns the model unchanged. A subclass overrides it if config.json does not determine all of its fields, such
-        as whether a ViT has a pooler. The method then sets these fields according to the keys.
+        returns the model unchanged. A subclass overrides the method if config.json does not determine all fields of the
+        model, such as whether a ViT has a pooler. The method then sets these fields according to the keys.
         """
         return self
 
     def example(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shape and dtype of an input of the published size, with a batch of 1.
+        """Returns the shape and dtype of an input of the size for which the model was published, with a batch of 1.
 
-        Pass the result to `spec`: `model.spec(model.example())`. A model with several inputs returns a tuple:
-        `model.spec(*model.example())`.
+        Pass the result to `spec`: `model.spec(model.example())`. If the model has several inputs, `example` returns a
+        tuple: `model.spec(*model.example())`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no example(self)")
 
@@ -84,7 +90,7 @@ class LanguageModel(Model):
         """Returns the cross-entropy of each label in nats, an array [batch, time]. `labels` [batch, time] contains the
         next token at each position.
 
-        More than 2^29 logits are computed in chunks, so that they are not all in memory at once; see
+        If there are more than 2^29 logits, they are computed in chunks, so that they are not all in memory at once; see
         `nn.linear_cross_entropy`.
         """
         head, at, x = self._body(scope, tokens, lengths)

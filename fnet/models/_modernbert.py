@@ -83,46 +83,51 @@ class ModernBert(Model):
     """ModernBERT: an encoder of texts of up to 8192 tokens, with rotary positions.
 
     Each block has bidirectional attention and an MLP with a gate, `down(gelu(gate(x)) * up(x))`. The attention and the
-    MLP each have a LayerNorm before them and a residual connection around them. In every third block, a token attends
-    to the whole text. In the other blocks, it attends to a window around its position. The first block has no norm
-    before its attention, because the embeddings are normalized.
+    MLP each have a LayerNorm before them and a residual connection around them. By default, a token attends to the
+    whole text in every third block, beginning with the first. In the other blocks, a token attends to a window around
+    its position. The first block has no norm before its attention, because the embeddings are already normalized.
 
-    `window`, `rotary_base` and `rope_scaling` may be tuples, with one value for each block, as in `Decoder`.
+    `window`, `rotary_base` and `rope_scaling` may be tuples with one value for each block. A tuple that is shorter than
+    the depth is repeated.
 
     Args:
-        vocab_size: number of tokens.
+        vocab_size: number of tokens in the vocabulary.
         width: number of features of a token.
         depth: number of blocks, at least 2.
         heads: number of attention heads, which must divide the width.
         hidden: number of features within the MLP, the output size of `gate` and of `up`.
         context: maximum length of a text in training, in tokens.
-        window: size of the windows. A token attends to tokens that are at most window // 2 positions away, in both
-            directions. None: it attends to all tokens.
+        window: size of the window of a block. A token attends to tokens that are at most window // 2 positions away, in
+            both directions. None: a token attends to all tokens.
         rotary_base: base of the rotary embedding.
         rope_scaling: scaling of the rotary embedding, as in `Decoder`.
         head: the layers after the encoder. None: no layers. "masked_lm": logits of the vocabulary for each token,
             computed with the embedding table. "sequence": logits of the classes of a text. "tokens": logits of the
-            classes of each token. "questions": logits for the start and the end of an answer. Default: None.
+            classes of each token. "questions": for each token, one logit that an answer starts at this token and one
+            that it ends at this token. Default: None.
         classes: number of logits of the heads "sequence" and "tokens".
-        pooling: the input of the head "sequence": "cls", the features of the first token, or "mean", the mean of all
-            valid tokens.
+        pooling: the input of the head "sequence". "cls": the features of the first token. "mean": the mean of the
+            features of all valid tokens.
         activation: the activation of the MLPs: "gelu", "gelu_tanh", "silu" or "relu".
-        head_activation: the activation of the dense layer with which every head begins, one of the same values.
-        norm_bias, attention_bias, mlp_bias, head_bias, decoder_bias: whether these have biases: the norms
+        head_activation: the activation of the dense layer with which every head begins. It has the same possible values
+            as `activation`.
+        norm_bias, attention_bias, mlp_bias, head_bias, decoder_bias: whether these layers have biases: the norms
             (`norm_bias`); the projections of the attention (`attention_bias`); the MLPs (`mlp_bias`); the dense layer
             with which every head begins (`head_bias`); the logits of the head "masked_lm" (`decoder_bias`).
-        dropout: dropout rate of embeddings, attention weights, attention outputs and MLPs. It is also the dropout rate
-            before the last layer of every head but "masked_lm".
+        dropout: dropout rate of the embeddings, the attention weights, the attention outputs and the MLPs. `dropout` is
+            also the dropout rate before the last layer of every head except "masked_lm".
         epsilon: epsilon of the norms.
-        stacked: whether all blocks but the first are applied in a scan, with stacked parameters; see `models.unstack`.
+        stacked: whether the parameters of all blocks except the first are stacked and a scan applies these blocks. See
+            also `models.unstack`.
 
     Inputs:
         tokens: integers [batch, time].
-        lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all tokens.
+        lengths: integers [batch], the number of valid tokens in each example. Later tokens are padding. Default: all
+            tokens are valid.
 
-    Output: an `Encoded` if there is no head; its `pooled` is None. With a head, the output is logits: [batch, time,
-    vocab_size] for "masked_lm", [batch, classes] for "sequence", [batch, time, classes] for "tokens", [batch, time, 2]
-    for "questions".
+    Output: without a head, an `Encoded`, whose `pooled` is None. With a head, logits of the shape [batch, time,
+    vocab_size] for "masked_lm", [batch, classes] for "sequence", [batch, time, classes] for "tokens", and [batch, time,
+    2] for "questions".
 
     Source: Warner et al. (2024), Smarter, Better, Faster, Longer: A Modern Bidirectional Encoder for Fast, Memory
     Efficient, and Long Context Finetuning and Inference.

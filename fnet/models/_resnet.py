@@ -55,16 +55,17 @@ class ResNet(Model):
 
     Args:
         depths: number of blocks in each stage.
-        bottleneck: whether a block has three convolutions (50 layers and more) instead of two.
+        bottleneck: whether a block has three convolutions (in networks with 50 or more layers) instead of two.
         classes: number of logits.
         width: number of channels of the first stage's 3 × 3 convolutions.
         version: which convolution of a bottleneck has stride 2. "v1": the first convolution, as in the paper and Keras.
-            "v1.5": the 3 × 3 convolution, as in torchvision, which is about half a percent more accurate.
-        use_bias: whether convolutions have a bias. A bias before BatchNorm has no effect, but Keras' weights include
-          it.
+            "v1.5": the 3 × 3 convolution, as in torchvision. The accuracy of version 1.5 is about half a percent
+            higher.
+        use_bias: whether convolutions have a bias. A bias before BatchNorm has no effect, but the weights of Keras
+            include such biases.
         epsilon: epsilon of BatchNorm.
 
-    Input: [batch, height, width, 3], 224 × 224 for pretrained weights. Output: [batch, classes].
+    Input: [batch, height, width, 3]; for pretrained weights, height and width are 224. Output: [batch, classes].
 
     Source: He et al. (2016), Deep Residual Learning for Image Recognition, table 1. Version 1.5: Gross and Wilber
     (2016), Training and investigating Residual Nets.
@@ -121,7 +122,7 @@ class ResNet(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        """Computes the input of the last layer: [batch, channels]."""
+        """Returns the input of the last layer, an array [batch, channels]."""
         if self.version not in ("v1", "v1.5"):
             raise ValueError(f"ResNet: version must be 'v1' or 'v1.5'; got {self.version!r}")
         stem = scope["stem"]
@@ -139,20 +140,20 @@ class ResNet(Model):
 
 
 class ResNet9(Model):
-    """A small residual network for 32 × 32 images: 94 % accuracy on CIFAR-10 after a few dozen epochs.
+    """A small residual network for 32 × 32 images. Its accuracy on CIFAR-10 is 94 % after a few dozen epochs.
 
-    Each of four stages has a 3 × 3 convolution, BatchNorm and ReLU. All stages but the first also have max-pooling. The
-    second and the last stage end with a residual block of two more such convolutions. The input of the last layer is
-    the maximum over all positions.
+    Each of the four stages has a 3 × 3 convolution, BatchNorm and ReLU. All stages except the first also have
+    max-pooling. The second and the last stage end with a residual block, which contains two more convolutions with
+    BatchNorm and ReLU. The input of the last layer is the maximum over all positions.
 
     Args:
         classes: number of logits.
-        width: number of channels of the first stage; each later stage has twice as many.
-        scale: factor of the logits, which keeps the softmax smooth early in training.
+        width: number of channels of the first stage. Each later stage has twice as many channels as the previous stage.
+        scale: factor by which the logits are multiplied, which keeps the softmax smooth early in training.
 
-    Input: [batch, height, width, channels], 32 × 32 × 3 in the original. Output: [batch, classes].
+    Input: [batch, height, width, channels]; 32 × 32 × 3 in the original network. Output: [batch, classes].
 
-    Source: Page (2018), How to Train Your ResNet, part 4, the network of his entry to DAWNBench.
+    Source: Page (2018), How to Train Your ResNet, part 4, the network of Page's entry to DAWNBench.
 
     >>> model = models.ResNet9.preset("resnet9")
     >>> nn.count_parameters(model.spec(model.example()).params)
@@ -172,7 +173,7 @@ class ResNet9(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        """Computes the input of the last layer: [batch, 8 width]."""
+        """Returns the input of the last layer, an array [batch, 8 width]."""
 
         def conv(at, x, channels):
             x = nn.Conv(channels, 3, use_bias=False)(at["conv"], x)

@@ -15,21 +15,23 @@ zeros = jax.nn.initializers.zeros
 
 
 class LSTMLanguageModel(LanguageModel):
-    """A language model: a stack of LSTMs with dropout between them, but not between time steps.
+    """A language model: a stack of LSTMs with dropout between the LSTMs, but not between time steps.
 
     Args:
-        vocab_size: number of tokens.
-        width: number of features of a token and of each LSTM.
+        vocab_size: number of tokens in the vocabulary.
+        width: number of features of a token and of the output of each LSTM.
         depth: number of LSTMs.
         dropout: dropout rate before each LSTM and before the logits.
         tied: whether the logits are computed with the embedding table.
 
     Inputs:
         tokens: integers [batch, time].
-        lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all tokens.
+        lengths: integers [batch], the number of valid tokens in each example. Later tokens are padding. Default: all
+            tokens are valid.
 
-    Output: logits [batch, time, vocab_size]. With a cache in `state` (from `model.cache`), the tokens continue the
-    cached text; `models.generate` uses this. The cache contains the carry of every LSTM.
+    Output: logits [batch, time, vocab_size]. If you pass a cache from `model.cache` as `state`, the tokens continue the
+    text in the cache, and the result is (logits, cache). The cache contains the carry of every LSTM. `models.generate`
+    uses a cache in this way.
 
     Source: Zaremba, Sutskever and Vinyals (2014), Recurrent Neural Network Regularization. The presets are the
     three sizes of this paper for the Penn Treebank. Tied logits: Press and Wolf (2017).
@@ -78,15 +80,15 @@ class LSTMClassifier(Model):
 
     Args:
         classes: number of logits.
-        vocab_size: number of tokens.
-        width: number of features of a token, and of the LSTM of each direction.
-        depth: number of layers.
+        vocab_size: number of tokens in the vocabulary.
+        width: number of features of a token, and of the output of the LSTM of each direction.
+        depth: number of bidirectional layers.
         dropout: dropout rate before each layer and before the logits.
 
     Inputs:
         tokens: integers [batch, time].
         lengths: integers [batch], at least 1, the number of valid tokens in each example. Padding does not affect the
-            output. Default: all.
+            output. Default: all tokens are valid.
 
     Output: logits [batch, classes].
 

@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Divides the rotary positions by a factor.
+    """Divides the rotation rates of a rotary embedding by a factor, for texts longer than those of the training.
 
     Args:
         factor: the divisor, > 0.
@@ -38,11 +38,11 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling of rotary positions.
+    """Llama 3.1's scaling of a rotary embedding, for texts longer than those of the original training.
 
-    The rotation rates of slow pairs of features are divided by the factor, and the rates of fast pairs do not change.
-    The rates of the other pairs are interpolated. A pair is slow if it completes fewer than `low_freq_factor` rotations
-    within the original context, and fast if it completes more than `high_freq_factor` rotations.
+    The rotation rates of slow pairs of features are divided by `factor`, and the rates of fast pairs do not change. The
+    rates of the pairs in between are interpolated. A pair is slow if it completes fewer than `low_freq_factor`
+    rotations within the original context, and fast if it completes more than `high_freq_factor` rotations.
 
     Args:
         factor: the divisor of the rates of slow pairs, > 0.
@@ -77,20 +77,21 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
-    """YaRN's scaling of rotary positions.
+    """YaRN's scaling of a rotary embedding, for texts longer than those of the original training.
 
-    The rotation rates of slow pairs of features are divided by the factor, and the rates of fast pairs do not change.
-    The rates of the other pairs are interpolated linearly in the index of the pair. The rotated features are multiplied
-    by an amplitude.
+    The rotation rates of slow pairs of features are divided by `factor`, and the rates of fast pairs do not change. The
+    rates of the pairs in between are interpolated linearly in the index of the pair. The rotated features are
+    multiplied by an amplitude.
 
     Args:
         factor: the divisor of the rates of slow pairs, > 0.
         original_context: maximum length in tokens of the texts in the original training.
         beta_fast, beta_slow: numbers of rotations within the original context. Pairs with more than `beta_fast`
             rotations are fast, and pairs with fewer than `beta_slow` rotations are slow.
-        amplitude: factor of the rotated queries and keys. Default: 0.1 ln(factor) + 1, or 1 if the factor is at most 1.
-        truncate: whether the limits of the range of interpolated pairs are rounded to integers, the lower limit down
-            and the upper limit up.
+        amplitude: factor by which the rotated queries and keys are multiplied. Default: 0.1 ln(factor) + 1, or 1 if
+            `factor` is at most 1.
+        truncate: whether the indices of the first and the last interpolated pair are rounded to integers, the first
+            index down and the last index up.
 
     Source: Peng et al. (2023), YaRN: Efficient Context Window Extension of Large Language Models, section 3.
 
@@ -133,9 +134,10 @@ def growth(factor: float, strength: float = 1.0) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicScaling:
-    """Rotary positions for texts that are longer than the original context. The base grows with the length of the text.
+    """Dynamic scaling of a rotary embedding: the base grows with the length of the text.
 
-    The base is computed for each example from its own length, so examples of one batch are independent.
+    The base grows only for texts that are longer than the original context. It is computed for each example from the
+    length of this example, so examples of one batch are independent.
 
     Args:
         factor: a number > 0. With a larger factor, the base grows faster.
@@ -169,18 +171,18 @@ class DynamicScaling:
 
 @dataclasses.dataclass(frozen=True)
 class LongScaling:
-    """LongRoPE's scaling of rotary positions, as in Phi-3: the rotation rate of each pair of features is divided by its
-    own divisor.
+    """LongRoPE's scaling of a rotary embedding, as in Phi-3.
 
-    There is one list of divisors for texts within the original context and one for longer texts. The list is selected
-    for each example by its own length, so examples of one batch are independent. The rotated features are multiplied by
-    an amplitude.
+    The rotation rate of each pair of features is divided by a divisor of this pair. There is one list of divisors for
+    texts within the original context, and another list for longer texts. The list is selected for each example by the
+    length of this example, so examples of one batch are independent. The rotated features are multiplied by an
+    amplitude.
 
     Args:
         short: the divisors for texts within the original context, one for each pair of rotated features.
-        long: the divisors for longer texts.
+        long: the divisors for longer texts, one for each pair of rotated features.
         original_context: maximum length in tokens of the texts in the original training.
-        amplitude: factor of the rotated queries and keys.
+        amplitude: factor by which the rotated queries and keys are multiplied.
 
     Source: Ding et al. (2024), LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens.
 

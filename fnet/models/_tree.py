@@ -18,16 +18,16 @@ constant = jax.nn.initializers.constant
 
 
 class Trees(NamedTuple):
-    """A batch of trees as arrays. The nodes of each tree are in postorder: children come before their parent, and the
-    root is the last node.
+    """A batch of trees as arrays, the input of `TreeLSTM`.
 
-    It is registered with `jax.export` as "fnet.models.Trees".
+    The nodes of each tree are in postorder: children come before their parent, and the root is the last node. `Trees`
+    is registered with `jax.export` as "fnet.models.Trees".
 
     Attributes:
-        labels: integers [batch, nodes], the token of each node.
-        parents: integers [batch, nodes], the index of each node's parent in its example. For the root and for padding,
-            the index is `nodes`, one past the end.
-        lengths: integers [batch], the number of valid nodes.
+        labels: integers [batch, nodes], the token of each node's label.
+        parents: integers [batch, nodes], the index of each node's parent in its tree. For the root and for padding, the
+            index is `nodes`, which is one more than the last index.
+        lengths: integers [batch], the number of valid nodes of each tree. Later nodes are padding.
 
     >>> trees = models.pack_trees([("not", True)], {"not": 0, True: 1}, nodes=4)
     >>> trees.lengths.tolist()
@@ -43,15 +43,15 @@ export.register_namedtuple_serialization(Trees, serialized_name="fnet.models.Tre
 
 
 def pack_trees(trees: Sequence, vocabulary: Mapping[Hashable, int], nodes: int | None = None) -> Trees:
-    """Converts trees to arrays.
+    """Converts trees to arrays, for `TreeLSTM`.
 
-    A tree is a tuple of the root's label and the subtrees. A tree with one node may also be given as its label.
+    A tree is a tuple: the label of the root, then the subtrees. A tree with one node may also be given as its label.
 
     Args:
         trees: the trees.
-        vocabulary: the token of each label.
-        nodes: the length of the node axis. Set it to get the same shape for all batches. Default: the number of nodes
-            of the largest tree.
+        vocabulary: the token of each label, {label: token}.
+        nodes: the length of the node axis. If you set `nodes`, all batches have the same shape. Default: the number of
+            nodes of the largest tree.
 
     Returns:
         The trees as `Trees`.
@@ -93,25 +93,25 @@ def _postorder(tree):
 
 
 class TreeLSTM(Model):
-    """The child-sum Tree-LSTM: an LSTM over the nodes of a tree, in which each node follows its children.
+    """The child-sum Tree-LSTM: an LSTM over the nodes of a tree. Each node receives the states of its children.
 
     For node j with embedding x_j and children C(j):
 
         s = sum of h_k over k in C(j)
-        i, o, u = sigmoid, sigmoid, tanh of x_j W + s U + b, each with its own W, U, b
+        i, o, u = sigmoid, sigmoid, tanh of x_j W + s U + b, with separate W, U and b for i, o and u
         f_k = sigmoid(x_j W_f + h_k U_f + b_f), for each child
         c_j = i * u + sum of f_k * c_k,  h_j = o * tanh(c_j)
 
     The structure of the trees is in the input arrays, not in the program. One `lax.scan` visits the nodes in postorder.
-    Its carry contains the sums of h_k and of f_k * c_k for every node, and each node adds its terms to the sums of its
-    parent. So one compiled program with static shapes computes batches of trees of any depth and any number of
-    children.
+    The carry of the scan contains the sums of h_k and of f_k * c_k for every node. Each node adds its own terms to the
+    sums of its parent. Therefore one compiled program with static shapes computes batches of trees of any depth and any
+    number of children.
 
     Args:
         classes: number of logits.
         vocab_size: number of labels.
         width: number of features of a node.
-        forget_bias: initial value of b_f.
+        forget_bias: initial value of the bias b_f.
 
     Inputs: labels, parents and lengths, as in `Trees`.
 

@@ -121,19 +121,19 @@ class ViT(Model):
         width: number of features of a token.
         depth: number of blocks.
         heads: number of attention heads, which must divide the width.
-        classes: number of logits. None: no last layer; the output is `Encoded`.
+        classes: number of logits. None: the model has no last layer, and its output is an `Encoded`.
         patch: height and width of a patch in pixels.
         size: height and width of the images in pixels.
-        hidden: number of features between a block's two dense layers. Default: four times the width.
+        hidden: number of features between the two dense layers of a block's MLP. Default: four times the width.
         pooler: whether a model without classes has a pooler. The pooler applies a dense layer and tanh to the class
             token.
         dropout: dropout rate after the position embeddings, after attention and after each dense layer of the blocks.
         epsilon: epsilon of the norms.
 
-    Input: [batch, size, size, 3]. Output: [batch, classes], or `Encoded` if `classes` is None.
+    Input: [batch, size, size, 3]. Output: logits [batch, classes], or an `Encoded` if `classes` is None.
 
-    Source: Dosovitskiy et al. (2021), An Image is Worth 16x16 Words, eq. 1 to 4. Ti and S: Touvron et al. (2021),
-    Training data-efficient image transformers, table 1.
+    Source: Dosovitskiy et al. (2021), An Image is Worth 16x16 Words, eq. 1 to 4. The presets Ti and S: Touvron et al.
+    (2021), Training data-efficient image transformers, table 1.
 
     >>> model = models.ViT.preset("vit_ti_16")
     >>> nn.count_parameters(model.spec(model.example()).params)
@@ -195,8 +195,8 @@ class ViT(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        """Returns the input of the last layer, an array [batch, width]. It contains the class token of each image after
-        the last norm."""
+        """Returns the input of the last layer, an array [batch, width]: the class token of each image after the last
+        norm."""
         return nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], self._encoded(scope, x)[:, 0])
 
     def _encoded(self, scope, x):

@@ -8,9 +8,9 @@
     pretrained.save(model, params, state, "back.safetensors")            # loads into the original framework
     pretrained.save(model, params, state, "folder")                      # with config.json, for transformers
 
-Every key (name of an array) in the file must be used, and every array of the model must be in the file. Otherwise an
-error lists the keys. Shapes are checked. Arrays keep the dtypes of the file unless a cast is requested. Files are
-memory-mapped and each array is copied once. Pickles are never opened.
+`load` raises an error if an array of the model is missing in the file, or if the file contains an unexpected key (name
+of an array). The error lists these keys. `load` checks the shapes of all arrays. The arrays keep the dtypes of the file
+unless you pass `dtype=`. Files are memory-mapped, and each array is copied once. Pickles are never opened.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ __all__ = [
 
 def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None, *, dtype=None,
          names: str | None = None, check_config: bool = True, revision: str | None = None) -> tuple:
-    """Reads pretrained weights: `(params, state)` for a model, or `(model, params, state)` for a folder or preset.
+    """Reads pretrained weights: `(params, state)` for a model, or `(model, params, state)` for a folder or a preset.
 
-    If no path of weights is given, `load` looks for the weights in fnet's cache (~/.cache/fnet) and in Hugging Face's
-    cache. If neither contains the weights, `load` downloads their repository from Hugging Face's hub into Hugging
-    Face's cache (this needs `pip install 'fnet[hub]'`). It downloads only config.json, generation_config.json, the
-    files of the tokenizer and *.safetensors, never pickles or code. An interrupted download is continued, complete
-    files are kept, and checksums are compared. The environment variables HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are
-    respected.
+    If the weights are not given by a path, `load` looks for them in fnet's cache (~/.cache/fnet) and in Hugging Face's
+    cache. If neither cache contains the weights, `load` downloads them from Hugging Face's hub into Hugging Face's
+    cache (this needs `pip install 'fnet[hub]'`). It downloads only config.json, generation_config.json,
+    preprocessor_config.json, the files of the tokenizer and *.safetensors, never pickles or code. The next call of
+    `load` continues an interrupted download, and does not download complete files again. Each downloaded file must have
+    the checksum that the hub lists. The environment variables HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are respected.
 
     If you pass a folder or repository, its config.json (of transformers or timm) determines the model. If you pass a
     model or a preset, `load` compares it with the config.json next to the weights, if this file exists. Every field of
@@ -69,28 +69,28 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
     Args:
         model: a model, or the source of one: a folder with a config.json, a model.bin of llama2.c, a repository of
             Hugging Face's hub ("HuggingFaceTB/SmolLM2-135M"), or the name of a preset ("resnet50").
-        path: the weights, if `model` is a model or a preset. They are in a safetensors file, a folder with a
-            safetensors file or with shards and their index, a model.bin of llama2.c, a folder in ~/.cache/fnet (pass
-            its name), or a repository of Hugging Face's hub. Required if `model` is a model. Default for a preset: its
-            name.
+        path: the weights, if `model` is a model or a preset. The path is a safetensors file, a folder with a
+            safetensors file or with shards and their index, a model.bin of llama2.c, the name of a folder in
+            ~/.cache/fnet, or a repository of Hugging Face's hub. Required for a model. Default: the name of the preset.
         dtype: the dtype to which floating-point arrays are cast. Default: the dtypes of the file.
         names: the framework whose parameter names the file contains, a key of the model's `NAMES` such as
-            "torchvision". Default: detected from the names.
+            "torchvision". Default: the framework is detected from the names in the file.
         check_config: whether to compare the model with config.json.
-        revision: a branch, tag or commit of the repository. Default: the revision in the cache, or "main" if there is
-            none. `pretrained.revision(name)` returns the commit.
+        revision: a branch, tag or commit of the repository. Default: the revision in the cache, or "main" if the cache
+            does not contain the repository. `pretrained.revision(name)` returns the commit.
 
     Returns:
-        `(params, state)` for a model, `(model, params, state)` for a folder or a preset. Params and state have the
-        structure of `model.init`, with `jax.Array`s. State is `{}` if the model has none.
+        `(params, state)` for a model, and `(model, params, state)` for a folder, a repository or a preset. `params` and
+        `state` have the structure that `model.init` returns, with `jax.Array`s. `state` is `{}` if the model has none.
 
     Raises:
         FileNotFoundError: the weights are not on this disk and cannot be downloaded. The message says what to download.
-        OSError: a download was interrupted (the next call continues it), or its checksum differs.
+        OSError: a download was interrupted (the next call continues it), or the checksum of a downloaded file is wrong.
         ValueError: the file is damaged or not a file of weights; keys are missing or unexpected; an array has another
-            shape; fields of config.json differ from the model or are unknown; the file is for another configuration.
-        TypeError: `dtype` or the dtype of an array of the file is not a floating-point dtype, or the resulting dtype is
-            not supported by JAX (float64 without jax_enable_x64).
+            shape than in the model; fields of config.json differ from the model or are unknown; or a field of the model
+            has another value than the weights require.
+        TypeError: `dtype` or the dtype of an array of the file is not a floating-point dtype, or JAX does not support
+            the resulting dtype (float64 without jax_enable_x64).
 
     >>> import tempfile
     >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)
@@ -145,34 +145,36 @@ def _load(model, path, dtype, names, check_config):
 
 def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike, *, names: str | None = None,
          like: str | os.PathLike | None = None, max_shard_size: int | str = "5GB") -> Path:
-    """Writes params and state to a file or folder that the original framework can load: the inverse of `load`.
+    """Writes the parameters and the state of a model to a file or folder that the original framework can load.
 
-    If `path` is a folder, a config.json is also written, provided that the format of transformers or timm can describe
-    the model. `load(folder)` then returns an equal model. Arrays keep their dtypes.
+    `save` is the inverse of `load`. If `path` is a folder, `save` also writes a config.json, provided that the format
+    of transformers or timm can describe the model. `load(folder)` then returns an equal model, except for fields such
+    as `dropout` that config.json does not contain. Arrays keep their dtypes.
 
     Args:
         model: the model.
-        params, state: as returned by `load` or `model.init`. State is `{}` if the model has none. Implicit arrays,
-            such as the quantized arrays of `compress`, are written as the arrays that they represent.
-        path: the folder, or the file to write: *.safetensors, or *.bin for llama2.c. With a file, no config.json is
-            written.
-        names: the framework whose names to write, a key of the model's `NAMES`. Default: the only framework that
-            matches the model's configuration.
-        like: a file or folder of weights. Its names and its metadata are used for the new file. Arrays in it that the
-            model does not need (such as num_batches_tracked in PyTorch) are copied. If `like` and `path` are folders,
-            the following are also copied: generation_config.json, the files of the tokenizer, and the fields of
-            config.json that do not affect the output. Default: None.
-        max_shard_size: the maximum size of a weight file in a folder: a number of bytes, or a string such as "5GB".
-            Larger weights are split into shards with an index, model.safetensors.index.json. An array that exceeds the
-            maximum has a file of its own.
+        params, state: the parameters and the state, as returned by `load` or `model.init`. `state` is `{}` if the model
+            has none. Implicit arrays, such as the quantized arrays of `compress`, are written as the arrays that they
+            represent.
+        path: the folder, or the file to write: *.safetensors, or *.bin for llama2.c. If `path` is a file, no
+            config.json is written.
+        names: the framework whose parameter names are written, a key of the model's `NAMES`. Default: the only
+            framework that matches the model's configuration.
+        like: a file or folder of weights. The new file gets the names and the metadata of `like`, and also the arrays
+            of `like` that the model does not need (such as num_batches_tracked in PyTorch). If `like` and `path` are
+            folders, the following are also copied: generation_config.json, the files of the tokenizer, and the fields
+            of config.json that do not affect the output. Default: None.
+        max_shard_size: the maximum size of a weight file in a folder: a number of bytes, or a string such as "5GB". If
+            the weights are larger, they are split into several files (shards) with an index,
+            model.safetensors.index.json. An array that is larger than the maximum size has a file of its own.
 
     Returns:
         The path of the file, or of the index of the shards.
 
     Raises:
-        ValueError: params or state do not match the model in names or shapes; `names` is ambiguous; the folder contains
-            the config.json of a training run; or the folder contains the config.json of another model, and no
-            config.json can describe this model.
+        ValueError: the names or shapes in `params` or `state` do not match the model; no framework or more than one
+            matches the model's configuration, so `names` is required; the folder contains the config.json of a training
+            run; or the folder contains a config.json, and no config.json can describe this model.
 
     >>> import tempfile
     >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)
@@ -232,15 +234,15 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
 
 
 def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
-    """Returns the preset `name` with the field values that the given weights require.
+    """Returns the model of the preset `name`, with the field values that the given weights require.
 
-    Weights of one architecture may need different field values, which cannot be derived from shapes. For example,
-    Keras' ResNet-50 has an epsilon of 1e-3, and its strides are in other convolutions than those of torchvision.
+    Weights from different frameworks may need different field values, which the shapes of the arrays do not show. For
+    example, Keras' ResNet-50 needs an epsilon of 1e-3, and strides in other convolutions than torchvision's.
 
     Args:
         name: the preset, such as "resnet50".
-        path: the weights, as in `load`. Default: the name of the preset.
-        changes: field values that replace those of the preset and of the weights.
+        path: the weights, as in `load`. Default: the weights of the preset.
+        changes: field values that replace those of the preset and those that the weights require.
 
     Returns:
         The model.
@@ -262,7 +264,7 @@ def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
 
 
 def names_of(model: Model, path: str | os.PathLike) -> str:
-    """Returns the framework whose parameter names a file contains, a key of the model's `NAMES`.
+    """Returns the framework whose parameter names a file of weights contains, a key of the model's `NAMES`.
 
         image = model.NAMES[pretrained.names_of(model, path)].image       # the preprocessing for these weights
 
@@ -284,12 +286,12 @@ def names_of(model: Model, path: str | os.PathLike) -> str:
 def find(name: str | os.PathLike, *, revision: str | None = None) -> Path:
     """Returns the local path of the weights that `load` would read.
 
-    `name` is a path, the name of a preset, or a repository of Hugging Face's hub. A repository that is neither in
-    fnet's nor in Hugging Face's cache is downloaded, as by `load`.
+    `name` is a path, the name of a preset, or a repository of Hugging Face's hub. If a repository is neither in fnet's
+    cache nor in Hugging Face's cache, `find` downloads it, as `load` does.
 
     Raises:
-        FileNotFoundError: the weights are not on this disk and cannot be downloaded. The message lists the paths
-            searched and says what to download.
+        FileNotFoundError: the weights are not on this disk and cannot be downloaded. The message lists the paths that
+            were searched, and says what to download.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -302,7 +304,9 @@ def find(name: str | os.PathLike, *, revision: str | None = None) -> Path:
 
 
 def revision(name: str | os.PathLike) -> str | None:
-    """Returns the commit of weights from Hugging Face's hub, or None for other weights. `name` is as in `find`.
+    """Returns the commit of weights from Hugging Face's hub, or None if the weights are not from the hub.
+
+    `name` is a path, the name of a preset, or a repository, as in `find`.
 
         path = pretrained.find("HuggingFaceTB/SmolLM2-135M")
         pretrained.revision(path)      # pass it as load(..., revision=) to read the same weights later

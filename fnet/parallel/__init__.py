@@ -1,5 +1,6 @@
-"""Distributes training over many devices, with a step that was written for one device. Selects the shardings and
-distributes batches.
+"""Runs a training step that was written for one device on many devices.
+
+`plan` selects the shardings of the step's arrays, and `feed` distributes the batches over the devices.
 
     from fnet import parallel
 

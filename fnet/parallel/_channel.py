@@ -25,8 +25,10 @@ _numbers = itertools.count()
 
 
 class PeersGone(RuntimeError):
-    """Another process of the run is late or has ended. The message names this other process. The remaining processes
-    can exit without waiting for it.
+    """Raised by `feed` if another process of the run is late or has ended.
+
+    The message names the other process. A process that receives this error can exit without waiting for the other
+    process.
 
     >>> step = lambda state, batch: (state, {"mean": batch.mean()})
     >>> plan = parallel.plan(step, lambda key: {"w": jnp.zeros(4)}, np.zeros((8, 4), "float32"))

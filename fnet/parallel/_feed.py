@@ -20,47 +20,51 @@ _AHEAD = 2      # batches that are prepared in advance
 
 
 def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, timeout: float = 300.0) -> Iterator[Any]:
-    """Yields batches for a step that runs on many devices. If several processes take part, each of them provides some
-    of the rows of each batch.
+    """Yields batches for a step that runs on many devices. In a run of several processes, each process provides some of
+    the rows of each batch.
 
         for batch in parallel.feed(batches, plan):
             state, metrics = step(state, batch)
 
-    Every batch has the shape for which the plan was created, so the step is compiled only once. The share of a process,
-    the number of rows that its own devices hold, is therefore the same for every batch. A short batch, such as the last
-    batch of an epoch, is padded with copies of its last row. `batch["weight"]`, a float32 array [rows], is 0 for these
-    copies, so a mean with these weights ignores them. If the plan's batch has this leaf and a given batch does not,
-    `feed` adds it, with 1 for the valid rows.
+    Every batch that `feed` yields has the shape of the plan's batch (the batch that was passed to `parallel.plan`), so
+    the step is compiled only once. The share of a process, the number of rows on the devices of the process, is the
+    same for every batch. If a batch has fewer rows than the share, such as the last batch of an epoch, `feed` pads the
+    batch with copies of its last row. `batch["weight"]`, a float32 array [rows], is 0 for these copies, so a mean with
+    these weights ignores the copies. If the plan's batch has the leaf "weight" and a given batch does not, `feed` adds
+    this leaf, with the value 1 for the rows of the given batch.
 
-    Several processes tell each other, while a step runs, whether they have a batch for the next step. If batches have
-    weights, a process without further batches provides rows of weight 0 until all processes have finished. With one
-    process, the calling thread transfers the next batch while the device runs the previous step.
+    In a run of several processes, the processes tell each other whether they have a batch for the next step, while the
+    current step runs. If the step reads `batch["weight"]`, a process without further batches provides rows of weight 0
+    until all processes have finished. In a run of one process, the calling thread transfers the next batch while the
+    device runs the previous step.
 
     Args:
-        batches: an iterable of batches, each a tree of NumPy arrays with the structure of the plan's batch and with the
-            rows of this process. For reproducible results, every run must yield the batches in the same order. Leaves
-            without axes, such as a PRNG key, must be equal in all processes. The arrays may be overwritten after the
-            next batch is requested.
+        batches: an iterable of batches. A batch is a tree of NumPy arrays with the structure of the plan's batch, and
+            contains only the rows of this process. For reproducible results, the iterable must yield the batches in the
+            same order in every run. Leaves without axes, such as a PRNG key, must be equal in all processes. The
+            iterable may overwrite the arrays of a batch when its next batch is requested.
         plan: the result of `parallel.plan`. Its devices must be attached.
-        drop_remainder: if True, short batches are omitted, and the iteration ends as soon as one process has no more
-            batches. Set it to True for steps that do not read `batch["weight"]`. Default False.
-        timeout: the number of seconds that the other processes wait for a process. It includes the time that this
-            process needs to compile the step. Default 300.
+        drop_remainder: if True, batches with fewer rows than the share are omitted instead of padded, and the iteration
+            ends as soon as one process has no more batches. Pass True if the step does not read `batch["weight"]`.
+            Default False.
+        timeout: the number of seconds that a process waits for the slowest process, including the time that the
+            slowest process needs to compile the step. Default 300.
 
     Yields:
         Trees of `jax.Array`s with the structure of the plan's batch and with the plan's shardings.
 
     Raises:
-        ValueError: a batch has more rows than the share of the process, its leaves, shapes or dtypes differ from the
-            plan's, or a batch must be padded but the step does not read `batch["weight"]`. The message names the leaf,
-            its shape and the share.
+        ValueError: a batch has more rows than the share of the process, or the leaves, shapes or dtypes of a batch
+            differ from those of the plan's batch. It is also raised if a batch must be padded but the step does not
+            read `batch["weight"]`. The message names the leaf, its shape and the share.
         PeersGone: another process did not answer within `timeout` seconds, has ended or has left the loop. The message
-            names this process. The remaining processes can exit without waiting for it. A process that cannot raise the
-            error, because it is blocked in a step, prints one line to stderr and exits.
+            names the other process. A process that is blocked in a step cannot raise this error, and therefore prints
+            the message to stderr and exits.
         TypeError: `batches` is not iterable.
 
-    Source: jax.make_array_from_process_local_data. For unequal numbers of rows, PyTorch's DistributedSampler repeats or
-    drops examples, and its Join context lets a rank without data take part in collectives.
+    Source: `jax.make_array_from_process_local_data`. If processes have unequal numbers of rows, PyTorch's
+    DistributedSampler repeats or drops examples. In PyTorch's context manager Join, a process without data still takes
+    part in collectives.
 
     >>> step = lambda state, batch: (state, {"mean": batch.mean()})
     >>> plan = parallel.plan(step, lambda key: {"w": jnp.ones(3)}, jnp.ones((8, 3)), devices=jax.devices()[:1])

@@ -21,26 +21,26 @@ def initialize(coordinator_address: str | None = None, num_processes: int | None
         parallel.initialize("10.0.0.1:1234", 16, process_id)     # elsewhere: each process passes its index
 
     Every process must call `initialize` before any other use of JAX. `initialize` has no effect if the run has only one
-    process, or if it was called before. Pass `coordinator_address`, `num_processes` and `process_id` together, or omit
-    all three if JAX detects them (see `jax.distributed.initialize`).
+    process, or if the process called it before. Pass `coordinator_address`, `num_processes` and `process_id` together.
+    Omit all three arguments if JAX can detect their values (see `jax.distributed.initialize`).
 
     Args:
-        coordinator_address: host and port of process 0.
-        num_processes: number of processes.
-        process_id: index of this process, from 0.
-        local_device_ids: indices of this machine's devices that this process uses. Default None: JAX selects them.
-        initialization_timeout: seconds within which all processes must have started and connected. Default 600.
-        heartbeat_timeout: if a process sends no heartbeat for this number of seconds, JAX assumes that it has ended,
-            and ends the other processes. Default 100.
-        shutdown_timeout: seconds that a finished process waits for the other processes. Default 300.
+        coordinator_address: the address of process 0 as "host:port", such as "10.0.0.1:1234".
+        num_processes: the number of processes in the run.
+        process_id: the index of this process, from 0.
+        local_device_ids: the indices of the devices of this machine that this process uses. Default None: JAX selects
+            the devices.
+        initialization_timeout: the number of seconds within which all processes must start and connect. Default 600.
+        heartbeat_timeout: if a process sends no heartbeat for this number of seconds, JAX assumes that the process has
+            ended, and ends the other processes. Default 100.
+        shutdown_timeout: the number of seconds that a finished process waits for the other processes. Default 300.
 
     Raises:
-        ValueError: only one or two of the first three arguments are given, `process_id` is out of range, the address is
-            not host:port, or a timeout is less than 1.
-        RuntimeError: JAX is already in use, or cannot connect.
-        TimeoutError: the other processes did not connect in time. The message names the address and this process.
-
-    If processes cannot connect in time, `jax.distributed.initialize` would end the process without raising an error.
+        ValueError: only one or two of the first three arguments are given and JAX cannot detect the others,
+            `process_id` is out of range, the address is not host:port, or a timeout is less than 1.
+        RuntimeError: the process has already used JAX, or JAX cannot connect to process 0.
+        TimeoutError: not all processes connected within `initialization_timeout`. The message names this process and
+            the address. If a timeout occurs in `jax.distributed.initialize`, it ends the process without this error.
 
     >>> parallel.initialize()    # no effect in a run of one process
     """

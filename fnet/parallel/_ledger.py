@@ -26,15 +26,16 @@ _BITS = {"pred": 8, "token": 0}
 
 
 class Transfer(NamedTuple):
-    """One collective operation of a program.
+    """One collective operation (a transfer between chips) of a compiled program or of an estimate.
 
     Attributes:
-        collective: the kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
+        collective: the kind of the collective, such as "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or
+            "collective-permute".
         scope: the path of the named scopes (`jax.named_scope`) that contain the operation, or "" if XLA does not state
-            the path. Operations of the backward pass have the path of the forward operation.
-        bytes: size of the collective's result on one chip.
-        group: number of chips that take part in the collective.
-        times: the number of times that one step runs this collective.
+            the path. An operation of the backward pass has the path of the corresponding forward operation.
+        bytes: the size in bytes of the collective's result on one chip.
+        group: the number of chips that take part in the collective.
+        times: the number of times that one run of the program runs this collective.
 
     >>> transfer = parallel.Transfer("all-reduce", "head", 1_000_000, group=4, times=2)
     >>> transfer.sent                                          # 2 (4 - 1) / 4 of the bytes, twice
@@ -49,8 +50,9 @@ class Transfer(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that a chip sends for this collective in a step, if the algorithm that sends the fewest bytes is used
-        (Chan et al., 2007, Collective communication, section 4)."""
+        """The number of bytes that one chip sends for this collective in one run of the program. It is assumed that the
+        chips use the algorithm that sends the fewest bytes (Chan et al., 2007, Collective communication, section 4).
+        """
         n = self.group
         share = {"all-reduce": 2 * (n - 1) / n, "all-gather": (n - 1) / n, "reduce-scatter": n - 1,
                  "all-to-all": (n - 1) / n, "ragged-all-to-all": (n - 1) / n}
@@ -58,7 +60,11 @@ class Transfer(NamedTuple):
 
 
 class Ledger(NamedTuple):
-    """All collectives of a program. `str()` is a table of the collectives, by kind and scope.
+    """All collectives of a program, for example the result of `ledger`. `str()` returns a table of the collectives by
+    kind and scope.
+
+    Attributes:
+        transfers: a `Transfer` for each collective.
 
     >>> program = jax.jit(lambda x: 2 * x).lower(jnp.ones(3)).compile()
     >>> parallel.ledger(program).transfers
@@ -69,12 +75,13 @@ class Ledger(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that a chip sends in a step."""
+        """The number of bytes that one chip sends in one run of the program."""
         return sum(transfer.sent for transfer in self.transfers)
 
     @property
     def bytes(self) -> dict[str, int]:
-        """For each kind of collective, the bytes of the results on one chip, summed over a step."""
+        """A dict {kind of collective: bytes}. The bytes are the sizes of the results on one chip, summed over all
+        collectives of this kind in one run of the program."""
         found = collections.Counter()
         for transfer in self.transfers:
             found[transfer.collective] += transfer.bytes * transfer.times
@@ -96,18 +103,17 @@ class Ledger(NamedTuple):
 
 
 def ledger(program: jax.stages.Compiled | str) -> Ledger:
-    """Lists the collectives of a compiled program, with the bytes that each chip sends. A collective in a loop is
-    counted for each iteration.
+    """Lists the collectives of a compiled program (its transfers between chips), with the bytes that each chip sends. A
+    collective in a loop is counted once for each iteration.
 
         print(parallel.ledger(jax.jit(step).lower(state, batch).compile()))
 
     Args:
-        program: a compiled program, or its HLO text after partitioning. If XLA does not know the number of iterations
-            of a loop, the collectives of one iteration are counted. For a conditional, the collectives of all branches
-            are counted.
+        program: a compiled program, or the text of its HLO after partitioning.
 
     Returns:
-        A `Ledger`. `print` shows it as a table.
+        A `Ledger`. `print` shows it as a table. If XLA does not know the number of iterations of a loop, the
+        collectives of one iteration are counted. For a conditional, the collectives of all branches are counted.
 
     Raises:
         ValueError: the text is not an HLO module.

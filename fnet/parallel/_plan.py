@@ -22,17 +22,19 @@ from fnet.parallel._targets import Target
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One strategy for running a step on many devices, with its estimated or compiled properties.
+    """A strategy that `parallel.plan` compared, with the memory, transfers and time that a step needs with it.
 
     Attributes:
-        options: the strategy, a `Strategy` object. The property `strategy` is its name.
-        persistent: bytes of the state in each chip's memory, including padding.
-        arguments: bytes of the state and of the batch in each chip's memory.
+        options: the strategy, a `Strategy` object. The property `strategy` is the name of the strategy.
+        persistent: the bytes of the state in each chip's memory, including padding.
+        arguments: the bytes of the state and of the batch in each chip's memory, including padding.
         exact: True if `persistent` and `arguments` are exact, False if they are estimated.
-        estimate: estimated peak memory and transfers.
-        compiled: peak memory and transfers of the compiled program, or None if the candidate was not compiled.
+        estimate: the peak memory and the transfers, estimated from the jaxpr of the step.
+        compiled: the peak memory and the transfers of the compiled program, or None if the step was not compiled with
+            this strategy.
         time: the times of a step at the chips' peak rates. `time.seconds` is the minimum time of the step.
-        verdict: a text that begins with "chosen", or the reason why the candidate was not selected.
+        verdict: for the selected strategy, a text that begins with "chosen". For another strategy, the reason why it
+            was not selected.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
     >>> init = lambda key: {"w": jax.random.normal(key, (3,))}
@@ -56,31 +58,33 @@ class Candidate:
 
     @property
     def peak(self) -> int:
-        """Peak bytes on each chip: read from the compiled program if the candidate was compiled, otherwise
-        estimated."""
+        """The peak memory of each chip in bytes. It is read from the compiled program if the step was compiled with
+        this strategy. Otherwise, it is estimated."""
         return self.compiled.peak if self.compiled and self.compiled.peak is not None else self.estimate.peak
 
     @property
     def ledger(self) -> Ledger:
-        """The transfers: read from the compiled program if the candidate was compiled, otherwise estimated."""
+        """The transfers between chips. They are read from the compiled program if the step was compiled with this
+        strategy. Otherwise, they are estimated."""
         return self.compiled.ledger if self.compiled and self.compiled.ledger is not None else self.estimate.ledger
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The shardings of a step's arrays. `print(plan)` shows the comparison of strategies.
+    """The shardings of a step's arrays, the result of `parallel.plan`. `print(plan)` shows a table of the strategies
+    that were compared.
 
     Attributes:
-        target: the devices.
-        mesh: the mesh of the devices, a `Mesh`, or an `AbstractMesh` if there are no devices to compile for.
-        options: the selected strategy, a `Strategy` object. The property `strategy` is its name.
+        target: the devices for which the plan was made, with their chip and number.
+        mesh: the mesh of the devices, a `Mesh`. It is an `AbstractMesh` if programs cannot be compiled for the devices.
+        options: the selected strategy, a `Strategy` object. The property `strategy` is the name of the strategy.
         state, batch: the shardings of the state and of the batch, trees of `NamedSharding`s.
-        candidates: the compared strategies.
+        candidates: a `Candidate` for each strategy that was compared.
         replicated: a tuple (path, shape, reason) for each leaf of the state that cannot be split, although the strategy
             splits the state. Each chip has a complete copy of such a leaf.
-        shapes: the tree of shapes and dtypes of the batch.
-        axes: the mesh axes over which the rows of the batch are split.
-        unused: paths of the batch's leaves that the step does not read.
+        shapes: the shapes and dtypes of the batch, a tree of `jax.ShapeDtypeStruct`s.
+        axes: the names of the mesh axes over which the rows of the batch are split.
+        unused: the paths of the batch's leaves that the step does not read.
         init_fn: the function `init` that was passed to `parallel.plan`.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
@@ -125,10 +129,8 @@ class Plan:
 
     @property
     def largest_batches(self) -> tuple[tuple[Strategy, int], ...]:
-        """The estimated largest batches that fit on one chip: a tuple of pairs (strategy, number of rows).
-
-        It is empty if the plan is for several chips.
-        """
+        """Estimates of the largest batches that fit on one chip: a pair (strategy, number of rows) for each of several
+        strategies. The tuple is empty if the plan is for several devices."""
         return self._find_largest() if self._find_largest else ()
 
     @property
@@ -136,13 +138,14 @@ class Plan:
         return next(each for each in self.candidates if each.options == self.options)
 
     def init(self, key: jax.Array) -> Any:
-        """Creates the state `init(key)` with its shardings. Each chip creates only its own part."""
+        """Creates the state `init(key)` with the plan's shardings. Each device creates only its own part of the
+        state."""
         self._check_attached("init")
         return jax.jit(self.init_fn, out_shardings=self.state)(key)
 
     def place(self, state: Any) -> Any:
-        """Copies an existing state, for example a state read from a file, to the devices, with the plan's shardings.
-        The original arrays remain valid after a step, which donates only the copy."""
+        """Copies an existing state to the devices with the plan's shardings, for example a state that was read from a
+        file. A step donates only this copy, so the original arrays remain valid."""
         self._check_attached("place")
         if jax.tree.structure(state) != jax.tree.structure(self.state):
             raise ValueError(f"plan.place: the state has another structure than in the plan: "
@@ -163,16 +166,18 @@ class Plan:
             state, metrics = step(state, batch)
 
         The step is written for one device and receives the whole batch. Means over the batch, including batch
-        statistics, are computed over all devices, so the results are equal to those on one device, up to rounding. The
-        step donates the state, and the new state has the plan's shardings.
+        statistics, are computed over the rows of all devices. Therefore, up to rounding, the results are equal to those
+        on one device. The compiled step donates the state that is passed to it, and the new state has the plan's
+        shardings.
 
         Args:
             step: the step that was passed to `parallel.plan`.
 
         Returns:
-            The compiled step, with the methods `lower` and `trace` of `jax.jit`. Batches may be NumPy arrays. The step
-            raises ValueError if the devices are not attached, if the number of rows is not a multiple of the number of
-            devices, or if the sharding of an array differs from the plan's.
+            The compiled step, a function with the methods `lower` and `trace` of a `jax.jit` function. Its batches may
+            be NumPy arrays. A call of the compiled step raises ValueError if the devices are not attached, if the
+            number of rows is not a multiple of the number of devices that share the batch, or if the sharding of an
+            array differs from the plan's sharding.
         """
         compiled = jax.jit(self.options.applied(step, self.mesh, self.axes), in_shardings=(self.state, self.batch),
                            out_shardings=(self.state, NamedSharding(self.mesh, P())), donate_argnums=0)
@@ -195,8 +200,8 @@ class Plan:
         return _check.call(self, state, batch)
 
     def explain(self) -> str:
-        """Returns a table of the candidates, with the reason why each was selected or rejected. Every number is marked
-        as exact, compiled or estimated."""
+        """Returns a table of the strategies that were compared, as text. The table contains the reason why each
+        strategy was selected or rejected. Every number is marked as exact, compiled or estimated."""
         return _explain.table(self)
 
     __str__ = explain

@@ -33,59 +33,64 @@ FEW = 16       # for up to this number of devices, every strategy that may fit i
 def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[jax.Device] = "local",
          strategy: str = "auto", mesh: Mapping[str, int] | None = None,
          rules: Mapping[str, tuple[str | None, ...]] | None = None, compile: bool = True) -> Plan:
-    """Selects a strategy to run a step on many devices. The step is written for one device.
+    """Selects a sharding strategy with which a step runs on many devices. The step is written for one device.
 
         plan = parallel.plan(step, init, batch)
         print(plan)
         state = plan.init(jax.random.key(0))
         step = plan.jit(step)
 
-    The memory that each strategy needs, and the bytes that the chips send to each other, are estimated from the step's
-    jaxpr. If the step can be compiled for the devices, they are read from the compiled program instead. The devices
-    need not be attached, and no arrays are allocated.
+    `plan` estimates from the jaxpr of the step how much memory each strategy needs, and how many bytes the chips send
+    to each other. If the step can be compiled for the devices, `plan` reads the memory and these bytes from the
+    compiled program instead. The devices need not be attached, and no arrays are allocated.
 
     Of the strategies that fit into memory, `plan` keeps those that send at most 5 % more bytes than the strategy that
-    sends the fewest. Of these, it keeps those whose estimated time is at most 5 % longer than the shortest. Of the
-    remaining strategies, it selects the simplest one that leaves half of the memory free. If none does, it selects the
-    one that leaves most memory free.
+    sends the fewest bytes. Of the kept strategies, `plan` then keeps those whose estimated time is at most 5 % longer
+    than the shortest estimated time. Finally, `plan` selects the simplest kept strategy that leaves half of the memory
+    free. If no kept strategy leaves half of the memory free, `plan` selects the one with the most free memory.
 
     The strategies are:
 
-    - "data": data parallelism. Each device has the whole state.
-    - "zero1": the optimizer's state is split over the devices (Rajbhandari et al., 2020, ZeRO, stage 1).
-    - "fsdp": the parameters are also split, and are gathered for each use (stage 3; Zhao et al., 2023, PyTorch FSDP).
-    - "fsdp+pins": in addition, sharding constraints keep the activations split over the batch. Without these
-      constraints, XLA may sum activations over all chips instead of gathering weights.
+    - "data": data parallelism. Each device has the whole state (the parameters and the state of the optimizer).
+    - "zero1": the optimizer's state is split over the devices (Rajbhandari et al., 2020, ZeRO, stage 1). Each device
+      has all parameters.
+    - "fsdp": the parameters are also split over the devices. A parameter is gathered each time the step uses it (ZeRO,
+      stage 3; Zhao et al., 2023, PyTorch FSDP).
+    - "fsdp+pins": as with "fsdp", the whole state is split. In addition, sharding constraints (pins) keep the
+      activations split along the batch axis. Without pins, XLA may sum activations over all chips instead of gathering
+      weights.
 
-    Which of "fsdp" and "fsdp+pins" sends fewer bytes depends on the model, so both are compiled. If no strategy fits,
-    each strategy is tried with "+remat": `ft.rematerialize` recomputes activations in the backward pass. If none of
-    these fits, "+microbatches=2", 4, ... are also tried. Microbatches require that the step has a keyword argument
-    `microbatches` and passes it to `ft.microbatch`.
+    It depends on the model whether "fsdp" or "fsdp+pins" sends fewer bytes, so the step is compiled with both. If no
+    strategy fits into memory, `plan` tries each strategy with "+remat": the backward pass recomputes activations, as
+    with `ft.rematerialize`. If no strategy with "+remat" fits either, `plan` adds "+microbatches=2", "+microbatches=4"
+    or a larger power of two: the batch is processed in this number of slices, one after another. For microbatches, the
+    step must have a keyword argument `microbatches` that it passes to `ft.microbatch`.
 
     Args:
         step: a function `step(state, batch) -> (state, metrics)`, written for one device.
-        init: a function `init(key) -> state`. The model's parameters are `state.params`, `state["params"]` or
+        init: a function `init(key) -> state`. The model's parameters must be `state.params`, `state["params"]` or
             `state[0]`.
-        batch: a batch, or a tree of its shapes and dtypes. The first axis of each leaf contains the rows, which are the
-            examples of the batch.
+        batch: a batch, or a tree of the shapes and dtypes of a batch. The first axis of each leaf contains the rows,
+            which are the examples of the batch. Leaves without axes, such as a key, have no rows.
         devices: "local", a list of devices, or the name of devices that need not be attached. "local" means all devices
             of this run. A name specifies a slice of TPUs ("v5e:16x16", or "v5p:4x4x4*2" for two slices), GPUs
             ("h100:4x8" for four machines with eight GPUs each), a chip ("RTX 3080"), or a system ("dgx-1"). Default
             "local". To compile for TPUs that are not attached, install libtpu (`pip install 'fnet[tpu-plan]'`). JAX's
-            CUDA plugin can compile for some GPUs. If the step cannot be compiled, the plan is an estimate, and its
-            table states this.
+            CUDA plugin can compile for some GPUs. If the step cannot be compiled for the devices, the plan is an
+            estimate, and the table of the plan states this.
         strategy: "auto", or one of `parallel.STRATEGIES`, optionally followed by "+remat" and "+microbatches=N". With
-            "fsdp", "fsdp+pins" is also compared. Default "auto".
-        mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}. One length may be -1; it is then
-            computed from the number of devices. If "data" is omitted, its length is -1. By default, all devices of a
-            TPU slice or GPU machine are along "data", and the slices or machines are along "slice". The state is split
-            over the devices of a slice, and each slice has a complete state. Between slices, only sums over the batch,
-            such as gradients, are sent.
-        rules: rules for tensor parallelism. A key is a regular expression that matches the complete path of a
-            parameter, such as "blocks/fc/kernel". A value is a tuple that contains, for each axis of the parameter, the
-            mesh axis over which it is split, or None. `parallel.rules` creates these rules from the logical axis names
-            of layers. Default: none.
-        compile: whether the step is compiled. If False, memory and transfers are only estimated. This takes only
+            "auto", all strategies are compared. With "fsdp", "fsdp" and "fsdp+pins" are compared. Default "auto".
+        mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}. The batch is split over the axis
+            "data". One length may be -1; it is then computed from the number of devices. If "data" is omitted, its
+            length is -1. By default, all devices of a TPU slice or GPU machine lie along "data", and the slices or
+            machines lie along another axis, "slice". The state is split over the devices of a slice or machine, and
+            each slice or machine has a complete state. Between slices or machines, only sums over the batch, such as
+            gradients, are sent.
+        rules: rules for tensor parallelism, a dict. A key is a regular expression that matches the complete path of a
+            parameter, such as "blocks/fc/kernel". A value is a tuple with an entry for each axis of the parameter: the
+            name of the mesh axis over which this axis is split, or None. `parallel.rules` creates such a dict from the
+            axis names that layers define. Default None: no rules.
+        compile: whether the step is compiled. If False, memory and transfers are only estimated. An estimate takes
             seconds, for any number of chips. Default True.
 
     Returns:
@@ -94,7 +99,7 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
     Raises:
         ValueError: the strategy or the chip is unknown, the number of rows is not a multiple of the number of devices,
             a rule matches no parameter, the step changes the structure of the state, or no strategy fits into memory.
-            In the last case, the message lists the largest arrays.
+            If no strategy fits into memory, the message lists the largest arrays.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
     >>> init = lambda key: {"w": jax.random.normal(key, (3,))}

@@ -12,19 +12,22 @@ Rules = Mapping[str, tuple[str | None, ...]]
 
 
 def rules(spec: Any, axes: Mapping[str, str]) -> dict[str, tuple[str | None, ...]]:
-    """Creates rules for `plan` from the logical axis names of layers.
+    """Creates the argument `rules` of `plan` from logical axis names, the names that layers give to the axes of their
+    parameters.
 
         plan = parallel.plan(step, init, batch, mesh={"data": -1, "tensor": 4},
                              rules=parallel.rules(model.spec(x)[0], {"heads": "tensor", "mlp": "tensor"}))
 
     Args:
-        spec: a tree of `ParamSpec`s, the first result of `model.spec(x)`.
-        axes: {logical axis name: mesh axis}. If several axes of a parameter would be split over the same mesh axis,
-            only the first of them is split.
+        spec: the tree of `ParamSpec`s that describes the parameters of the model. `model.spec(x)` returns this tree as
+            its first result.
+        axes: {logical axis name: mesh axis}. An axis with this logical name is split over this mesh axis. If several
+            axes of a parameter would be split over the same mesh axis, only the first of these axes is split.
 
     Returns:
-        A dict {path of a parameter: its spec} of the parameters that have an axis with one of these names. A spec is a
-        tuple that contains, for each axis of the parameter, a mesh axis or None.
+        A dict with a rule for each parameter that has an axis with one of these names. A key is the path of a
+        parameter, in which special characters of regular expressions are escaped. A value is a tuple with an entry for
+        each axis of the parameter: the name of a mesh axis, or None.
 
     Raises:
         ValueError: a logical axis name in `axes` occurs in no parameter.

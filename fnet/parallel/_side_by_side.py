@@ -32,20 +32,21 @@ class Figure(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OnChips:
-    """The estimated properties of a training step on the chips of one column of `compare`.
+    """A column of the table that `compare` returns: the estimated properties of a training step on one kind of chips.
 
     Attributes:
-        name: the name that was passed to `compare`.
-        target: the chips.
-        policy: the dtype policy for these chips, a `hardware.Policy`.
-        count: FLOPs and bytes of the step.
+        name: the name of the chips that was passed to `compare`.
+        target: the kind and the number of the chips.
+        policy: the dtypes that `hardware.policy` selects for these chips, a `hardware.Policy`.
+        count: the FLOPs and bytes of the step, a `hardware.Count`.
         time: the times of a step at the chips' peak rates. `time.seconds` is the minimum time of the step.
-        peak: estimated number of bytes that the step needs on each JAX device.
-        memory: bytes of memory of each JAX device, or None if unknown.
-        rows: two estimates of the largest number of rows of a batch: for the unchanged step, and for the step with
-            `ft.rematerialize`. None if the memory is unknown.
-        units: the unit in which a batch is counted, and the number of units in a batch, such as ("images", 32).
-        watts: power of all chips together, or None if unknown.
+        peak: the estimated number of bytes that the step needs on each JAX device.
+        memory: the bytes of memory of each JAX device, or None if unknown.
+        rows: two estimates of the largest number of rows in a batch with which the step fits into memory: without and
+            with `ft.rematerialize`. The value is None if the size of the memory is unknown.
+        units: the unit in which the size of a batch is stated, and the number of units in a batch, such as ("images",
+            32).
+        watts: the power of all chips together in watts, or None if unknown.
         values: for each known price of the chips, a `hardware.Value`, which contains the FLOP per dollar at this price.
 
     >>> def step(w, batch):
@@ -70,19 +71,20 @@ class OnChips:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the unchanged step fits into the memory, or None if the size of the memory is unknown."""
+        """Whether the step, without `ft.rematerialize`, fits into the memory of each JAX device. The value is None if
+        the size of the memory is unknown."""
         return None if self.memory is None else self.peak <= ROOM * self.memory
 
     def watt_hours(self, steps: float) -> float | None:
-        """Energy of `steps` steps in watt-hours, if each step takes the minimum time and the chips use their full
-        power. None if the power or the time is unknown."""
+        """Returns the energy of `steps` steps in watt-hours. It is assumed that each step takes the minimum time and
+        that the chips use their full power. The result is None if the power or the time is unknown."""
         if self.watts is None or not self.time.seconds:
             return None
         return self.watts * self.time.seconds * steps / 3600
 
     def dollars(self, steps: float) -> float | None:
-        """Rent for `steps` steps in dollars, if each step takes the minimum time. None if no price per hour or no time
-        is known."""
+        """Returns the rent for `steps` steps in dollars. It is assumed that each step takes the minimum time. The
+        result is None if the price per hour or the time is unknown."""
         hourly = next((value.price.usd for value in self.values if value.price.per == "hour"), None)
         if hourly is None or not self.time.seconds:
             return None
@@ -96,8 +98,9 @@ class OnChips:
             self.target.count)
 
     def figures(self, steps: float, period: str) -> dict[str, Figure]:
-        """Returns a column of the table as a dict {quantity: `Figure`}. Energy and rent are stated for `steps` steps,
-        and `period` is the text for this number."""
+        """Returns this column of the table as a dict {quantity: figure}. A figure is a tuple (text, basis). The basis
+        states how the figure is known, such as "estimated". Energy and rent are for `steps` steps. `period` is the text
+        with which the table describes this number of steps, such as "1,000 steps"."""
         chip, time = self.target.chip, self.time
         peak = chip.peak(self.count.dtype) if self.count.dtype else None
         names = ("as written", "recomputed")
@@ -129,12 +132,12 @@ class OnChips:
 
 @dataclasses.dataclass(frozen=True)
 class SideBySide:
-    """The result of `compare`. `str()` is a table with a column for each name that was passed to `compare`.
+    """The result of `compare`. `str()` returns a table with a column for each name that was passed to `compare`.
 
     Attributes:
-        columns: one `OnChips` for each name.
-        steps: the number of steps for which energy and rent are stated.
-        period: the text for this number of steps in the table, "1,000 steps" or "epoch".
+        columns: an `OnChips` for each name.
+        steps: the number of steps for which the table states energy and rent.
+        period: the text with which the table describes this number of steps, "1,000 steps" or "epoch".
 
     >>> def step(w, batch):
     ...     return w - jax.grad(lambda w: ((batch @ w) ** 2).mean())(w), {}
@@ -149,8 +152,8 @@ class SideBySide:
     period: str
 
     def table(self) -> list[list[str]]:
-        """Rows of the table. A row contains a quantity, its basis, and its values on the chips of each name. The first
-        row is the heading."""
+        """Returns the rows of the table as lists of text. A row contains the name of a quantity, its basis (such as
+        "estimated"), and its value for each column of `columns`. The first row is the heading."""
         figures = [column.figures(self.steps, self.period) for column in self.columns]
         rows = [["", "basis", *(column.name for column in self.columns)]]
         quantities = list(dict.fromkeys(name for each in figures for name in each))
@@ -173,7 +176,7 @@ class SideBySide:
         return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
     def notes(self) -> list[str]:
-        """Returns notes that explain the figures."""
+        """Returns the lines below the table, which explain the figures and state the sources of the prices."""
         notes = ["FLOPs are exact (convolutions: padding included). The best possible time is the longest of compute,",
                  "memory traffic and transfers at the chips' peak rates; programs reach a part of these. Energy: this",
                  "time at the chips' thermal design power, without host and cooling."]
@@ -184,21 +187,23 @@ class SideBySide:
 
 def compare(step: Callable, init: Callable, batch: Any, chips: Sequence[str], *, precision: str = "auto",
             examples: int | None = None) -> SideBySide:
-    """Compares the same training step on several chips, which need not be attached. Nothing is compiled or run.
+    """Compares the estimated time, memory and cost of the same training step on several chips. The chips need not be
+    attached, and nothing is compiled or run.
 
         print(parallel.compare(step, init, batch, ["RTX 2080 Ti", "TPU v2-8", "h100:8"]))
 
-    If a name specifies several devices, data parallelism is assumed: each device has the whole state and a part of the
-    batch.
+    If a name specifies several devices, `compare` assumes data parallelism: each device has the whole state and a part
+    of the batch.
 
     Args:
-        step, init, batch: as for `plan`: `step(state, batch) -> (state, metrics)`, `init(key) -> state`.
-        chips: names of chips, systems or slices, as for `plan`.
-        precision: the dtypes of the step. With "auto" (default), `ft.autocast` applies the policy of each chip to the
-            step. With "float32", "bfloat16" or "float16", `ft.autocast` applies this policy for all chips. With "as
-            written", the step is not changed.
-        examples: number of rows in an epoch. If it is given, energy and rent are stated for an epoch. Default None:
-            they are stated for 1,000 steps.
+        step, init, batch: the functions `step(state, batch) -> (state, metrics)` and `init(key) -> state`, and a batch
+            or its shapes, as for `plan`.
+        chips: names of chips, systems or slices, as for the argument `devices` of `plan`.
+        precision: the dtypes of the step. With "auto" (default), `ft.autocast` casts the step to the dtypes that
+            `hardware.policy` selects for each chip. With "float32", "bfloat16" or "float16", `ft.autocast` casts the
+            step to this dtype for all chips. With "as written", the step is not changed.
+        examples: the number of rows in an epoch. If it is given, energy and rent are stated for an epoch. Default None:
+            energy and rent are stated for 1,000 steps.
 
     Returns:
         A `SideBySide`, a table in which each number is marked as exact, published, derived, estimated or unverified.

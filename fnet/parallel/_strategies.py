@@ -24,13 +24,15 @@ MOST = 64    # maximum number of microbatches
 
 
 class Strategy(NamedTuple):
-    """A strategy for running a step on many devices.
+    """A strategy for running a step on many devices. `plan` explains the strategies. `str()` returns the name of the
+    strategy.
 
     Attributes:
-        state: how the state is split: "data", "zero1" or "fsdp".
-        pins: whether sharding constraints keep the activations split over the batch.
-        remat: whether activations are recomputed in the backward pass.
-        microbatches: number of microbatches, the slices of a batch that are processed one after the other.
+        state: how the state is split over the devices: "data" (not split), "zero1" (only the optimizer's state is
+            split) or "fsdp" (all of the state is split).
+        pins: whether sharding constraints keep the activations split along the batch axis.
+        remat: whether the backward pass recomputes activations instead of reading stored ones.
+        microbatches: the number of microbatches, which are slices of a batch that are processed one after another.
 
     >>> str(parallel.Strategy("fsdp", pins=True, remat=True))
     'fsdp+pins+remat'
@@ -47,13 +49,15 @@ class Strategy(NamedTuple):
 
     @property
     def words(self) -> str:
+        """A description of the strategy in words."""
         more = [", activations recomputed in the backward pass"] * self.remat
         more += [f", {self.microbatches} microbatches one after another"] * (self.microbatches > 1)
         return STRATEGIES[f"{self.state}{'+pins' * self.pins}"] + "".join(more)
 
     def applied(self, step: Callable, mesh: Mesh | None = None, axes: Sequence[str] = ()) -> Callable:
-        """Returns `step`, rewritten for this strategy. Without a mesh, `pin` is not applied: activations are not
-        constrained, and sums over the batch are not moved out of loops."""
+        """Returns `step`, rewritten for this strategy. If `mesh` is None or has only one device, activations get no
+        sharding constraints, and sums over the batch are not moved out of loops. `axes` are the mesh axes over which
+        the batch is split."""
         if self.microbatches > 1:
             step = functools.partial(step, microbatches=self.microbatches)
         step = rematerialize(step) if self.remat else step

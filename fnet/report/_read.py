@@ -30,16 +30,16 @@ class Run:
         path: the folder of the run.
         name: the name of the folder.
         metrics: a dict {name: (steps, values)}, in which a value that is not finite is None.
-        config: the hyperparameters, a dict; {} if none were recorded.
-        facts: facts about the run that `fit` stored as the notes of the newest checkpoint, a dict. It may contain the
-            chip, the policy, the plan and the versions of libraries.
+        config: the hyperparameters, a dict; {} if no hyperparameters were recorded.
+        facts: facts about the run, a dict. `training.fit` stores these facts as the notes of the newest checkpoint. The
+            dict may contain the chip, the policy, the plan and the versions of libraries.
         checkpoints: a list of (step, metrics, bytes), in the order of the steps.
         damaged: the names of damaged checkpoints, which were renamed.
         events: a list of (step, time, text). The time is a Unix time, or None if it is unknown.
         predictions: a dict with the keys "classes", "confusion" and "mistakes", or {} if no predictions were saved.
         summary: a list of the rows of `introspect.summary`, which is empty if no summary was saved.
         samples: the text samples, a dict {file name: text}.
-        plan: the text of `parallel.Plan.explain`, which compares strategies, or "" if there was no plan.
+        plan: the text of `parallel.Plan.explain`, which compares sharding strategies, or "" if the run had no plan.
         profiles: a dict of the profiles. A key is the range of the profiled steps, such as "100-105". A value contains
             the rows of `introspect.profile`.
         notes: messages about files and values that could not be used.
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """The number of steps that was passed to `fit`, or None."""
+        """The number of steps that was passed to `training.fit`, or None if it is unknown."""
         fit = self.facts.get("fit")
         for found in (fit.get("steps") if isinstance(fit, dict) else None, self.config.get("steps")):
             if isinstance(found, int) and not isinstance(found, bool) and found > 0:
@@ -83,7 +83,7 @@ class Run:
 
 
 def read(folder: str | os.PathLike) -> Run:
-    """Reads the folder of a run. `Run.notes` lists what is missing or cannot be used.
+    """Reads the folder of a training run. `Run.notes` lists the files and values that cannot be used.
 
     Raises:
         ValueError: `folder` is not a local folder.

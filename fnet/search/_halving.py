@@ -18,14 +18,15 @@ from fnet.search._space import Space
 
 @dataclasses.dataclass(frozen=True)
 class Halving:
-    """The result of `halving`. `str()` is a table.
+    """The result of `halving`. `str()` returns a table.
 
     Attributes:
       state: the population of the m members that were trained to the end, best first.
-      scores: the scores of these members, an array [m].
-      indices: the indices of these members in the hyperparameters that were passed to `halving`, an array [m].
+      scores: the scores of the members in `state`, an array [m].
+      indices: the indices of the members in `state`, as positions in the hyperparameters that were passed to
+        `halving`, an array [m].
       rungs: a tuple (members, steps, best score) for each rung (stage of the search).
-      member_steps: the total number of steps, summed over all members and rungs.
+      member_steps: the total number of training steps, summed over all members and rungs.
 
     >>> print(search.Halving(None, np.array([0.9]), np.array([3]), ((4, 10, 0.8), (1, 40, 0.9)), 70))
     members  steps  best score
@@ -47,22 +48,22 @@ class Halving:
 def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, score: Callable, *, steps: int,
             first: int, eta: int = 3, key: jax.Array, workdir: str | os.PathLike | None = None,
             **options: Any) -> Halving:
-    """Successive halving: trains all members for a few steps, the best 1 / eta of them for longer, and so on.
+    """Successive halving: trains all members for a few steps, the best 1 / eta of the members for longer, and so on.
 
-    The first rung (stage of the search) trains all n members up to step `first`. Each further rung keeps the best 1 /
-    eta of the members and trains them up to a step that is eta times the last step of the previous rung. The last rung
-    ends at step `steps`.
+    A member is a training run of a population, see `population`. The first rung (stage of the search) trains all n
+    members up to step `first`. Each further rung keeps the best 1 / eta of the members, and trains these members up to
+    a step that is eta times the last step of the previous rung. The last rung ends at step `steps`.
 
     Args:
       init_n, step_n: the results of `population`.
-      hyper: the hyperparameters of the n members of the first rung, a tree whose leaves have a leading axis [n].
+      hyper: the hyperparameters of the n members, a tree whose leaves have a leading axis [n].
       batches: the batches, as for `tr.fit`.
-      score: a function `score(state)` that returns the scores of the members of a population, an array [members].
-        Larger is better, NaN is the worst.
+      score: a function `score(state)` that returns the scores of the members of a population, an array [members]. A
+        larger score is better; NaN is the worst score.
       steps: the total number of steps of a member that reaches the last rung.
       first: the number of steps of the first rung.
-      eta: the factor between two rungs. The number of members is divided by it, and the number of steps is multiplied
-        by it.
+      eta: the factor between two rungs. From one rung to the next, the number of members is divided by eta, and the
+        number of steps is multiplied by eta.
       key: the PRNG key for `init_n`.
       workdir: a folder for the checkpoints of each rung, or None. With a folder, an interrupted search can be
         continued.
@@ -108,24 +109,24 @@ def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, s
 def hyperband(init_n: Callable, step_n: Callable, space: Space, batches: Callable, score: Callable, *, steps: int,
               eta: int = 3, seed: int = 0, most: int | None = None, fixed: Mapping[str, Any] | None = None,
               workdir: str | os.PathLike | None = None, **options: Any) -> list[Halving]:
-    """Hyperband: runs successive halving several times, with different first rungs.
+    """Hyperband: runs successive halving (see `halving`) several times, with different first rungs (stages).
 
-    Each run is called a bracket. The first bracket starts with many members that are trained for a few steps. The last
-    bracket starts with few members that are trained for all steps.
+    Each run of successive halving is called a bracket. The first bracket starts with many members that are trained for
+    a few steps. The last bracket starts with few members, all of which are trained for all steps.
 
     Args:
       init_n, step_n, batches, score, steps, eta, options: as for `halving`.
-      space: the space of the hyperparameters, all of which must be numbers. Each bracket uses other random points of
-        this space.
+      space: the space of the hyperparameters, all of which must be numbers. Each bracket uses different random points
+        of this space.
       seed: the seed of the random points and of the PRNG keys of the members.
-      most: the largest number of brackets. Default None: as many as possible. Their number is limited, because the
-        first rung of each bracket must have at least one step.
+      most: the largest number of brackets. Default None: as many as possible. The number of brackets is limited,
+        because the first rung of each bracket must have at least one step.
       fixed: a dict of further hyperparameters that have the same value for all members, or None.
       workdir: a folder for the checkpoints, with one subfolder for each bracket, or None.
 
     Returns:
-      A list with a `Halving` for each bracket. In each of them, the best member is first. The best member of all is the
-      first member of the bracket with the highest score.
+      A list that contains a `Halving` for each bracket. In each `Halving`, the best member is first. The best of all
+      members is the first member of the bracket with the highest score.
 
     Source: Li et al. (2018), Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization.
 

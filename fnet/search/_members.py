@@ -16,16 +16,17 @@ _FIELDS = ("step", "members", "hyper", "diverged")
 
 
 class Population:
-    """The state of a population, which is a state for `tr.fit`. It is immutable.
+    """The state of a population of n members (training runs). It is a state for `tr.fit`, and is immutable.
 
-    With the method "loop", the members are stored in separate arrays between the steps. They are copied to combined
-    arrays when `members` or the leaves of the population are read, for example for an evaluation or a checkpoint.
+    With the method "loop" (see `population`), each member has its own arrays between the steps. When `members` or the
+    leaves of the population are read, for example for an evaluation or a checkpoint, these arrays are copied to arrays
+    with a leading axis for the members.
 
     Fields:
       step: the number of completed steps, an int32 scalar.
       members: the states of the members, each leaf with a leading axis [n].
       hyper: the hyperparameters, a tree of arrays [n, ...].
-      diverged: a bool array [n], True for each member that has had a metric that was NaN or infinite.
+      diverged: a bool array [n], True for each member that has had a NaN or infinite metric.
 
     >>> init = lambda key, hyper: {"w": jax.random.normal(key, (3,))}
     >>> init_n, step_n = search.population(init, lambda state, batch, hyper: (state, {}))

@@ -13,14 +13,14 @@ from fnet import parallel
 
 @dataclasses.dataclass(frozen=True)
 class Fits:
-    """The number of members that fit on one device. `str()` is a line.
+    """The number of members of a population that fit into the memory of one device. `str()` returns one line.
 
     Attributes:
       state: the exact size of the state and the hyperparameters of one member, in bytes.
       working: the estimated size of gradients and activations during the step of one member, in bytes.
       memory: the memory of the device, in bytes.
-      vmap: the number of members that fit if all of them run at the same time (methods vmap and split).
-      loop: the number of members that fit if they run one by one.
+      vmap: the number of members that fit if all members run at the same time (methods vmap and split).
+      loop: the number of members that fit if they run one after another.
 
     >>> print(search.Fits(4 << 20, 12 << 20, 1 << 30, 57, 202))
     57 members with vmap, 202 one by one (1.0 GiB of memory; each 4.0 MiB of state, 12.0 MiB of activations)
@@ -38,9 +38,10 @@ class Fits:
 
 
 def fits(init: Callable, step: Callable, hyper: Any, batch: Any, *, devices: Any = "local") -> Fits:
-    """Estimates how many members of a population fit on one device, without running the step.
+    """Estimates how many members of a population fit into the memory of one device, without running the step.
 
-    One fifth of the memory is reserved for the runtime and for fragmentation.
+    A member is one training run of the population, see `population`. One fifth of the memory is reserved for the
+    runtime and for fragmentation.
 
     Args:
       init, step: the functions of one member, as for `population`.

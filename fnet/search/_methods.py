@@ -28,13 +28,13 @@ _CLOSE = 1.04                   # a method earlier in METHODS is preferred if th
 
 @dataclasses.dataclass(frozen=True)
 class Methods:
-    """The method by which the members of a population run, and the reason for it. `str()` is a table.
+    """The method by which the members of a population run, and the reason for this method. `str()` returns a table.
 
     Attributes:
-      chosen: "vmap", "split" or "loop".
+      chosen: "vmap", "split" or "loop" (see `population`).
       members: the number of members.
       seconds: the measured time of a step in seconds, by method; {} if nothing was measured.
-      reason: why this method was chosen.
+      reason: why this method was selected.
 
     >>> print(search.Methods("loop", 4, {"vmap": 0.004, "loop": 0.002}, "measured"))
     4 members, method 'loop': measured

@@ -16,20 +16,20 @@ def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, frac
            factors: tuple[float, float] = (0.8, 1.2), resample: float = 0.25) -> Population:
     """Returns the population after one generation of population-based training (PBT).
 
-    The m members with the lowest scores are replaced (truncation selection). Each of them becomes a copy of a member
-    that is drawn at random from the m best members. A copy consists of the parameters, the optimizer state and the
-    hyperparameters. Then each hyperparameter of the copy is changed. With probability `resample`, it is drawn from the
-    space. Otherwise, it is multiplied by one of the two factors and clipped to its range. Members that have diverged
-    have the lowest score.
+    The m members with the lowest scores are replaced (truncation selection). Each replaced member becomes a copy of a
+    member that is drawn at random from the m best members. The parameters, the optimizer state and the hyperparameters
+    are copied. Then each hyperparameter of the copy is changed. With probability `resample`, the new value is drawn
+    from the space. Otherwise, the value is multiplied by one of the two factors and clipped to its range. A member that
+    has diverged counts as a member with the lowest score.
 
     Args:
       state: a population, whose `hyper` is a dict.
-      scores: the scores of the members, an array [n]. Larger is better, NaN is the worst.
-      space: the ranges of the hyperparameters that change. Hyperparameters that are not in it, such as seeds, are
-        copied unchanged.
+      scores: the scores of the members, an array [n]. A larger score is better; NaN is the worst score.
+      space: the ranges of the hyperparameters that change. Hyperparameters that are not in the space, such as seeds,
+        are copied unchanged.
       key: a PRNG key. Pass a different key for each generation.
       fraction: the fraction of the members that are replaced, in (0, 0.5].
-      factors: the two factors of the perturbation.
+      factors: the two factors, one of which multiplies a hyperparameter that is not drawn from the space.
       resample: the probability of drawing a new value from the space, in [0, 1].
 
     Raises:
@@ -81,13 +81,13 @@ def pbt(step_n: Callable, score: Callable, space: Space, *, interval: int, seed:
         state = tr.fit(step, init_n(key, hyper), batches, steps=2000, workdir="runs/pbt")
 
     The steps between two calls of `evolve` are a generation. The random choices of a call depend only on `seed` and on
-    the step. So a run that is interrupted at any step and then resumed has the same results as an uninterrupted run,
-    bit for bit.
+    the number of the step. Therefore, a run that is interrupted at any step and then resumed has the same results as an
+    uninterrupted run, bit for bit.
 
     Args:
       step_n: the step that `population` returns.
       score: a JAX function `score(state)` that returns the scores of all members, an array [n], for example the
-        accuracies on validation data. Larger is better. It is called at the end of each generation.
+        accuracies on validation data. A larger score is better. `score` is called at the end of each generation.
       space: the ranges of the hyperparameters, as for `evolve`.
       interval: the number of steps of a generation.
       seed: the seed of the random choices of `evolve`.

@@ -21,7 +21,7 @@ AXIS = "members"
 
 def population(init: Callable, step: Callable, *, method: str = "auto", devices: Sequence[jax.Device] | None = None,
                own_batches: bool = False) -> tuple[Callable, Step]:
-    """Converts one training to a population of n trainings with different hyperparameters and initial values.
+    """Converts one training run to a population of n training runs with different hyperparameters and initial values.
 
         def init(key, hyper):
             params, _ = model.init(key, x)
@@ -35,32 +35,33 @@ def population(init: Callable, step: Callable, *, method: str = "auto", devices:
         state = init_n(jax.random.key(0), {"learning_rate": jnp.logspace(-3, 0, 16)})
         state = tr.fit(step_n, state, batches, steps=1000, workdir="runs/population")
 
-    `hyper` may contain any hyperparameter that can be a traced array: the learning rate, the weight decay, the label
-    smoothing, the strength of augmentation, the dropout rate (`nn.Dropout()(scope, x, rate=hyper["dropout"])`) or a
-    seed. Up to rounding, member i has the same results as a single training that starts from
-    `init(jax.random.fold_in(key, i), h)`, where h contains the i-th value of each hyperparameter.
+    Each training run of the population is a member. `hyper` may contain any hyperparameter that can be a traced array:
+    the learning rate, the weight decay, the label smoothing, the strength of augmentation, the dropout rate
+    (`nn.Dropout()(scope, x, rate=hyper["dropout"])`) or a seed. Up to rounding, member i has the same results as a
+    single training run that starts from `init(jax.random.fold_in(key, i), h)`, where h contains the i-th value of each
+    hyperparameter.
 
-    The members can run by three methods. Which of them is fastest depends on the model and the device. For example, if
-    each member has its own convolution kernels, `vmap` on a CPU is several times slower than a loop.
+    The members can run by three methods:
 
         vmap    the step under jax.vmap
         split   vmap, but convolutions with a kernel for each member are computed one by one
         loop    one compiled program, run for one member after another
 
-    With "auto", the first call measures the methods on copies of the state, and selects the fastest one.
-    `ft.explain(step_n, state, batch)` shows the times. `tr.fit` stores the method in its checkpoints, so a resumed run
-    uses the same method.
+    Which method is the fastest depends on the model and the device. For example, if each member has its own convolution
+    kernels, `vmap` on a CPU is several times slower than `loop`. With the method "auto", the first call of `step_n`
+    measures the methods on copies of the state, and selects the fastest method. `ft.explain(step_n, state, batch)`
+    shows the times. `tr.fit` stores the selected method in its checkpoints, so a resumed run uses the same method.
 
-    If a metric of a member is NaN or infinite, the member is marked in `state.diverged`, and its later metrics are
-    ignored. The other members are not affected, and `tr.fit` continues.
+    If a metric of a member is NaN or infinite, the member is marked in `state.diverged`, and the later metrics of this
+    member are ignored. The other members are not affected, and `tr.fit` continues.
 
     Args:
       init: the init function of one member, `init(key, hyper) -> state`.
       step: the step of one member, `step(state, batch, hyper) -> (state, metrics)`.
-      method: "auto", "vmap", "split" or "loop".
+      method: "auto" (the fastest method), "vmap", "split" or "loop".
       devices: the devices over which the members are distributed. The number of members must be a multiple of the
         number of devices. None: the default device.
-      own_batches: if True, each member has its own batch, and the leaves of a batch must have a leading axis of
+      own_batches: if True, each member has its own batch, and the leaves of a batch must have a leading axis for the
         members. If False, all members receive the same batch.
 
     Returns:
@@ -135,7 +136,7 @@ def members_of(hyper: Any) -> int:
 
 
 def member(state: Population, index: int) -> Any:
-    """Returns the state of one member, for example of the best member.
+    """Returns the state of one member of a population, for example of the best member.
 
     >>> init_n, step_n = population(lambda key, hyper: {"w": 2 * hyper}, lambda state, batch, hyper: (state, {}))
     >>> float(search.member(init_n(jax.random.key(0), jnp.array([1.0, 3.0])), 1)["w"])
@@ -148,7 +149,7 @@ def member(state: Population, index: int) -> Any:
 
 
 def take(state: Population, indices: Any) -> Population:
-    """Returns a population of some of the members, with their states and hyperparameters.
+    """Returns a population that consists of some members of a population, with their states and hyperparameters.
 
     Args:
       state: a population.
@@ -164,7 +165,7 @@ def take(state: Population, indices: Any) -> Population:
 
 
 def each_member(measure: Callable) -> Callable:
-    """Converts a function of one member to a function of the population, for example for `tr.evaluator`.
+    """Converts a function of one member to a function of the whole population, for example for `tr.evaluator`.
 
         evaluate = {"validation": tr.evaluator(search.each_member(measure), data, 500)}
         tr.fit(step_n, state, batches, steps=1000, evaluate=evaluate, best="validation/accuracy/max", ...)
@@ -173,8 +174,8 @@ def each_member(measure: Callable) -> Callable:
       measure: a function of the state of one member, `measure(state, batch) -> metrics`.
 
     Returns:
-      A function of a `Population` and a batch. Each mean becomes a `tr.MemberMean`, which is logged as name/mean,
-      name/max, name/min and name/0, name/1, ... Other results have a leading axis [n].
+      A function of a `Population` and a batch. Each `tr.mean` in the metrics becomes a `tr.MemberMean`, which is logged
+      as name/mean, name/max, name/min and name/0, name/1, ... Other results have a leading axis [n].
 
     >>> measure = search.each_member(lambda state, batch: {"error": tr.mean(jnp.abs(state["w"] - batch))})
     >>> init_n, step_n = population(lambda key, hyper: {"w": hyper}, lambda state, batch, hyper: (state, {}))

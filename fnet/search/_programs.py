@@ -18,15 +18,15 @@ from fnet.search._space import Choice, Integer, LogUniform, Space
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The cost of a program: operations, memory and time. `str()` is a line.
+    """The cost of a program: operations, memory and time. `str()` returns one line.
 
     Attributes:
       flops: the exact number of floating-point operations.
-      bytes: the memory for arguments, results and temporaries of the compiled program, in bytes, or None if it was not
-        compiled.
-      seconds: the time in seconds, or None if it is unknown. On this device, it is the median of measured times. For
-        another chip, it is the roofline bound, an estimated lower bound.
-      basis: whether `seconds` is "measured" or "estimated".
+      bytes: the memory for arguments, results and temporaries of the compiled program, in bytes, or None if the program
+        was not compiled.
+      seconds: the time in seconds, or None if it is unknown. On this device, the time is the median of measured times.
+        For another chip, the time is an estimated lower bound (see `hardware.roofline`).
+      basis: how `seconds` is known, "measured" or "estimated".
 
     >>> print(search.Cost(2e6, 4e6, 0.005, "measured"))
     2 MFLOP, 4 MB, 5 ms (measured)
@@ -50,7 +50,7 @@ def cost(f: Callable, *args: Any, chip: str = "auto", calls: int = 7) -> Cost:
       f: a JAX function.
       *args: the arguments of f, arrays or `jax.ShapeDtypeStruct`s.
       chip: "auto" for this device, or a name in `hardware.chips`.
-      calls: the number of timed calls, after an untimed first call.
+      calls: the number of timed calls. An additional first call is not timed.
 
     >>> search.cost(lambda x: x @ x, jnp.ones((8, 8))).flops
     1024
@@ -74,7 +74,7 @@ def cost(f: Callable, *args: Any, chip: str = "auto", calls: int = 7) -> Cost:
 def feasible(points: Sequence[Mapping[str, Any]], program: Callable, *, flops: float | None = None,
              memory: float | None = None, seconds: float | None = None,
              chip: str = "auto") -> list[tuple[Mapping[str, Any], Cost]]:
-    """Returns the points whose programs do not exceed given limits, for example all networks that need at most 5 ms on
+    """Returns the points whose programs stay within some limits, for example all networks that need at most 5 ms on
     this CPU.
 
     Args:
@@ -83,14 +83,14 @@ def feasible(points: Sequence[Mapping[str, Any]], program: Callable, *, flops: f
       flops: the largest number of floating-point operations, or None for no limit.
       memory: the largest memory in bytes, or None for no limit.
       seconds: the largest time in seconds, or None for no limit.
-      chip: the chip, as for `cost`. It must be "auto" if `memory` is given.
+      chip: the chip, as for `cost`. If `memory` is set, `chip` must be "auto".
 
     Returns:
       A list of (point, cost) for the points within the limits, in the order of `points`. Programs with too many FLOPs
       are not compiled.
 
     Raises:
-      ValueError: no limit is given, or `memory` is given for a chip other than "auto".
+      ValueError: no limit is set, or `memory` is set for a chip other than "auto".
 
     >>> space = search.Space(width=search.Integer(1, 64))
     >>> program = lambda point: (lambda x: x @ x, (jnp.ones((point["width"], point["width"])),))
@@ -117,7 +117,10 @@ def feasible(points: Sequence[Mapping[str, Any]], program: Callable, *, flops: f
 
 
 class Bayesian:
-    """Bayesian optimization with Optuna's tree-structured Parzen estimator (`pip install 'fnet[search]'`).
+    """Bayesian optimization of hyperparameters with the tree-structured Parzen estimator of Optuna.
+
+    Bayesian optimization selects the next points of the space (sets of hyperparameters) from the scores of the previous
+    points. This class needs Optuna (`pip install 'fnet[search]'`).
 
         search_ = search.Bayesian(space, seed=0)
         for _ in range(20):
@@ -155,7 +158,7 @@ class Bayesian:
         return distributions.FloatDistribution(kind.low, kind.high, log=isinstance(kind, LogUniform))
 
     def ask(self, n: int = 1) -> list[dict[str, Any]]:
-        """Returns the next n points to evaluate."""
+        """Returns the next n points (sets of hyperparameters) to evaluate."""
         points = []
         for _ in range(n):
             trial = self._study.ask(self._space)
@@ -164,8 +167,8 @@ class Bayesian:
         return points
 
     def tell(self, points: Sequence[Mapping[str, Any]], scores: Sequence[float]) -> None:
-        """Reports the scores of points. They may be points that `ask` did not return, such as those of an earlier
-        run."""
+        """Reports the scores of points. A point may also be one that `ask` did not return, for example a point of an
+        earlier run."""
         for point, score in zip(points, scores, strict=True):
             failed = score != score
             state = self._optuna.trial.TrialState.FAIL if failed else self._optuna.trial.TrialState.COMPLETE

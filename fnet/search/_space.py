@@ -26,9 +26,9 @@ def sobol(n: int, dimensions: int, *, seed: int | None = None, start: int = 0) -
     """Returns points of the Sobol sequence in [0, 1), which cover the unit cube more evenly than random points.
 
     Args:
-      n: the number of points; a power of 2 is best.
+      n: the number of points. Powers of 2 give the most even coverage.
       dimensions: the number of dimensions, from 1 to 21.
-      seed: the seed of a random digital shift, which preserves the even coverage. None: no shift.
+      seed: the seed of a random digital shift (a randomization that preserves the even coverage). None: no shift.
       start: the index of the first point.
 
     Returns:
@@ -82,11 +82,11 @@ class Uniform:
     high: float
 
     def at(self, u: float) -> float:
-        """Maps u from [0, 1] to the range of values: 0 becomes the lowest value, 1 the highest."""
+        """Maps u in [0, 1] to the range of values: 0 becomes the lowest value, and 1 becomes the highest value."""
         return float(self.low + u * (self.high - self.low))
 
     def where(self, value: float) -> float:
-        """Maps a value to [0, 1]. The inverse of `at`."""
+        """Maps a value of the hyperparameter to [0, 1]. This is the inverse of `at`."""
         return (value - self.low) / ((self.high - self.low) or 1)
 
 
@@ -149,7 +149,7 @@ class Space(dict):
     """
 
     def random(self, n: int, *, seed: int) -> list[dict[str, Any]]:
-        """Returns n independent random points. Point i does not depend on n."""
+        """Returns n independent random points (sets of hyperparameters). Point i does not depend on n."""
         points = [np.random.default_rng([seed, i]).random(len(self)) for i in range(n)]
         return [self.at(point) for point in points]
 
@@ -165,7 +165,7 @@ class Space(dict):
         """Converts n points to the hyperparameters of a population: a dict of arrays [n], float32 or int32.
 
         Raises:
-          TypeError: a value is not a number. Such values need a separate program each.
+          TypeError: a value is not a number. Each such value needs a separate program.
         """
         for name in self:
             if any(isinstance(point[name], bool | str) or point[name] is None for point in points):
@@ -174,14 +174,14 @@ class Space(dict):
         return {name: np.array(values := [point[name] for point in points], kind(values)) for name in self}
 
     def json(self) -> dict[str, Any]:
-        """Returns the space as a dict of JSON types, in the format of the JSON file."""
+        """Returns the space as a dict of JSON types, in the format of a JSON file that `read` accepts."""
         names = {kind: name for name, kind in KINDS.items()}
         return {name: {names[type(kind)]: list(kind.values) if isinstance(kind, Choice) else [kind.low, kind.high]}
                 for name, kind in self.items()}
 
     @classmethod
     def read(cls, source: str | os.PathLike | Mapping[str, Any]) -> Space:
-        """Reads a space from a JSON file, or from the content of such a file.
+        """Reads a space from a JSON file, or from a dict with the content of such a file.
 
         Raises:
           ValueError: the content is not a space; the message names the hyperparameter.

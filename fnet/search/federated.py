@@ -30,7 +30,7 @@ __all__ = ["Clients", "FederatedState", "Local", "clients", "fedavg", "init", "l
 
 @struct.dataclass
 class FederatedState:
-    """The state of the server, which is a state for `tr.fit`. One step is one round.
+    """The state of the server, which is a state for `tr.fit`. One step of `tr.fit` is one round.
 
     Fields:
       step: the number of completed rounds, an int32 scalar.
@@ -98,7 +98,7 @@ def clients(parts: Sequence[Any]) -> Clients:
 
 
 def init(key: jax.Array, params: Any, server: optax.GradientTransformation) -> FederatedState:
-    """Returns the state before the first round.
+    """Returns the state of the server before the first round.
 
     Args:
       key: a PRNG key.
@@ -121,7 +121,7 @@ def no_batches(step: int) -> np.ndarray:
 
 
 class Local(NamedTuple):
-    """The local training of a client.
+    """The local training of a client, as two functions.
 
     Attributes:
       init: a function `init(params) -> carry`. The carry is a tuple of the values that change during the local
@@ -140,16 +140,16 @@ class Local(NamedTuple):
 
 def local(loss: Callable, optimizer: optax.GradientTransformation, *, proximal: float = 0.0, clip: float | None = None,
           noise: float = 0.0) -> Local:
-    """Returns the local training of a client with an Optax optimizer, whose state is initialized in each round.
+    """Returns the local training of a client with an Optax optimizer. Each round initializes the optimizer state.
 
     Args:
       loss: a function `loss(params, batch, weight, key) -> scalar`, the mean over the examples with weight 1.
       optimizer: the local optimizer, usually `optax.sgd(rate)`.
       proximal: the coefficient mu of FedProx, which adds mu / 2 |w - w_server|^2 to the loss.
-      clip: the norm to which the gradient of each example is clipped, for differential privacy. Default None: no
-        differential privacy. With a norm, the gradient of each example is clipped, and noise is added to the sum of the
-        gradients (`optax.contrib.differentially_private_aggregate`). This protects the examples of a client from the
-        server. fnet does not compute the privacy budget.
+      clip: the norm to which the gradient of each example is clipped, for differential privacy. Noise is also added to
+        the sum of the clipped gradients (`optax.contrib.differentially_private_aggregate`). Clipping and noise protect
+        the examples of a client from the server. fnet does not compute the privacy budget. Default None: no
+        differential privacy.
       noise: the standard deviation of the noise, as a multiple of `clip`.
 
     Raises:
@@ -195,17 +195,18 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
            devices: Sequence[jax.Device] | None = None) -> Callable:
     """Returns one round of federated averaging as a step for `tr.fit`.
 
-    A round draws `sampled` different clients at random, and each of them receives the parameters w of the server. The
-    clients train for their local epochs as a `search.population`. After that, client k has the parameters w_k. The
-    server's optimizer uses the mean of the differences w_k - w, weighted with the number of examples n_k of each
-    client:
+    A round draws `sampled` different clients at random, and each of these clients receives the parameters w of the
+    server. The clients train for their local epochs as the members of a `search.population`. After that, client k has
+    the parameters w_k. The server's optimizer uses the mean of the differences w_k - w, weighted with the number of
+    examples n_k of each client:
 
         delta = sum_k n_k (w_k - w) / sum_k n_k,        w = w + server.update(-delta)
 
     The server's optimizer determines the algorithm: `optax.sgd(1.0)` is FedAvg, `optax.sgd(1.0, momentum=0.9)` is
     FedAvgM, and `optax.adam(...)` is FedAdam. For FedProx, use `local(..., proximal=mu)`. The optimizer can be chained
-    with other Optax transformations of the mean difference. If all clients take part, with one epoch and
-    `batch_size=None`, a round is FedSGD: it equals one step on a batch that contains the examples of all clients.
+    with other Optax transformations, which are then applied to the mean difference. If all clients take part, with one
+    epoch and `batch_size=None`, a round is FedSGD: it equals one step on a batch that contains the examples of all
+    clients.
 
     Args:
       local_step: the result of `local`, a `Local`, or a function `(params, batch, weight, key) -> (params, metrics)`.
@@ -215,17 +216,17 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
       epochs: the number of local passes over the data of a client. Each pass has a different random order.
       batch_size: the number of examples in a local batch; None: all examples of a client.
       dropout: the probability that a client receives the parameters but does not answer. If no client answers, the
-        parameters do not change. A client with a NaN or infinite loss is treated as if it had not answered.
-      method: the method by which the clients of a round run, as for `population`.
+        parameters do not change. A client with a NaN or infinite loss is treated like a client that does not answer.
+      method: the method by which the clients of a round run, as for `search.population`.
       devices: the devices over which the clients of a round are distributed; None: the default device. `sampled` must
         be a multiple of the number of devices. The devices may belong to several processes (`parallel.initialize`). In
-        this case, each process must call the round with the same data and the same state. It runs the clients of its
-        own devices, and all processes return the same result.
+        this case, each process must call the round with the same data and the same state. Each process runs the clients
+        of its own devices, and all processes return the same result.
 
     Returns:
-      `round(state, batch) -> (state, metrics)`, which ignores the batch. The metrics contain those of the local steps
-      and two more: "answers" is the number of clients that answered, and "megabytes" is the size of all parameters that
-      the server sent and received.
+      `round(state, batch) -> (state, metrics)`, which ignores the batch. The metrics contain the metrics of the local
+      steps and two more metrics: "answers" is the number of clients that answered, and "megabytes" is the size of all
+      parameters that the server sent and received.
 
     Raises:
       ValueError: an argument is out of range, or this process has none of the devices.

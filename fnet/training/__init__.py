@@ -1,7 +1,7 @@
 """Training: the training state, the loop `fit`, checkpoints, data, metrics and optimizers.
 
-The user writes the training step, a pure function `(state, batch) -> (state, metrics)`.
-`fit` adds progress, logs, evaluation, checkpoints and exact resume.
+You write the training step, a pure function `(state, batch) -> (state, metrics)`. `fit` calls the step for each batch,
+displays the progress, writes logs and checkpoints, runs evaluations, and resumes an interrupted run exactly.
 """
 
 from fnet.training import _flags as flags

@@ -16,7 +16,7 @@ class AverageState(NamedTuple):
     Attributes:
         step: the number of updates, an int32 scalar.
         count: the number of parameter trees that have been averaged so far, an int32 scalar.
-        mean: the mean of these trees; zeros if `count` is 0.
+        mean: the mean of the parameter trees that have been averaged so far; zeros if `count` is 0.
 
     >>> tr.average_weights(start=2).init({"w": jnp.ones(3)}).mean["w"].tolist()
     [0.0, 0.0, 0.0]
@@ -34,13 +34,13 @@ def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformati
         params = tr.averaged_weights(state.opt_state)
         stats = tr.batch_statistics(model, params, state.state, batches)
 
-    The average is the mean of the parameters after the updates with the numbers `start`, `start + every` and so on. The
-    first update has number 1. The transformation does not change the updates.
+    The updates are numbered from 1. The average is the mean of the parameters after update `start` and after each
+    further interval of `every` updates. The transformation returns the updates of the optimizer unchanged.
 
     Args:
-        start: the number of the first update after which the parameters are averaged.
-        every: the number of updates after which parameters are averaged again. It is usually the length of an epoch, or
-            of a cycle of the learning-rate schedule. Default 1.
+        start: the number of an update. The parameters after this update are the first in the average.
+        every: the number of updates between two parameter trees in the average. Usually, `every` is the number of
+            updates in an epoch, or in a cycle of the learning-rate schedule. Default 1.
 
     Raises:
         ValueError: `start` or `every` is less than 1.
@@ -82,7 +82,8 @@ def averaged_weights(opt_state: Any) -> Any:
     """Returns the averaged parameters from the state of an optimizer that contains `average_weights`.
 
     Raises:
-        ValueError: the optimizer contains no `average_weights` or several, or nothing has been averaged yet.
+        ValueError: the optimizer contains no `average_weights` or more than one, or there were fewer than `start`
+            updates, so that no parameters have been averaged yet.
 
     >>> tx = tr.average_weights(start=1)
     >>> _, state = tx.update(jnp.ones(2), tx.init(jnp.zeros(2)), jnp.zeros(2))
@@ -99,29 +100,31 @@ def averaged_weights(opt_state: Any) -> Any:
 
 
 def batch_statistics(f: Callable, params: Any, state: Any, batches: Iterable[Any], *, key: Any = None) -> Any:
-    """Recomputes the running statistics of a model, as the mean of the statistics of the given batches.
+    """Recomputes the running statistics of a model, such as those of BatchNorm, from the given batches.
 
-    BatchNorm's running statistics are valid only for the parameters with which they were collected. After averaging,
-    pruning or quantizing the parameters, recompute them. This function works for any model whose state consists of
-    running averages, `new = m * old + (1 - m) * statistic`.
+    The running statistics of BatchNorm are valid only for the parameters with which they were computed. Therefore,
+    recompute the statistics after you average, prune or quantize the parameters. Each new statistic is the mean of the
+    statistics of the batches.
+
+    The function works for any model whose state contains running averages `new = m * old + (1 - m) * statistic`.
 
     Args:
         f: the model, a function that is called as `f(params, *batch, state=state, key=key, train=True)` and returns
             (output, new state).
         params: the parameters.
-        state: the state of the model, for example from the training run. The values of running averages are not used
-            and may be arbitrary. Leaves that are not running averages, such as counters, are returned unchanged.
-        batches: the batches, all of the same size. A batch is a tuple of the arguments of f after `params`, or an array
-            if there is only one such argument.
+        state: the state of the model, for example from the training run. The function does not use the old values of
+            the running averages. It returns leaves that are not running averages, such as counters, unchanged.
+        batches: the batches, all of the same size. A batch is a tuple of the arguments of f after `params`. If there is
+            only one such argument, a batch may also be this argument itself.
         key: a PRNG key for f. Default None.
 
     Returns:
-        The state with the new statistics.
+        The state of the model with the new statistics.
 
     Raises:
         ValueError: `batches` is empty.
 
-    Source: the paper of `average_weights`, section 3.2; PyTorch's `torch.optim.swa_utils.update_bn`.
+    Source: Izmailov et al. (2018), section 3.2; PyTorch's `torch.optim.swa_utils.update_bn`.
 
     >>> model = nn.BatchNorm()
     >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 1)))

@@ -18,7 +18,9 @@ LENGTHS = ("steps", "epochs")      # fields that state the length of a run, whic
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used. The message has one line.
+    """A configuration is invalid, or differs from the configuration of the run that would be resumed.
+
+    The message has one line.
 
     >>> try:
     ...     tr.from_dict(dict, {"rate": "fast"})
@@ -29,7 +31,9 @@ class ConfigError(ValueError):
 
 
 def from_dict(cls: type[Config], values: Mapping[str, Any], *, source: str = "") -> Config:
-    """Returns an instance of the dataclass `cls`. Fields without a value get their defaults.
+    """Returns an instance of the dataclass `cls` with the given values.
+
+    Fields for which `values` contains no value get their defaults.
 
     Args:
       cls: a dataclass. The type of each field is bool, int, float or str, or a union of one of these types and None.
@@ -37,7 +41,8 @@ def from_dict(cls: type[Config], values: Mapping[str, Any], *, source: str = "")
       source: the origin of the values, such as a file name, for error messages. Default "".
 
     Raises:
-      ConfigError: a name is not a field, a value has another type, or a field without a default has no value.
+      ConfigError: `cls` has no field of a given name, a value does not have the type of its field, or `values` contains
+        no value for a field without a default.
 
     Example:
       >>> @dataclasses.dataclass(frozen=True)
@@ -70,7 +75,9 @@ def from_dict(cls: type[Config], values: Mapping[str, Any], *, source: str = "")
 
 
 def load_config(cls: type[Config], path: str | os.PathLike) -> Config:
-    """Reads a configuration from a JSON file, which may be local or in an object store.
+    """Reads a configuration from a JSON file, and returns it as an instance of the dataclass `cls`.
+
+    The file may be local or in an object store.
 
     Raises:
       ConfigError: the file does not exist, or does not contain a JSON object that `from_dict` accepts.
@@ -100,11 +107,11 @@ def load_config(cls: type[Config], path: str | os.PathLike) -> Config:
 def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
     """Writes a configuration to `workdir/config.json` and returns the path of this file.
 
-    `fit(config=)` calls this function after it has locked the folder.
+    `fit(config=)` calls this function after it has locked the folder of the run.
 
     Args:
       config: a dataclass, or a dict of JSON types.
-      workdir: the run's folder, as a path or a URL. It is created if necessary.
+      workdir: the folder of the run, as a path or a URL. The folder is created if it does not exist.
 
     >>> import json, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -119,16 +126,19 @@ def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
 
 
 def same_config(config: Any, workdir: str | os.PathLike, *, but: tuple[str, ...] = ()) -> None:
-    """Raises an error if `workdir` contains a run with another configuration. `fit(config=)` calls this function.
+    """Raises an error if `workdir` contains a run with another configuration.
+
+    This function compares `config` with the file config.json in `workdir`. `fit(config=)` makes a similar comparison,
+    with the configuration in the checkpoint, when it resumes a run.
 
     Args:
-      config: the current configuration.
-      workdir: the run's folder. If it contains no config.json, no error is raised.
+      config: the current configuration, a dataclass.
+      workdir: the folder of the run. If this folder contains no config.json, no error is raised.
       but: the names of fields that may differ. Fields that were declared with `compare=False` may also differ, and the
-        fields `steps` and `epochs` may be larger than before. Default ().
+        values of the fields `steps` and `epochs` may be larger than before. Default ().
 
     Raises:
-      ConfigError: a field differs; the message lists each such field with both values.
+      ConfigError: a field differs. The message lists each such field with both values.
 
     >>> import dataclasses, tempfile
     >>> @dataclasses.dataclass(frozen=True)

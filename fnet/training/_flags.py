@@ -1,5 +1,6 @@
-"""Command-line flags (absl) for the fields of a frozen dataclass. `option` declares the help text and the allowed
-values of a field.
+"""Command-line flags (absl) for the fields of a configuration, which is a frozen dataclass.
+
+`option` declares a field with the help text and the allowed values of its flag.
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Config:
@@ -29,16 +30,16 @@ STEPS = "[1, 2147483647]"        # what an int32 counter holds
 
 def option(default: Any, help: str, *, within: str | None = None, choices: Sequence[str] | None = None,
            decides: bool = True) -> Any:
-    """Returns a dataclass field for a configuration.
+    """Returns a field for the dataclass of a configuration.
 
     Args:
-      default: the value if the flag is not given. None means that another source, such as a preset, determines the
-        value.
+      default: the value of the field if the flag is not given. None means that another source, such as a preset,
+        determines the value.
       help: the help text of the flag.
       within: the interval of allowed values, such as "[0, 1)" or "(0, 100]". Default None: any value.
       choices: the allowed values, a sequence of strings. Default None: any value.
-      decides: whether the field affects the result of a run. If True, a run can be resumed only with the same value.
-        Default True.
+      decides: whether the value of the field affects the result of a run. If True, a run can be resumed only with the
+        same value of this field. Default True.
 
     >>> import dataclasses
     >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,14 +53,15 @@ def option(default: Any, help: str, *, within: str | None = None, choices: Seque
 
 
 def define(cls: type, values: FlagValues, *, by: str | None = None) -> None:
-    """Defines a flag for every field of a dataclass. Also defines the flag --config, the path of a JSON file that
-    contains values of the fields.
+    """Defines a flag for every field of a dataclass, and the flag --config.
+
+    The value of --config is the path of a JSON file that contains values of the fields.
 
     Args:
       cls: the dataclass. The type of each field is bool, int, float or str, or a union of one of these types and None.
       values: the object in which the flags are defined, such as absl.flags.FLAGS.
-      by: the name of the field that selects a preset. For fields with the default None, the help text then states that
-        the preset determines the value. Default None: there are no presets.
+      by: the name of the field that selects a preset (a dict of field values). If `by` is given, the help text of each
+        field with the default None states that the preset determines the value. Default None: there are no presets.
     """
     from absl import flags
 
@@ -78,19 +80,19 @@ def read(cls: type[Config], values: FlagValues, presets: Mapping[str, Mapping[st
          by: str | None = None) -> Config:
     """Returns the configuration that the flags describe.
 
-    The value of a field is taken from the first of these sources that contains it: the flag of the field, the file
-    --config, the preset, and the default of the field.
+    `read` takes the value of a field from the first of these sources that contains a value: the flag of the field, the
+    file that --config names, the preset, and the default of the field.
 
     Args:
       cls: the dataclass that was passed to `define`.
       values: the parsed flags.
       presets: a dict {name of a preset: values of its fields}, such as `presets.IMAGE_CLASSIFICATION`. Default None:
         there are no presets.
-      by: the name of the field that selects a preset. Its value is the name of the preset. Default None: there are no
-        presets.
+      by: the name of the field whose value is the name of the preset. Default None: there are no presets.
 
     Raises:
-      ConfigError: the preset is unknown, or a value has the wrong type. Intervals and choices are checked by `check`.
+      ConfigError: the preset is unknown, or a value has the wrong type. `read` does not check intervals and choices. To
+        check these, call `check`.
     """
     chosen = {}
     if values.config:
@@ -107,8 +109,10 @@ def read(cls: type[Config], values: FlagValues, presets: Mapping[str, Mapping[st
 
 
 def check(config: Any) -> None:
-    """Raises ConfigError if the value of a field is outside its interval or not one of its choices, as declared with
-    `option`."""
+    """Raises ConfigError if a field of a configuration has a value that its `option` does not allow.
+
+    Such a value is outside the interval `within`, or is not one of the `choices`.
+    """
     for field in dataclasses.fields(config):
         value, choices = getattr(config, field.name), field.metadata.get("choices")
         if value is None:
@@ -120,7 +124,12 @@ def check(config: Any) -> None:
 
 
 def check_within(name: str, value: float, interval: str) -> None:
-    """Raises ConfigError unless the number is in the interval, such as "(0, 1]". NaN is in no interval.
+    """Raises ConfigError if a number is outside an interval, such as "(0, 1]", or is NaN.
+
+    Args:
+      name: the name of the flag, for the message.
+      value: the number.
+      interval: the bounds of the interval. A square bracket includes a bound, and a parenthesis excludes it.
 
     >>> tr.flags.check_within("rate", 0.5, "(0, 1]")    # no error
     """
@@ -132,7 +141,12 @@ def check_within(name: str, value: float, interval: str) -> None:
 
 
 def regular_file(name: str, path: str | Path) -> None:
-    """Raises ConfigError if the path is a pipe or a device. Reading from a pipe or a device may never end."""
+    """Raises ConfigError if the path is a pipe or a device, because reading from a pipe or a device may never end.
+
+    Args:
+      name: the name of the flag, for the message.
+      path: the path.
+    """
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ConfigError(f"--{name}={path}: expected a regular file")

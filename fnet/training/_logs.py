@@ -37,15 +37,18 @@ class LogWarning(UserWarning):
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """Reads a run's metrics.jsonl. Returns a list with one dict for each line, which is empty if there is no file.
+    """Reads the file metrics.jsonl of a run.
 
-    An incomplete last line, written by a process that was killed, is omitted.
+    If a process was killed while it wrote the last line, this incomplete line is omitted.
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
 
+    Returns:
+      A list with one dict for each line. The list is empty if the file does not exist.
+
     Raises:
-      ValueError: a line other than the last is not a JSON object with an integer "step".
+      ValueError: a line, except the last line, is not a JSON object with an integer "step".
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -88,14 +91,15 @@ class Logger:
     TensorBoard's files.
 
     Args:
-      workdir: the run's folder, as a path or a URL. In an object store, each call of `write` writes the complete object
-        again. When an object has 256 KiB, a new one is started, such as metrics.jsonl.0001.
+      workdir: the folder of the run, as a path or a URL. In an object store, each call of `write` writes the complete
+        log object again. When an object has 256 KiB, a new object is started, such as metrics.jsonl.0001.
       step: the step from which the run is resumed. Lines of later steps are removed, because the resumed run writes
-        them again. A process that is killed may have written such lines after its last checkpoint. Damaged lines are
-        also removed, with a `LogWarning`, and the original file is kept as metrics.jsonl.damaged. Default 0.
+        them again. Such lines exist if the earlier process was killed after its last checkpoint. Damaged lines are also
+        removed, with a `LogWarning`, and the original file is kept as metrics.jsonl.damaged. Default 0: all existing
+        lines are removed.
       tensorboard: whether to write TensorBoard's event files, too. Default True.
-      again: names of values, such as "validation/loss", or of evaluations, such as "validation", that the resumed run
-        computes again at `step`. Lines of this step that contain such values are removed. Default ().
+      again: the values that the resumed run computes again at `step`: names of values, such as "validation/loss", or
+        names of evaluations, such as "validation". Lines of this step that contain such values are removed. Default ().
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -134,10 +138,16 @@ class Logger:
         return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes one line. When `write` returns, the line has been passed to the operating system.
+        """Writes the values of a step as one line.
+
+        When `write` returns, the line has been passed to the operating system, or is in the object store.
+
+        Args:
+          step: the number of the step.
+          values: a dict {name: value}.
 
         Raises:
-          OSError: the line cannot be written; the error names the file.
+          OSError: the line cannot be written. The error names the file.
         """
         media = {name: value for name, value in values.items() if isinstance(value, MEDIA)}
         scalars = {k: float(v) for k, v in values.items() if k not in media and np.ndim(v) == 0}
@@ -152,8 +162,11 @@ class Logger:
             self._events.write(step, scalars | media)
 
     def note(self, step: int, text: str) -> None:
-        """Adds an event, such as a recompilation, to events.jsonl, for `fnet report`. Events are written only to a
-        local folder. If the file cannot be written, the event is dropped."""
+        """Adds an event, such as a recompilation, to events.jsonl.
+
+        `fnet report` shows these events. If the run is in an object store, or the file cannot be written, the event is
+        not recorded.
+        """
         if isinstance(self.workdir, StorePath):
             return
         with contextlib.suppress(OSError), open(self.workdir / NOTES, "ab") as file:

@@ -13,10 +13,12 @@ import numpy as np
 
 
 class Histogram:
-    """The distribution of an array's values, for `StepEnd.log` and the results of evaluations.
+    """A histogram of the values of an array, for TensorBoard.
+
+    Pass a `Histogram` to `StepEnd.log`, or return it from an evaluation function.
 
     Args:
-      values: an array of any shape; NaN and infinities are ignored.
+      values: an array of any shape. NaN and infinite values are ignored.
       bins: the number of intervals between the smallest and the largest value. Default 64.
 
     >>> tr.Histogram(jnp.arange(100.0), bins=10).bins
@@ -42,12 +44,15 @@ class Histogram:
 
 
 class Image:
-    """A picture, or a grid of pictures, for `StepEnd.log` and the results of evaluations.
+    """A picture, or a grid of several pictures, for TensorBoard.
+
+    Pass an `Image` to `StepEnd.log`, or return it from an evaluation function.
 
     Args:
-      pixels: an array [height, width] or [height, width, channels], or for a grid, [pictures, height, width, channels].
-        The number of channels is 1 (gray), 3 (RGB) or 4 (RGB and opacity). The values are uint8 numbers from 0 to 255,
-        or floating-point numbers from 0 to 1. Floating-point values outside this range are clipped.
+      pixels: one picture as an array [height, width] or [height, width, channels], or several pictures as an array
+        [pictures, height, width, channels]. The number of channels is 1 (gray), 3 (RGB) or 4 (RGB and opacity). The
+        values are uint8 numbers from 0 to 255, or floating-point numbers from 0 to 1. Floating-point values outside
+        this range are clipped.
 
     Raises:
       ValueError: the array has another shape or dtype.
@@ -79,7 +84,9 @@ class Image:
 
 
 class Text:
-    """A text in Markdown, for `StepEnd.log` and the results of evaluations.
+    """A text in Markdown, for TensorBoard.
+
+    Pass a `Text` to `StepEnd.log`, or return it from an evaluation function.
 
     >>> text = tr.Text("a **text** in Markdown")    # for StepEnd.log or the result of an evaluation
     """

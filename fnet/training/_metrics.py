@@ -20,8 +20,10 @@ from fnet.training.loop._signals import poll
 
 @struct.dataclass
 class Mean:
-    """A weighted mean, stored as two float32 scalars: `total` is the weighted sum, and `count` is the sum of the
-    weights. Their quotient is the mean. `+` combines the means of two sets of examples.
+    """A weighted mean, stored as two float32 scalars.
+
+    `total` is the weighted sum of the values, and `count` is the sum of the weights. The mean is `total / count`. The
+    operator `+` combines the means of two sets of examples into the mean of both sets.
 
     >>> average = tr.mean(jnp.array([1.0, 2.0])) + tr.mean(jnp.array([6.0]))
     >>> float(average.total / average.count)
@@ -35,7 +37,7 @@ class Mean:
         return type(self)(self.total + other.total, self.count + other.count)
 
     def result(self) -> Any:
-        """The mean, or NaN if `count` is 0."""
+        """Returns the mean, or NaN if `count` is 0."""
         if isinstance(self.total, jax.Array):
             return self.total / self.count
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -44,11 +46,12 @@ class Mean:
 
 @struct.dataclass
 class MemberMean(Mean):
-    """The means of the members of a population, `total / count`. Both fields are arrays [members].
+    """The mean of a metric for each member of a population, which is a set of models that are trained together.
 
-    A metric `name` of this type is logged as name/0, name/1, ..., one value for each member, and as name/mean, name/min
-    and name/max over the members. The value of a member that has diverged is NaN, and name/mean, name/min and name/max
-    ignore it.
+    The fields `total` and `count` are arrays [members], and the means are `total / count`. If a step returns a
+    `MemberMean` as the metric `name`, the log contains one value for each member (name/0, name/1, ...), and name/mean,
+    name/min and name/max over all members. If a member has diverged, its value is NaN. name/mean, name/min and name/max
+    ignore such values.
 
     >>> means = tr.MemberMean(jnp.array([2.0, 6.0]), jnp.array([2.0, 2.0]))
     >>> (means + means).result().tolist()
@@ -73,8 +76,9 @@ def logged_names(metrics: Mapping[str, Any]) -> list[str]:
 
 @struct.dataclass
 class Total:
-    """An array that is summed over all batches, such as a confusion matrix. It may have any shape. `+` adds two partial
-    sums.
+    """An array that is summed over all batches, such as a confusion matrix.
+
+    The array may have any shape. The operator `+` adds the sums of two sets of batches.
 
     >>> both = tr.confusion(jnp.array([0]), jnp.array([1]), 2) + tr.confusion(jnp.array([1]), jnp.array([1]), 2)
     >>> both.total.tolist()
@@ -91,10 +95,11 @@ class Total:
 
 
 def mean(values: jax.Array, weight: jax.Array | None = None) -> Mean:
-    """Returns the mean of `values` over examples, as a `Mean`. Adding the `Mean`s of several batches gives the exact
-    mean over all of their examples.
+    """Returns the mean of `values` over examples, as a `Mean`.
 
         sum_i weight_i values_i / sum_i weight_i
+
+    If you add the `Mean`s of several batches, the result is the exact mean over the examples of all these batches.
 
     Args:
       values: numbers or bools, of any shape.
@@ -123,7 +128,10 @@ def mean(values: jax.Array, weight: jax.Array | None = None) -> Mean:
 def confusion(
     label: jax.Array, prediction: jax.Array, classes: int, weight: jax.Array | None = None
 ) -> Total:
-    """Counts each pair (label, prediction). Returns a `Total` of shape [classes, classes] whose rows are the labels.
+    """Counts how often each pair (label, prediction) occurs.
+
+    Returns the confusion matrix as a `Total` of shape [classes, classes]. Its rows are the labels, and its columns are
+    the predictions.
 
     Args:
       label: the true classes, integers [batch].
@@ -216,26 +224,26 @@ def evaluator(
     """Returns a function that evaluates a state on a complete data set, without dropping or repeating examples.
 
     All batches have the same size, so the evaluation is compiled only once. If the last batch has fewer examples, it is
-    padded. Every batch contains an array of weights [batch], which are 1.0 for examples and 0.0 for padding. If a plan
-    has placed the state on several devices, each device evaluates a part of the examples.
+    padded. Every batch contains an array of weights [batch], which are 1.0 for examples and 0.0 for padding. If the
+    state is on several devices according to a plan (see `parallel.plan`), each device evaluates a part of the examples.
 
     Args:
       metrics: a pure function, `metrics(state, batch) -> dict`. The values of the dict must be `Mean`s or `Total`s that
         ignore the padding, such as `mean(values, batch["weight"])`. A plain scalar raises an error, because it would
         include the padding.
-      data: a data set, as for `Batches`. It determines the form of a batch. If it is a dict, a batch is a dict with the
-        additional key "weight". If it is a tuple (x, y), a batch is (x, y, weight). If it is a single array, a batch is
-        (x, weight).
-      batch_size: number of examples in a batch. On several devices, the batch size is rounded up to a multiple of the
-        number of devices.
+      data: the arrays of the data set, with one of the structures that `Batches` accepts. If `data` is a dict, a batch
+        is a dict with the additional key "weight". If `data` is a tuple (x, y), a batch is (x, y, weight). If `data` is
+        a single array x, a batch is (x, weight).
+      batch_size: the number of examples in a batch. On several devices, the batch size is rounded up to a multiple of
+        the number of devices.
 
     Returns:
-      A function `evaluate(state)`, which returns a dict of floats and NumPy arrays.
+      A function `evaluate(state)`, which returns the metrics as a dict of floats and NumPy arrays.
 
     Raises:
       ValueError: the arrays have different lengths, an array is named "weight", `batch_size` is less than 1, or a
         metric is a plain scalar.
-      TypeError: values are missing or are not numbers.
+      TypeError: `data` contains missing values, or values that are not numbers.
 
     >>> def measure(state, batch):
     ...     return {"error": tr.mean(jnp.abs(state - batch["x"]), batch["weight"])}

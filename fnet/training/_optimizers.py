@@ -48,10 +48,10 @@ def _usual_promotion(function: Schedule) -> Schedule:
 def schedule(
     name: str, peak: float, steps: int, *, warmup: float = 0.0, final: float = 0.0
 ) -> Schedule:
-    """Returns a learning-rate schedule for a run of known length, by name.
+    """Returns the learning-rate schedule with a given name, for a run with a given number of steps.
 
-    At the beginning of the run, the rate rises linearly from 0 to `peak`. This warm-up is the fraction `warmup` of the
-    run. After that, the rate is
+    At the beginning of the run, the rate rises linearly from 0 to `peak`. The length of this warm-up is the fraction
+    `warmup` of the run. After the warm-up, the rate is
 
         constant    peak
         cosine      peak (final + (1 - final) (1 + cos(pi s)) / 2)
@@ -66,11 +66,11 @@ def schedule(
       peak: the largest learning rate.
       steps: the number of updates in the whole run.
       warmup: the length of the warm-up, as a fraction of the run in [0, 1). one_cycle ignores `warmup`. Default 0.
-      final: the learning rate at the end of the run, as a fraction of `peak`. It is used only by cosine and linear.
-        Default 0.
+      final: the learning rate at the end of the run, as a fraction of `peak`. Only the schedules cosine and linear use
+        `final`. Default 0.
 
     Returns:
-      A function of the step, for `optimizer` or any Optax optimizer.
+      A function that maps the number of a step to the learning rate. Pass it to `optimizer` or to any Optax optimizer.
 
     Raises:
       ValueError: the name is unknown, `warmup` is outside [0, 1), or `steps` is less than 1.
@@ -106,10 +106,11 @@ def schedule(
 
 
 def decays(params: Any) -> Any:
-    """Returns a tree of bools: True for the leaves that weight decay applies to, False for biases and norm scales.
+    """Returns a tree of bools that states to which leaves of `params` weight decay applies.
 
-    Weight decay does not apply to a leaf that is named `bias` or `scale`, or that has fewer than two axes. The number
-    of axes alone is not sufficient, because the scale of a stacked layer has two axes.
+    The value is False for a leaf that is named `bias` or `scale`, or that has fewer than two axes. For all other
+    leaves, the value is True. The names are necessary, because the scale of a norm has two axes if the parameters of
+    several layers are stacked.
 
     >>> tr.decays({"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)})
     {'bias': False, 'kernel': True}
@@ -131,21 +132,22 @@ def optimizer(
     clip: float | None = None,
     **options: Any,
 ) -> optax.GradientTransformation:
-    """Returns an Optax optimizer by name, with optional weight decay and gradient clipping.
+    """Returns the Optax optimizer with a given name, with optional weight decay and gradient clipping.
 
     Args:
-      name: one of `OPTIMIZERS`. momentum and nesterov are SGD with momentum 0.9.
-      learning_rate: a number, or a schedule.
+      name: one of `OPTIMIZERS`. "momentum" and "nesterov" are SGD with momentum 0.9.
+      learning_rate: a number, or a schedule (a function of the number of the step).
       weight_decay: the coefficient of the weight decay. adamw, nadamw, lion, lamb and muon decouple the decay from the
         gradient (Loshchilov & Hutter 2019). The other optimizers add `weight_decay` times the parameters to the
         gradient, which is L2 regularization. Default 0.
       decay_all: whether weight decay also applies to biases and norm scales (see `decays`). Default False.
-      clip: the largest global norm of the gradient; a larger gradient is scaled down. Default None: no clipping.
-      **options: options of the Optax optimizer (`b1=`, `momentum=`, `eps=`, ...).
+      clip: the largest global norm of the gradient. If the gradient has a larger norm, it is scaled down to this norm.
+        Default None: no clipping.
+      **options: keyword arguments of the Optax optimizer, such as `b1=`, `momentum=` or `eps=`.
 
     Raises:
-      ValueError: the name is unknown, the optimizer does not have an option, or `name` is "adam" and `weight_decay` is
-        not 0.
+      ValueError: the name is unknown, the optimizer does not have one of the `options`, or `name` is "adam" and
+        `weight_decay` is not 0.
 
     Example:
       >>> tx = optimizer("adamw", schedule("cosine", 1e-3, 1000, warmup=0.05), weight_decay=0.01)
@@ -186,15 +188,16 @@ class LookaheadState(NamedTuple):
 
 def lookahead(optimizer: optax.GradientTransformation, *, period: int = 5,
               rate: float = 0.5) -> optax.GradientTransformation:
-    """Returns an optimizer that equals `optax.lookahead`, but stores the slow weights in its state instead of in the
-    parameters.
+    """Returns a Lookahead optimizer that stores the slow weights in its state.
 
-    Every `period` steps, the slow weights move toward the weights w, and w is set to the slow weights:
+    The optimizer equals `optax.lookahead`, except that `optax.lookahead` stores the slow weights together with the
+    parameters. Let w be the parameters. Every `period` steps, the slow weights move toward w, and w is set to the slow
+    weights:
 
         slow = slow + rate (w - slow),        w = slow
 
     Args:
-        optimizer: an Optax optimizer of the weights w.
+        optimizer: the Optax optimizer that updates w in each step.
         period: the number of steps between two updates of the slow weights. Default 5.
         rate: the step size of the slow weights. Default 0.5.
 

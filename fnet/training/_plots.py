@@ -23,10 +23,12 @@ def _figure(**options) -> Figure:
 
 
 def curves(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike | None = None, *, title: str = "") -> Figure:
-    """Plots the loss by step for every data set, and the error rate if the accuracy was logged.
+    """Plots the learning curves of a run: the loss by step, and the error rate if the accuracy was logged.
+
+    The plot has one curve for the training data, and one curve for each evaluation.
 
     Args:
-      rows: the result of `read_metrics`.
+      rows: the logged metrics, as returned by `read_metrics`.
       path: the path of a PNG file to write. Default None: no file.
       title: the title above the plot. Default "".
 
@@ -73,8 +75,10 @@ def curves(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike | None = N
 
 def confusion_matrix(counts: Any, classes: Sequence[str], path: str | os.PathLike | None = None, *,
                      title: str = "") -> Figure:
-    """Plots a confusion matrix. Each cell shows a count. The color of a cell that is not on the diagonal shows the
-    count divided by the sum of the row.
+    """Plots a confusion matrix.
+
+    Each cell shows a count. The color of a cell outside the diagonal represents the count divided by the sum of the
+    row.
 
     Args:
       counts: the confusion matrix, an array [classes, classes] whose rows are the true classes.

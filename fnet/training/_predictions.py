@@ -19,18 +19,22 @@ PREDICTIONS = "predictions.json"
 
 def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any, *,
                      classes: Sequence[str] | None = None, images: Any = None, worst: int = 24) -> Path:
-    """Writes predictions.json, which contains the confusion matrix of a classifier and the wrong predictions in which
-    it was most confident.
+    """Writes the predictions of a classifier to the file predictions.json, for `fnet report`.
+
+    The file contains the confusion matrix, and the wrong predictions with the highest predicted probabilities.
 
     Args:
-      workdir: the run's folder, a local path.
+      workdir: the folder of the run, a local path.
       probabilities: the predicted probabilities, an array [examples, classes].
       labels: the true classes, integers [examples].
       classes: the names of the classes. Default None: "0", "1", ...
       images: the images of the examples, an array [examples, height, width, channels] with values as for `Image`.
         Default None: no images.
-      worst: the number of wrong predictions to save. Those with the highest predicted probability are selected. Default
-        24.
+      worst: the largest number of wrong predictions to save. The predictions with the highest probabilities are saved.
+        Default 24.
+
+    Returns:
+      The path of the file.
 
     Raises:
       ValueError: the shapes do not match, or a label is not an index of `classes`.

@@ -1,5 +1,7 @@
-"""Presets: tested hyperparameters for the experiments. Each dict maps the name of a preset to values for the fields of
-a configuration."""
+"""Presets: tested hyperparameters for the experiments.
+
+Each dict maps the name of a preset to the values of the fields of an experiment's configuration.
+"""
 
 IMAGE_CLASSIFICATION = {      # by data set
     "digits": {"width": 32, "epochs": 40, "batch_size": 64, "learning_rate": 0.05, "weight_decay": 1e-3,

@@ -19,9 +19,9 @@ class TrainState:
       params: the model's parameters.
       state: the model's other arrays, such as batch statistics; `{}` if the model has none.
       opt_state: the optimizer's state.
-      ema: an exponential moving average of params, or None.
-      decay: the decay of the moving average, a float, or None. This field is static: it is not traced and not saved in
-        checkpoints.
+      ema: an exponential moving average of `params`, or None.
+      decay: the decay of the moving average, a float, or None if there is no average. This field is static: JAX does
+        not trace it, and checkpoints do not contain it.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -54,10 +54,10 @@ class TrainState:
           params: the model's parameters.
           tx: an Optax gradient transformation.
           state: the model's other arrays, which are the second value that `model.init` returns. Default None: `{}`.
-          ema: the decay of a moving average of params, in [0, 1). Default None: no average.
+          ema: the decay of a moving average of `params`, in [0, 1). Default None: no average.
 
         Raises:
-          ValueError: ema is outside [0, 1).
+          ValueError: `ema` is outside [0, 1).
         """
         if ema is not None and not 0 <= ema < 1:
             raise ValueError(
@@ -77,12 +77,13 @@ class TrainState:
 
             ema' = d ema + (1 - d) params',    d = min(decay, (1 + step) / (10 + step))
 
-        In the first steps, d is smaller than `decay`, so the average does not retain the initial values.
+        Here, the prime denotes the new value. In the first steps, d is smaller than `decay`, so that the average soon
+        forgets the initial parameters.
 
         Args:
-          tx: the transformation that was passed to `create`.
-          grads: the gradient, a tree with the structure of params.
-          state: the model's new state. Default None: the old state is kept.
+          tx: the Optax transformation that was passed to `create`.
+          grads: the gradient, a tree with the structure of `params`.
+          state: the new value of the field `state`. Default None: the old value is kept.
           **extra: further keyword arguments for `tx.update`, such as `gradient=` for `tr.svrg`.
         """
         with jax.numpy_dtype_promotion("standard"):        # Adam's `decay ** step` needs it
@@ -103,5 +104,5 @@ class TrainState:
 
     @property
     def averaged(self) -> Any:
-        """The parameters for evaluation: the moving average if there is one, otherwise params."""
+        """The parameters for evaluation: the moving average if there is one, otherwise `params`."""
         return self.params if self.ema is None else self.ema

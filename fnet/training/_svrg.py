@@ -15,7 +15,7 @@ class SVRGState(NamedTuple):
 
     Attributes:
         anchor: the parameters at which the full gradient was computed.
-        full: the full gradient at the anchor.
+        full: the full gradient at the anchor, that is, the gradient over all data.
         inner: the state of the wrapped optimizer.
 
     >>> tr.svrg(optax.sgd(0.1)).init({"w": jnp.ones(2)}).anchor["w"].tolist()
@@ -30,9 +30,12 @@ class SVRGState(NamedTuple):
 def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that uses stochastic variance-reduced gradients (SVRG).
 
-    The wrapped optimizer receives g instead of the gradient of the batch:
+    Let w be the parameters, f the mean loss over all data, and f_batch the mean loss over a batch. The wrapped
+    optimizer receives g instead of the gradient of f_batch:
 
         g = grad f_batch(w) - grad f_batch(anchor) + full,        full = grad f(anchor) over all data
+
+    The anchor is an earlier value of w. This example sets a new anchor every 200 steps:
 
         tx = tr.svrg(optax.sgd(0.1))
         state = tx.init(params)
@@ -43,12 +46,12 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
             updates, state = tx.update(gradient(params), state, params, gradient=gradient)
             params = optax.apply_updates(params, updates)
 
-    g is an unbiased estimate of the full gradient. Its variance vanishes as w and the anchor approach the optimum. If f
-    is strongly convex, SVRG therefore converges linearly with a constant step size. With n examples and batches of b
-    examples, the anchor is usually refreshed every 2n / b steps for a convex f, and every 5n / b steps otherwise. SVRG
-    does not help deep networks (Defazio and Bottou 2019).
+    g is an unbiased estimate of the full gradient. The variance of g vanishes as w and the anchor approach the optimum.
+    Therefore, if f is strongly convex, SVRG converges linearly with a constant step size. With n examples and batches
+    of b examples, the anchor is usually refreshed every 2n / b steps for a convex f, and every 5n / b steps otherwise.
+    SVRG does not improve the training of deep networks (Defazio and Bottou 2019).
 
-    Call `refresh_anchor` before the first update. Otherwise, `full` and g are zero.
+    Call `refresh_anchor` before the first update. Otherwise, `full` is zero, and the optimizer receives zero gradients.
 
     Args:
         optimizer: an Optax optimizer, to which g is passed.
@@ -90,7 +93,7 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 def refresh_anchor(state: SVRGState, params: Any, full_gradient: Callable[[Any], Any]) -> SVRGState:
-    """Returns the state of `svrg` with these parameters as the anchor.
+    """Returns the state of `svrg` with `params` as the new anchor, and with the full gradient at this anchor.
 
     To refresh the anchor only in some steps of a jitted loop, call this function in a branch of `jax.lax.cond`.
 

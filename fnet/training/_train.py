@@ -22,39 +22,40 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
           **options: Any) -> Any:
     """Trains a model to map inputs to targets, with `fit` and all of its options.
 
-    `train` minimizes the mean of loss(model(params, x), y) over the examples. For any other objective, write a step and
-    call `fit`.
+    `train` minimizes the mean of loss(model(params, x), y) over the examples. For any other objective, write your own
+    step and call `fit`.
 
     Args:
-      model: a layer with `init`, called as `model(params, x, state=, key=, train=)`. Its parameters are initialized
-        from `seed`.
-      data: a function that returns a batch for the number of a step, such as a `Batches`, the result of
-        `from_iterator`, or your own function. A batch is a tuple (x, y), or a dict with the keys `inputs` and
-        `targets`.
+      model: a layer with the method `init`, which is called as `model(params, x, state=, key=, train=)`. `train`
+        initializes the parameters, with `seed`.
+      data: a function that maps the number of a step to a batch, such as a `Batches` object, the result of
+        `from_iterator`, or your own function. A batch is a tuple (x, y), or a dict. `inputs` and `targets` are the keys
+        of x and y in this dict.
       loss: a function of the model's outputs and the targets that returns one value for each example, such as
         `optax.softmax_cross_entropy_with_integer_labels`.
       optimizer: an Optax gradient transformation.
       epochs, steps: the length of the training, in epochs or in steps. Pass exactly one of the two.
-      validation: a data set for evaluations, with the structure of the batches. Its loss and metrics are logged as
-        "validation/loss", "validation/accuracy" and so on. Default None: no validation.
-      metrics: a dict {name: function} of further functions like `loss`, such as {"accuracy": lambda logits, y:
-        logits.argmax(-1) == y}. Default None: only the loss.
+      validation: the data set for evaluations, with the same structure as a batch. The results are logged as
+        "validation/loss" and, for each of the `metrics`, as "validation/NAME". Default None: no evaluations.
+      metrics: a dict {name: function} of metrics. Like `loss`, each function maps the outputs and the targets to one
+        value for each example. An example is {"accuracy": lambda logits, y: logits.argmax(-1) == y}. Default None: only
+        the loss.
       inputs, targets: the keys of the inputs and the targets, if batches are dicts. Default "x" and "y".
-      seed: the seed of the initial parameters and of dropout. Default 0.
-      ema: the decay of a moving average of the parameters. If it is given, the evaluation uses this average instead of
-        the parameters. Default None: no average.
+      seed: the seed of the random keys for the initial parameters and for dropout. Default 0.
+      ema: the decay of a moving average of the parameters. If `ema` is given, the evaluation uses this average instead
+        of the parameters. Default None: no average.
       every: the number of steps between two evaluations. Default None: one epoch, or the whole run if the length of an
         epoch is unknown.
       **options: further arguments for `fit`, such as workdir, early_stop, restore_best, progress and config.
 
     Returns:
-      The last `TrainState`, or the best one with `restore_best=True`.
+      The last `TrainState`, or with `restore_best=True`, the best `TrainState`.
 
     Raises:
       TypeError: `model` has no `init`, `data` is not a function of the step, or a batch has no inputs and targets.
-      ValueError: both or none of `epochs` and `steps` are given, the length of an epoch is unknown, or a loss or metric
-        does not have one value for each example.
-      Other errors: as raised by `fit`.
+      ValueError: both or none of `epochs` and `steps` are given, `epochs` is given but the length of an epoch is
+        unknown, or the loss or a metric does not have one value for each example.
+      Other errors: `train` also raises the errors of `fit`.
 
     Example:
       >>> import numpy as np

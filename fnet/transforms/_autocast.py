@@ -32,27 +32,27 @@ _FULL = "__full_precision__"
 
 
 def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, Any] | None = None) -> Callable:
-    """Converts `f` to mixed precision: products and convolutions use the policy's dtype, most other operations float32.
+    """Converts `f` to mixed precision: matrix products and convolutions use the dtype of the policy.
 
         step = ft.autocast(ft.value_and_grad(loss))                 # the dtype depends on the chip
         step = ft.autocast(ft.value_and_grad(loss), "bfloat16", rules={"head": "float32"})
 
-    The operands of products have the policy's dtype, and products are summed in float32. Reshapes and simple arithmetic
-    have the dtype of their inputs. exp, log, powers, sums over axes, norms, softmax and unknown operations run in
-    float32. A value that is only used in float32 is computed in float32. Loop carries, branches and the outputs of `f`
-    keep their dtypes, and gradients of float32 parameters are float32. Explicit casts and an explicit `precision=` are
-    respected. Autocast can be applied to a loss or to its `value_and_grad`; the results are the same.
+    The operands of products are cast to the policy's dtype, and products are summed in float32. Reshapes and simple
+    arithmetic run in the dtype of their inputs. exp, log, powers, sums over axes, norms, softmax and unknown operations
+    run in float32. A value that is used only in float32 is computed in float32. Loop carries, branches and the outputs
+    of `f` keep their dtypes, and gradients of float32 parameters are float32. Explicit casts and products with an
+    explicit `precision=` do not change. Apply `autocast` to a loss or to its `value_and_grad`, with the same results.
 
     Args:
         f: any JAX function: a model, a loss, a gradient or a complete step, written with any library.
-        policy: a `hardware.Policy`, "float32", "bfloat16", "float16", the name of a chip, or "auto" (default: the
-            policy of this device's chip).
+        policy: a `hardware.Policy`, "float32", "bfloat16", "float16", the name of a chip, or "auto" (default). "auto"
+            is the policy that suits the chip of this machine.
         rules: {pattern: dtype}, dtypes for parts of `f`. A pattern is a regular expression that must match the whole
             path of a named scope, or the beginning of the path up to a `/`. The first rule that matches is used.
             `rules` take precedence over the rules of the policy. Default None: no rules.
 
     Returns:
-        A function with f's signature and dtypes. For float16, use loss scaling as well: see `loss_scale`.
+        A function with f's signature and dtypes. If the policy's dtype is float16, use `loss_scale` as well.
 
     Raises:
         ValueError: a dtype or chip is unknown, or a rule matches no scope of `f`.
@@ -78,7 +78,7 @@ def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, 
 
 
 def full_precision(f: Callable) -> Callable:
-    """Excludes `f` from autocast: all operations in `f` run unchanged.
+    """Excludes `f` from autocast: all operations in `f` run in the dtypes in which `f` is written.
 
     >>> product = ft.full_precision(lambda x: x @ x)
     >>> [row.dtype for row in ft.explain(ft.autocast(lambda x: product(x) @ x, "bfloat16"), jnp.ones((2, 2))).rows]

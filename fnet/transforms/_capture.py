@@ -21,23 +21,23 @@ from fnet.transforms._patterns import Match, matches
 
 
 def sites(f: Callable) -> Callable:
-    """Returns a function that lists the sites of `f`: the values that `capture` and `intervene` can address.
+    """Returns a function that lists the sites of `f`: named values that `capture` can read and `intervene` can replace.
 
         print(ft.sites(model)(params, x))
 
-    A site is the output of a layer, the output of any other named scope, a value named with `tag`, or the weights of an
-    attention. The name of a layer's output is the path of the layer. Flax, Haiku and Equinox also name scopes; Equinox
-    names them by types, such as `eqx.nn.Linear#1`. For flax.nnx, apply `name_scopes` first. If a path is used several
-    times, the names of its sites are `path#0`, `path#1` and so on. The value of a site inside a scan has a leading
-    axis, whose length is the number of iterations. `layers.Stack` is such a scan: the site `path[:]` contains the
-    outputs of all blocks of the stack at `path`.
+    A site is the output of a layer, the output of any other named scope, a value named with `tag`, or the attention
+    weights of an attention layer. The name of a layer's output is the path of the layer. Flax linen, Haiku and Equinox
+    also name the scopes of their layers; Equinox uses types as names, such as `eqx.nn.Linear#1`. For flax.nnx, apply
+    `name_scopes` first. If a path is used several times, the names of its sites are `path#0`, `path#1` and so on. If a
+    site is inside a scan, its value has a leading axis, whose length is the number of iterations. `layers.Stack` runs
+    its blocks in a scan. If `path` is the path of a `Stack`, the site `path[:]` contains the outputs of all its blocks.
 
     Args:
         f: any function.
 
     Returns:
         A function with f's arguments that returns `Sites`, a tuple of `SiteInfo` in the order of computation. This
-        function only traces f; its arguments may be `jax.ShapeDtypeStruct`s.
+        function only traces f, so its arguments may be `jax.ShapeDtypeStruct`s.
 
     >>> def f(x):
     ...     with jax.named_scope("double"):
@@ -57,7 +57,7 @@ def sites(f: Callable) -> Callable:
 
 @dataclasses.dataclass(frozen=True)
 class SiteInfo:
-    """A site of a function.
+    """A site of a function: a named value, as described in `sites`.
 
     Attributes:
         name: the name of the site.
@@ -82,7 +82,7 @@ class SiteInfo:
 
 
 class Sites(tuple):
-    """The sites of a function. `str()` returns one line for each site.
+    """The sites (named values) of a function. `str()` returns one line for each site.
 
     >>> ft.sites(lambda x: ft.tag(2 * x, "double").sum())(jnp.ones(3)).names
     ('double',)
@@ -99,23 +99,26 @@ class Sites(tuple):
 
 
 def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
-    """Returns a function that also returns the values of sites of `f`.
+    """Returns a function that computes `f`, and also returns the values of sites (named values, see `sites`) of `f`.
 
         logits, seen = ft.capture(model, "blocks/attention")(params, x)
 
     Args:
         f: any function: a model, a loss, a gradient, a training step.
-        pattern: the name of a site, a regular expression that matches whole names, or a sequence of these.
-            "blocks[3]/mlp" is the value in one layer of a stack. `sites` lists all names.
+        pattern: the name of a site, a regular expression that matches whole names, or a sequence of names and regular
+            expressions. "blocks[3]/mlp" is the site "mlp" in layer 3 of the `layers.Stack` "blocks". The function
+            `sites` lists all names.
 
     Returns:
-        A function with f's arguments that returns (f's result, {name: value}). The value of a layer is exactly what the
-        layer returned. A value in a scan has a leading axis of iterations. If f contains a `vmap`, a value that depends
-        on the mapped arguments has a leading axis for the batch. If f computes derivatives, the values are those of the
-        forward pass. In a compiled program, values that are not requested need neither time nor memory.
+        A function with f's arguments that returns (f's result, {name: value}). For a layer, the value is exactly the
+        output of the layer. If a site is in a scan, its value has a leading axis for the iterations. If f contains a
+        `vmap`, a value that depends on the mapped arguments has a leading axis for the batch. If f computes
+        derivatives, the values are those of the forward pass. In a compiled program, sites that are not requested need
+        neither time nor memory.
 
     Raises:
-        ValueError: a pattern matches no site, or it matches a site inside a while loop or a branch of cond.
+        ValueError: a pattern matches no site, or it matches a site inside a while loop, a branch of cond or a
+            shard_map.
 
     >>> model = nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2))
     >>> params, _ = model.init(jax.random.key(0), jnp.ones((3, 5)))
@@ -139,27 +142,28 @@ def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
 
 
 def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
-    """Returns `f` with replaced values of sites.
+    """Returns a function that computes `f` with other values at some sites (named values, see `sites`).
 
         y = ft.intervene(model, {"blocks[3]/mlp": lambda value, index: 0 * value})(params, x)
 
-    All operations that read the site's value read the new value. In a compiled program, operations that only the old
-    value needs are not executed. In `vmap(intervene(f, ...))`, the change receives the value of one example; in
-    `intervene(vmap(f), ...)`, it receives the value of the whole batch.
+    All operations that read the value of a changed site read the new value. In a compiled program, operations that are
+    needed only for the old value are not executed. In `vmap(intervene(f, ...))`, the function `change` receives the
+    value of one example. In `intervene(vmap(f), ...)`, `change` receives the value of the whole batch.
 
     Args:
         f: any function. For its gradient, use `grad(intervene(f, changes))`, not `intervene(grad(f), changes)`.
         changes: {pattern: change}, with patterns as in `capture`. `change(value, index)` returns a tree with the
             structure, shapes and dtypes of `value`. `index` is a tuple with the index of the iteration of each scan
-            around the site, the outermost scan first. In a stack of layers, it is (layer,); outside of scans, it is ().
-            Several changes of a site are applied in order.
+            around the site, the outermost scan first. In a stack of layers, `index` is (layer,); outside of scans,
+            `index` is (). If several patterns match a site, their changes are applied in the order of the dict.
 
     Returns:
         A function with f's arguments and results.
 
     Raises:
-        ValueError: as for `capture`. It is also raised if a site is in a differentiated part of `f`, or inside a
-            function with a custom derivative, because the derivative would still be computed for the original value.
+        ValueError: a pattern matches no site, or it matches a site inside a while loop, a branch of cond or a
+            shard_map. The error is also raised if a site is in a differentiated part of `f`, or inside a function with
+            a custom derivative, because the derivative would still be computed for the original value.
         TypeError: a new value has another structure, shape or dtype.
 
     >>> def f(x):
@@ -187,12 +191,14 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
 
 
 def capture_cotangents(f: Callable, pattern: str | Sequence[str], *, has_aux: bool = False) -> Callable:
-    """Returns a function that also returns the derivatives of a scalar function with respect to its sites.
+    """Returns a function that computes a scalar function `f`, and also its derivatives with respect to sites of `f`.
+
+    Sites are named values, see `sites`.
 
         loss, cotangents = ft.capture_cotangents(loss, "blocks/attention")(params, batch)
 
     Args:
-        f: a function that returns a floating-point scalar, not its gradient.
+        f: a function that returns a floating-point scalar. Pass the function itself, not its gradient.
         pattern: one or several patterns, as in `capture`.
         has_aux: whether f returns a pair (scalar, auxiliary outputs). Default False.
 
@@ -201,7 +207,8 @@ def capture_cotangents(f: Callable, pattern: str | Sequence[str], *, has_aux: bo
         shapes of the captured value, with None for leaves that are not floating-point.
 
     Raises:
-        TypeError: f does not return a floating-point scalar. ValueError: as for `intervene`.
+        TypeError: f does not return a floating-point scalar.
+        ValueError: as for `intervene`.
 
     >>> def f(x):
     ...     return jnp.sum(tag(x * 2, "doubled") ** 2)

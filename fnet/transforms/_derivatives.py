@@ -16,8 +16,8 @@ def hvp(f: Callable) -> Callable:
 
         hvp(f)(x, v, *rest) = d/dt grad(f)(x + t v, *rest) at t = 0
 
-    The product takes about the time of two gradients: a JVP (forward mode) of the gradient (reverse mode). The Hessian
-    is never computed (Pearlmutter, 1994, Fast Exact Multiplication by the Hessian).
+    A product takes about as long as two gradients: it is a JVP (forward mode) of the gradient (reverse mode). The
+    Hessian itself is never computed (Pearlmutter, 1994, Fast Exact Multiplication by the Hessian).
 
     Args:
         f: `f(x, *rest, **options) -> scalar`, where x is any tree of floating-point arrays.
@@ -54,7 +54,7 @@ def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) ->
     Args:
         f: a function of parameters and batched arguments.
         argnums: the positions of the arguments that are batched along the first axis of their leaves, an int or a
-            tuple. Default None: all but the first.
+            tuple. Default None: all arguments except the first.
 
     Returns:
         A function with f's arguments, whose outputs have a leading axis of the batch's length.

@@ -82,23 +82,24 @@ def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Us
     """Explains what autocast, tune, fold or use_implicit_arrays does in a function. The function is traced, but not
     run.
 
-    There are two exceptions. With `tune(measure=True)`, and for a step of `search.population`, the step may be run on
-    copies of its arguments, to select the fastest form by timing. The explanation of a population states how its
-    members are run.
+    In two cases, the function may be run on copies of its arguments, to select the fastest form by timing: if it is the
+    result of `tune(measure=True)`, and if it is a step of `search.population`. The explanation of a population states
+    with which method its members (the models that are trained together) are run.
 
         step = ft.jit(ft.autocast(ft.value_and_grad(loss)))
         print(ft.explain(step, params, batch))
 
     Args:
-        f: the result of `autocast`, `tune`, `fold` or `use_implicit_arrays`, possibly under `jit` or
-            `functools.partial`. If several of these transforms were applied, the outermost one is explained.
+        f: the result of `autocast`, `tune`, `fold` or `use_implicit_arrays`, or a step of `search.population`, possibly
+            under `jit` or `functools.partial`. If several of these transforms were applied, the outermost transform is
+            explained.
         args, kwargs: the arguments of f, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
         An `Explanation`, `Tuning`, `Folds` or `Uses` object. `print` shows the object as a table.
 
     Raises:
-        ValueError: `f` is not the result of one of these transforms.
+        ValueError: `f` is not the result of `autocast`, `tune`, `fold`, `use_implicit_arrays` or `search.population`.
 
     >>> half = ft.autocast(lambda x: jnp.exp(x @ x), "bfloat16")
     >>> [(row.primitive, row.dtype) for row in ft.explain(half, jnp.ones((2, 2))).rows]

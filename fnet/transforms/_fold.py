@@ -77,30 +77,32 @@ class Folds:
 
 
 def fold(f: Callable, params: Any, state: Any = None) -> Callable:
-    """Fixes the parameters of f. Values that depend only on the parameters are computed once, and affine maps after
-    products are folded into the products' kernels.
+    """Fixes the parameters of f. Values that depend only on the parameters are computed once. Affine maps after matrix
+    products and convolutions are merged into the kernels of these products.
 
         predict = ft.fold(model, params, state)
         logits = predict(x)                         # model(params, x, state=state)[0]
 
     A product or convolution with a fixed kernel is often followed by additions and multiplications with fixed values
-    for each output feature. Examples are biases, scales, and BatchNorm with its running statistics. The product and
-    these operations become one product with a new kernel, and one addition:
+    for each output feature. Examples are biases, scales, and BatchNorm with its running statistics. `fold` replaces the
+    product and these operations by one product with a new kernel, and one addition:
 
         ((x * kernel) - mean) * rate + bias  =  x * (kernel rate) + (bias - mean rate)
 
-    `ft.explain(predict, x)` lists these products. Products in 16-bit dtypes do not change, because the new kernels
-    would have to be rounded. Products inside loops do not change either. Results are equal up to rounding, about 1e-6.
+    `ft.explain(predict, x)` lists the products that `fold` changed. `fold` does not change products in 16-bit dtypes,
+    because the new kernels would have to be rounded. `fold` also does not change products inside loops. The results are
+    those of f up to rounding, about 1e-6.
 
     Args:
         f: any function `f(params, *args, **kwargs)`, such as a model of any library.
         params: the parameters of f, a tree of arrays.
-        state: the state of f, a tree of arrays. If it is given, f must return (output, state) when it is called as
-            `f(params, *args, state=state, **kwargs)`. Default None.
+        state: the state of f, a tree of arrays. If `state` is passed, f must return (output, state) when it is called
+            as `f(params, *args, state=state, **kwargs)`. Default None.
 
     Returns:
-        A function of the other arguments that returns the output. This function is already jitted. It can be
-        differentiated with respect to its arguments, batched, and called inside other functions.
+        A function of the other arguments (`*args` and `**kwargs`) that returns the output of f. This function is
+        already jitted. It can be differentiated with respect to its arguments, batched, and called inside other
+        functions.
 
     Source: Jacob et al. (2018), Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
     Inference, section 3.2 (folding of batch normalization).

@@ -14,15 +14,16 @@ from fnet.jaxpr import ImplicitInterpreter, Traced, Use, array_leaves, is_implic
 
 
 def use_implicit_arrays(f: Callable) -> Callable:
-    """Makes f accept parameters that contain implicit arrays.
+    """Makes f accept parameters that are implicit arrays, such as quantized or low-rank parameters.
 
         params = compress.quantize(params, {".*": compress.Int8()})
         logits = ft.use_implicit_arrays(model)(params, x)
 
-    f itself is traced with plain arrays. Products, convolutions and lookups that read an implicit array are computed
-    directly from its components, for example from 8-bit codes and scales. This also works through transposes, reshapes,
-    casts, jit, scans, remat, branches and loops. For any other operation, the implicit array is first converted to a
-    plain array (materialized). `ft.explain` lists all uses:
+    An implicit array is a parameter that is computed from several arrays (its components), for example from 8-bit codes
+    and scales. f itself is traced with plain arrays. Products, convolutions and lookups that read an implicit array are
+    computed directly from its components. An implicit array may pass through transposes, reshapes, casts, jit, scans,
+    remat, branches and loops before such an operation reads it. For any other operation, the implicit array is first
+    converted to a plain array (materialized). `ft.explain` lists all operations that read an implicit array:
 
         print(ft.explain(ft.use_implicit_arrays(model), params, x))
 
@@ -30,10 +31,10 @@ def use_implicit_arrays(f: Callable) -> Callable:
         f: any function: a model of any library, a loss, a gradient.
 
     Returns:
-        A function with the arguments of f, any leaf of which may be an implicit array. The function can be compiled,
-        batched, and differentiated with respect to the floating-point leaves of implicit arrays, which `nn.partition`
-        separates from the others. If f returns an implicit array unchanged, the function returns it too. If no argument
-        contains an implicit array, f is called unchanged.
+        A function with the arguments of f. Any leaf of the arguments may be an implicit array. The function can be
+        compiled, batched, and differentiated with respect to the floating-point leaves of implicit arrays.
+        `nn.partition` separates these leaves from the other leaves. If f returns an implicit array unchanged, the
+        function returns the implicit array. If no argument contains an implicit array, f is called unchanged.
 
     >>> import jax.numpy as jnp
     >>> from fnet import compress

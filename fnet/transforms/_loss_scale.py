@@ -50,7 +50,7 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
     an unscaled gradient has the dtype of its parameter, and in float16 small gradients would underflow again.
 
         policy = hw.policy()
-        tx = ft.loss_scale(optax.adamw(1e-3), policy)            # optax.adamw itself where the policy needs no scale
+        tx = ft.loss_scale(optax.adamw(1e-3), policy)            # optax.adamw itself if the policy needs no scale
 
         def step(params, opt_state, batch):
             value, grads = ft.scaled_value_and_grad(loss)(opt_state, params, batch)
@@ -59,7 +59,7 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
 
     Args:
         inner: an Optax transformation.
-        policy: a `hardware.Policy`. If its `loss_scale` is None, `inner` is returned unchanged. Default None: the
+        policy: a `hardware.Policy`. If `policy.loss_scale` is None, `inner` is returned unchanged. Default None: the
             optimizer is wrapped with the default scale.
         initial: the first scale. Default None: the `loss_scale` of the policy, or 2^15 without a policy.
         growth: the factor by which the scale is multiplied after `interval` steps with finite gradients. Default 2.
@@ -70,13 +70,14 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
             these axes are not finite. Default None.
 
     Returns:
-        An `optax.GradientTransformationExtraArgs` with a `LossScaleState`.
+        An `optax.GradientTransformationExtraArgs`, whose state is a `LossScaleState`.
 
     Raises:
         TypeError: `inner` is not an Optax transformation, or `policy` is not a `hardware.Policy`.
         ValueError: the options are out of range.
 
-    Source: Micikevicius et al. (2018), Mixed Precision Training, section 3.2; the constants are PyTorch's and Keras'.
+    Source: Micikevicius et al. (2018), Mixed Precision Training, section 3.2. The default growth, interval, backoff and
+    initial scale are those of PyTorch or Keras.
 
     >>> tx = ft.loss_scale(optax.sgd(0.1), hw.policy("Tesla T4"))
     >>> float(ft.loss_scale_state(tx.init({"w": jnp.ones(3)})).scale)
@@ -158,9 +159,9 @@ def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *,
 
         value, grads = scaled_value_and_grad(loss)(opt_state, params, batch)
 
-    The value is the unscaled loss in float32 (or float64). The gradients are those of the loss times the scale; the
-    update of `loss_scale` divides them by the scale. If `opt_state` contains no scale, the function behaves like
-    `jax.value_and_grad`, so the same training step works in every precision.
+    The value is the unscaled loss in float32 (or float64). The gradients are the gradients of the loss, multiplied by
+    the scale. The update function of `loss_scale` divides the gradients by the scale. If `opt_state` contains no scale,
+    the function behaves like `jax.value_and_grad`, so the same training step works in every precision.
 
     Args:
         loss: `loss(*args) -> scalar`, or (scalar, aux) with `has_aux`.

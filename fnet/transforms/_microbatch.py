@@ -16,21 +16,22 @@ from fnet.jaxpr import wraps
 
 def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = None,
                weight: Callable | None = None) -> Callable:
-    """Evaluates `f` on n slices of the batch in a scan and averages the results. Only one slice is in memory at a time.
+    """Evaluates `f` on n slices of the batch, one after another in a scan, and averages the results.
 
         microbatch(f, n)(params, batch) = sum_i w_i f(params, batch_i) / sum_i w_i
 
-    With equal weights, the result equals f on the full batch if f is a mean over rows, or the gradient of such a mean.
-    f must not use statistics across rows, as batch normalization does. If f is a weighted mean, pass a function
-    `weight` that returns the sum of the weights in a slice.
+    w_i is the weight of slice i. Only the intermediate values of one slice are in memory at a time. With equal weights,
+    the result equals f on the full batch if f is a mean over rows, or the gradient of such a mean. f must not use
+    statistics across rows, as batch normalization does. If f is a weighted mean, pass a function `weight` that returns
+    the sum of the weights in a slice.
 
         step = ft.microbatch(ft.value_and_grad(loss), 8)
         step = ft.microbatch(ft.value_and_grad(loss), 8, weight=lambda params, batch: batch["weight"].sum())
 
     Weights may be negative and may depend on the parameters. A slice whose weight is exactly 0 has no effect on any
-    value, count or derivative of any order, even if f or a derivative of f is NaN or infinite on this slice. A slice in
-    which positive and negative weights add up to 0 is omitted, too: the weighted mean of its rows does not exist. If
-    the weights of all slices add up to 0, floating-point results are NaN or infinite.
+    value, count or derivative of any order, even if f or a derivative of f is NaN or infinite on this slice. If the
+    positive and negative weights in a slice add up to 0, the slice has no effect either, because the weighted mean of
+    its rows does not exist. If the weights of all slices add up to 0, floating-point results are NaN or infinite.
 
     Slice i contains rows i, i + n, i + 2n, ..., so that no row is moved to another device if the batch is sharded. If a
     batched argument is a scalar `jax.random.key`, the index of the slice is folded into the key, so that slices have
@@ -42,18 +43,18 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
             least float32 and returned in their own dtype. Integer outputs, such as counts, are summed.
         n: the number of slices, a divisor of the number of rows.
         argnums: the positions of the arguments that are batched along the first axis of their leaves. Default None:
-            all but the first.
-        weight: a function of f's arguments, with one slice in place of the batch, that returns the weight of the
-            slice, a real scalar. Default None: every weight is 1.
+            all arguments except the first.
+        weight: a function with the arguments of f, which receives one slice in place of the batch. It returns the
+            weight of the slice, a real scalar. Default None: every weight is 1.
 
     Returns:
         A function with f's signature and output structure.
 
     Raises:
-        TypeError: if a batched argument is a `jax.Ref`, or `weight` is not a function.
-        ValueError: if the batched arguments have no common number of rows, n does not divide this number, or an output
-            is neither floating point nor integer. It is also raised if a weight is not a real scalar, or if the
-            computation of a weight has side effects.
+        TypeError: a batched argument is a `jax.Ref`, or `weight` is not a function.
+        ValueError: the batched arguments have no common number of rows, n does not divide this number, an output is
+            neither floating point nor integer, a weight is not a real scalar, or the computation of a weight has side
+            effects.
 
     >>> f = lambda w, x: jnp.mean(w * x)
     >>> float(ft.microbatch(f, 2)(2.0, jnp.arange(4.0)))

@@ -12,20 +12,21 @@ from fnet.jaxpr import tag
 
 
 def name_scopes(module: Any) -> Any:
-    """Returns a flax.nnx module whose submodules run under named scopes. The names are the paths of the attributes.
+    """Returns a flax.nnx module whose submodules run under named scopes. flax.nnx itself does not name scopes.
 
         named = ft.name_scopes(module)
         print(ft.sites(named)(x))
 
-    All functions of fnet that use paths (`capture`, rules of `autocast`, counts, ...) then work on nnx modules. The
-    path of the submodule `module.blocks[0].attention` is "blocks/0/attention", as in the module's state. If several
-    attributes refer to the same submodule, its name is the path of the first of these attributes.
+    The name of a submodule is the path of the attribute that contains it. For example, the path of the submodule
+    `module.blocks[0].attention` is "blocks/0/attention", as in the module's state. If several attributes refer to the
+    same submodule, its name is the path of the first of these attributes. All functions of fnet that use paths
+    (`capture`, rules of `autocast`, counts, ...) work on the returned module.
 
     Args:
         module: a `flax.nnx.Module`. Equinox, Haiku and Flax Linen name their scopes themselves.
 
     Returns:
-        A copy that shares all variables with the original module, so an update of either changes both.
+        A copy that shares all variables with the original module, so an update of a variable changes both modules.
 
     Raises:
         TypeError: the argument is not an nnx module.

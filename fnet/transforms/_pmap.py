@@ -40,9 +40,9 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
             whole argument. A tuple has one entry for each argument, which is an integer, None or a tree of integers and
             None. Negative axes count from the end, as in `jax.vmap`. Keyword arguments are split along axis 0. Default
             0.
-        out_axes: the axis along which each result is stacked: an integer, None or a tree of them, as in `in_axes`.
-            Negative axes count from the end of the stacked result. None is for results that are equal on every device,
-            such as those of `psum` and `all_gather`: they are returned once. Default 0.
+        out_axes: the axis along which each result is stacked: an integer, None or a tree of integers and None, as in
+            `in_axes`. Negative axes count from the end of the stacked result. Use None for results that are equal on
+            every device, such as the results of `psum` and `all_gather`; such a result is returned once. Default 0.
         static_argnums: the positions of arguments that are hashable values instead of arrays. Default ().
         donate_argnums: the positions of arguments whose memory may be reused for the results. Default ().
         devices: the devices. Default None: all devices.
@@ -53,8 +53,8 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
 
     Raises:
         TypeError: in_axes or out_axes contain anything but integers and None.
-        ValueError: in a call, an argument's axis does not have one slice for each device, out_axes is out of range, a
-            result with out_axes=None may differ between devices, or the call is inside another pmap or shard_map.
+        ValueError: in a call, the length of an argument's axis is not the number of devices, out_axes is out of range,
+            a result with out_axes=None may differ between devices, or the call is inside another pmap or shard_map.
 
     >>> pmap(lambda x: lax.psum(x, "devices"), out_axes=None, devices=jax.devices()[:1])(jnp.ones((1, 3)))
     Array([1., 1., 1.], dtype=float32)
@@ -95,6 +95,7 @@ def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
 
     Raises:
         ValueError: the number of rows of a leaf is not a multiple of the number of devices.
+
     >>> shard({"x": np.zeros((6, 2))}, jax.devices()[:1])["x"].shape
     (1, 6, 2)
     """
@@ -110,8 +111,8 @@ def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
 
 
 def replicate(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
-    """Copies a tree to each device: a leaf [...] becomes an array [devices, ...]. The original may still be used or
-    donated.
+    """Copies a tree to each device: a leaf [...] becomes an array [devices, ...]. Afterwards, the original tree may
+    still be used or donated.
 
     >>> replicate({"w": np.zeros(3)}, jax.devices()[:1])["w"].shape
     (1, 3)
@@ -129,7 +130,7 @@ def unreplicate(tree: Any) -> Any:
     [...].
 
     Raises:
-        ValueError: a leaf has no axis of devices.
+        ValueError: a leaf is a scalar, so it has no axis of devices.
 
     >>> devices = jax.devices()[:1]
     >>> ft.unreplicate(ft.replicate({"w": jnp.ones(3)}, devices))["w"].shape

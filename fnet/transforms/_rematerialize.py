@@ -27,15 +27,16 @@ def rematerialize(step: Callable) -> Callable:
 
         step = ft.rematerialize(step)
 
-    The results do not change; the time grows by up to a third. A scan over layers stores the inputs of each layer, and
-    no values inside the layers. Other code, such as a ResNet, is split into pieces at points where few activations are
-    live. Only the activations at these points are stored. The pieces are chosen so that the recomputed activations of
-    one piece need about as much memory as all stored activations together. Each piece is recomputed when the backward
-    pass reaches it. If little memory would be saved, nothing changes.
+    The results do not change; the time of the step grows by up to a third. A scan over layers stores the inputs of each
+    layer, and no values inside the layers. Other code, such as a ResNet, is split into pieces at points where few
+    activations are live. The step stores only the activations at these points. The pieces are chosen so that the
+    recomputed activations of one piece need about as much memory as all stored activations together. A piece is
+    recomputed when the backward pass reaches the piece. If `rematerialize` would save little memory, it does not change
+    the step.
 
     Args:
-        step: a function that computes derivatives, such as a training step. (For a function that is differentiated
-            later, use `jax.checkpoint`.)
+        step: a function that computes derivatives, such as a training step. For a function that is differentiated
+            later, use `jax.checkpoint`.
 
     Returns:
         A function with the signature and results of `step`.

@@ -28,41 +28,46 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
 
         step = ft.tune(jax.jit(step, donate_argnums=0))
 
-    On a CPU:
+    On a CPU, `tune` makes these changes:
 
-    - Operands of matrix products are computed before the product, not inside it.
+    - Operands of large matrix products are computed before the product. Otherwise, XLA would compute the operands
+      inside strided copies.
     - Transposes introduced by vmap are undone.
     - A weight gradient becomes a product of two matrices, the first of which is the smaller one.
-    - bfloat16 products get float32 sums and a form that XLA computes fast, even if the user wrote the casts.
+    - Products of bfloat16 arrays, including arrays that the user cast to bfloat16, get float32 sums and a form that XLA
+      computes fast.
     - Poolings whose windows do not overlap, and their gradients, become elementwise operations. The gradient of a max
-      pooling goes to the same element as in XLA, also for ties.
-    - Weight gradients of convolutions get the layout of a forward convolution.
+      pooling goes to the same element of the window as in XLA, even if several elements are equal to the maximum.
+    - Weight gradients of convolutions get the array layout of a forward convolution.
     - Depthwise convolutions and their gradients become sums of products with shifted arrays.
     - Convolutions with up to 32 groups become one convolution for each group.
     - Gradients of transposed convolutions get the form of gradients of strided convolutions.
-    - If most of the FLOPs are in convolutions, compiler options select the library that computes them. For bfloat16,
-      this library is oneDNN, which requires jaxlib 0.12 or later and a CPU with AMX or AVX-512 products of bfloat16.
+    - If most of the FLOPs are in convolutions, compiler options select the library that computes the convolutions. For
+      bfloat16, this library is oneDNN, which requires jaxlib 0.12 or later and a CPU with AMX or AVX-512 products of
+      bfloat16.
 
-    On a GPU or TPU:
+    On a GPU or TPU, `tune` makes these changes:
 
     - Loops over layers are unrolled if the program stays small, because XLA then recomputes elementwise operations in
       the backward pass instead of storing their results.
-    - Casts of a loop's constants to 16 bits run once, before the loop.
+    - If each iteration of a loop casts the same array to 16 bits, the array is cast once, before the loop.
     - Lookups of one element per row, such as the logit of a label, become a comparison and a sum.
     - On TPUs, the weights of the unrolled layers, and their gradients, are separate arrays within the step, because the
       compiler prefetches whole arrays, but not slices, into on-chip memory.
-    - On TPUs, the statistics of BatchNorm for bfloat16 arrays are sums without a shift, so that the kernels of the
-      convolutions compute them. A scatter that overwrites up to 16 slices, as in text generation, becomes a selection.
+    - On TPUs, the statistics of BatchNorm for a bfloat16 array x are computed from the sums of x and x², so that the
+      kernels of the convolutions compute these sums.
+    - On TPUs, a scatter that overwrites up to 16 slices, as in text generation, becomes an elementwise selection.
     - On GPUs, products of one row and a matrix in 16 bits, as in text generation, are computed for two equal rows,
       because XLA stores intermediate results of a product of one row in main memory.
 
     NaN and Inf occur at the same positions as without `tune`. Dtypes and named scopes do not change.
 
-    Rules apply to the whole program, after differentiation, so pass the step, not the model. Apply `tune` last. If a
-    tuned step is called with arrays, it is compiled with the compiler options that the rules select, and the arguments
-    that a jitted step donates are still donated. If a tuned step is called inside another transformation (jit, vmap,
-    grad), it becomes a part of the outer program. Compiler options are then those of the outer jit, and a warning names
-    the options that have no effect.
+    `tune` rewrites the whole program, after differentiation, so pass the complete step, not the model. Apply `tune`
+    after all other transforms. If a tuned step is called with arrays, it is compiled with the compiler options that the
+    rules (the changes above) select. If the original step is jitted and donates arguments, the tuned step donates the
+    same arguments. A tuned step that is called inside another transformation (jit, vmap, grad) becomes a part of the
+    outer program. The outer program is compiled with the options of the outer jit, and a warning lists the options of
+    the rules that have no effect.
 
     Args:
         step: a function of arrays, jitted or not, written with any library. Rules also apply inside loops, branches,
@@ -74,11 +79,11 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
         rules: a dict {name of a rule: False} of the rules to disable. `ft.explain(ft.tune(step), *args)` lists the
             rules that change the step. Default None: no rule is disabled.
         measure: whether to select the rules by timing. The first call with arrays then compiles and times the program
-            with all rules, with no rule, and without each single rule, on copies of its arguments. The fastest
-            selection of rules is used, and stored in FNET_CACHE or ~/.cache/fnet for later processes. `ft.explain`
-            reports the times. All rules are used without timing in four cases: the program has callbacks, an argument
-            is neither an array nor a number, copies of the arguments would need more than 10 % of this machine's
-            memory, or there are several processes. Default False.
+            with all rules, with no rule, and with all rules except one (for each rule), on copies of its arguments. The
+            fastest selection of rules is used, and stored in FNET_CACHE or ~/.cache/fnet for later processes.
+            `ft.explain` reports the times. All rules are used without timing in four cases: the program has callbacks,
+            an argument is neither an array nor a number, copies of the arguments would need more than 10 % of this
+            machine's memory, or there are several processes. Default False.
 
     Returns:
         A function with step's signature and results, and with the methods `trace` and `lower` as in `jax.jit`.

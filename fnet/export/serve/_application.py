@@ -24,13 +24,13 @@ _OPEN = "/", "/v2/health/live", "/v2/health/ready"      # paths that need no tok
 
 
 def application(files: Iterable[str], options: Options | None = None) -> Any:
-    """Returns the server as an ASGI application, which you can run in your own ASGI server.
+    """Returns the server for bundles (exported models) as an ASGI application, to run it in your own ASGI server.
 
     Args:
         files: the bundles, strings of the form FILE, NAME=FILE or NAME:VERSION=FILE.
-        options: the options of the server. `port`, `max_connections` and `drain` have no effect. If `host` is a
-            loopback address, such as the default 127.0.0.1, the header Host of a request must be a loopback address or
-            localhost. Default None: `serve.Options()`.
+        options: the options of the server. The options `port`, `max_connections` and `drain` have no effect. If `host`
+            is a loopback address, such as the default 127.0.0.1, the server accepts only requests whose header Host is
+            a loopback address or localhost. Default None: `serve.Options()`.
 
     Returns:
         A Starlette application. Models are compiled when the application starts.

@@ -12,18 +12,19 @@ from fnet.export.serve._options import Options
 
 def run(files: Iterable[str], options: Options | None = None, *,
         started: Callable[[str], None] = lambda address: None) -> None:
-    """Serves bundles until SIGTERM or SIGINT, and answers every accepted request before it returns.
+    """Serves bundles (exported models) until SIGTERM or SIGINT, and answers every accepted request before it returns.
 
     After the first signal, the server reports that it is not ready, and its responses ask the clients to close their
-    connections. After `options.drain` seconds, the server accepts no more connections, and `run` returns when all
-    requests are answered. After a second signal, `run` returns at once.
+    connections. After `options.drain` seconds, the server accepts no more connections. When all requests are answered,
+    `run` returns. After a second signal, `run` returns immediately.
 
         serve.run(["digits.fnet"], serve.Options(port=8000))
 
     Args:
         files: the bundles, strings of the form FILE, NAME=FILE or NAME:VERSION=FILE.
         options: the options of the server. Default None: `serve.Options()`.
-        started: a function that is called with the address when all programs are compiled. Default: does nothing.
+        started: a function that is called with the address of the server when all programs are compiled. Default: a
+            function that does nothing.
 
     Raises:
         ImportError: Starlette or uvicorn is not installed (fnet[serve]).

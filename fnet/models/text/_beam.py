@@ -21,10 +21,10 @@ class Beams(NamedTuple):
     """The output of `beam_search`. The texts of each prompt are sorted by score, the best text first.
 
     Attributes:
-        tokens: [batch, beams, max_tokens], 0 after the end of a text.
+        tokens: [batch, beams, max_tokens], the tokens of each text. Elements after the end of a text are 0.
         lengths: [batch, beams], the number of tokens of each text before its stop token.
         scores: [batch, beams], the score of each text: the sum of the log-probabilities of its tokens, divided by
-            (number of its tokens) ** length_penalty. The stop token is included in the sum and in the number.
+            (number of its tokens) ** length_penalty. The sum and the number include the stop token.
 
     >>> gpt = models.GPT(vocab_size=16, width=8, depth=1, heads=1, context=8)
     >>> params, _ = gpt.init(jax.random.key(0), gpt.example())
@@ -42,9 +42,10 @@ def beam_search(model: nn.Layer, params: dict, prompts: jax.Array, *, beams: int
                 dtype: Any = None) -> Beams:
     """Continues each prompt with the highest-scoring texts that beam search finds.
 
-    Each iteration extends the best `beams` texts of each prompt by every token, and keeps the best `beams` results. A
-    text that ends with a stop token is finished and is not extended. The search for a prompt ends when `beams` texts
-    are finished and no unfinished text has a higher score than the worst finished text, or after `max_tokens` tokens.
+    Each iteration extends the best `beams` texts of each prompt by every possible token, and keeps the best `beams`
+    results. A text that ends with a stop token is finished and is not extended. The search for a prompt ends when
+    `beams` texts are finished and no unfinished text has a higher score than the worst finished text. It also ends
+    after `max_tokens` tokens.
 
         best = models.beam_search(model, params, prompts, beams=4, max_tokens=50, stop=tokenizer.stop)
         print(tokenizer.decode(best.tokens[0, 0, :best.lengths[0, 0]]))
@@ -53,14 +54,14 @@ def beam_search(model: nn.Layer, params: dict, prompts: jax.Array, *, beams: int
         model, params, prompts, lengths, stop, dtype: as for `generate`.
         beams: number of texts that are kept for each prompt.
         max_tokens: the maximum number of tokens to generate.
-        length_penalty: the sum of the log-probabilities of n tokens is divided by n ** length_penalty. If it is 0, the
-            score is the sum itself, which favors short texts.
+        length_penalty: the score of a text of n tokens is the sum of the log-probabilities of the tokens, divided by
+            n ** length_penalty. With 0, the score is the sum itself, which favors short texts.
 
     Returns:
-        `Beams(tokens, lengths, scores)`, sorted by scores.
+        `Beams(tokens, lengths, scores)`. The texts of each prompt are sorted by their scores.
 
     Raises:
-        ValueError, TypeError: as for `generate`. ValueError also if beams < 1.
+        ValueError, TypeError: as for `generate`. ValueError is also raised if beams < 1.
 
     Source: Wu et al. (2016), Google's Neural Machine Translation System, section 7, with the length penalty of
     transformers.

@@ -24,18 +24,19 @@ _WITHOUT_TOKENS = (None, "PreTrainedTokenizer", "PreTrainedTokenizerFast", "Toke
 
 
 class ChatTemplate:
-    """The chat template of a model, which converts messages to text in the format on which the model was trained.
+    """The chat template of a model: a program that converts messages to text in the format of the model's training.
 
         template = models.ChatTemplate.read(folder)
         text = template.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
 
-    Templates are programs in the language Jinja (`pip install 'fnet[chat]'`). They run in a sandbox without access to
-    Python, files or the network, and with limits on iterations and on the lengths of texts. As in transformers, they
-    may use loop controls, `raise_exception`, `strftime_now`, `tojson` and `{% generation %}`.
+    Chat templates are programs in the template language Jinja (`pip install 'fnet[chat]'`). They run in a sandbox
+    without access to Python, files or the network, and with limits on iterations and on the lengths of texts. As in
+    transformers, templates may use loop controls, `raise_exception`, `strftime_now`, `tojson` and `{% generation %}`.
 
     Args:
-        template: the template as a string, or {name: template}. `render` selects "default" or "tool_use" automatically.
-        tokens: the special tokens as variables of the template, such as bos_token="<s>".
+        template: the template as a string, or several templates as {name: template}. `render` then selects "default" or
+            "tool_use" automatically.
+        tokens: special tokens, which become variables of the template, such as bos_token="<s>".
 
     >>> template = ChatTemplate("{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}",
     ...                         bos_token="<s>")
@@ -54,11 +55,11 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, folder: str | os.PathLike) -> ChatTemplate:
-        """Reads the chat template of a folder of weights.
+        """Reads the chat template from a folder of weights.
 
-        If the folder contains a chat_template.jinja, the template is read from this file, and further templates are
-        read from the folder additional_chat_templates. Otherwise, templates are read from the field chat_template of
-        tokenizer_config.json. The special tokens are always read from tokenizer_config.json.
+        If the folder contains a chat_template.jinja, the template is read from this file, and further named templates
+        are read from the subfolder additional_chat_templates. Otherwise, templates are read from the field
+        chat_template of tokenizer_config.json. The special tokens are always read from tokenizer_config.json.
 
         Raises:
             FileNotFoundError: the folder has no chat template.
@@ -74,24 +75,24 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping], *, add_generation_prompt: bool = False,
                tools: Sequence[Mapping] | None = None, documents: Sequence[Mapping] | None = None,
                name: str | None = None, **variables: Any) -> str:
-        """Renders a conversation.
+        """Converts a conversation to text with the template.
 
         Args:
-            messages: the conversation, a list of {"role": "user", "content": "..."}. A template may support more
-                fields. All values must have JSON types.
+            messages: the conversation, a list of {"role": "user", "content": "..."}. A template may support further
+                fields of a message. All values must have JSON types.
             add_generation_prompt: whether to append the text with which an answer begins.
             tools: JSON schemas of functions that the model may call.
             documents: a list of {"title": ..., "text": ...}, from which the model may quote.
-            name: the name of the template to use. Default: "tool_use" if `tools` is not empty and such a template
-                exists, otherwise "default".
+            name: the name of the template to use. Default: "tool_use" if `tools` is not empty and a template of this
+                name exists, otherwise "default".
             variables: other variables of the template, such as enable_thinking=False for Qwen3.
 
         Returns:
-            The text. It already contains the special tokens, so encode it with `special_tokens=False`.
+            The text. It already contains the special tokens, so pass `special_tokens=False` when you encode it.
 
         Raises:
-            ValueError: the messages are not of the expected form, or the template rejects them, fails, or exceeds a
-                limit.
+            ValueError: the messages are not of the expected form, or the template rejects the messages, fails, or
+                exceeds a limit.
             ModuleNotFoundError: jinja2 is not installed.
         """
         messages = [_with_reasoning(message) for message in _checked(messages)]
@@ -165,9 +166,9 @@ def chat(model: nn.Layer, params: dict, tokenizer: Any, messages: Sequence[Mappi
             answer += piece
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "When?"}]
 
-    The answer ends before the first token of `tokenizer.stop`. If the content of a message contains the text of a
-    special token, this text is encoded as that token, as in transformers. Remove such texts from the messages of
-    untrusted users, who could otherwise imitate other roles.
+    The answer ends before the first token of `tokenizer.stop`. If the content of a message contains the string of a
+    special token, this string is encoded as that token, as in transformers. Remove such strings from the messages of
+    untrusted users. Otherwise, these users could imitate other roles.
 
     Args:
         model, params: as for `generate`.
@@ -178,14 +179,14 @@ def chat(model: nn.Layer, params: dict, tokenizer: Any, messages: Sequence[Mappi
         template: a `ChatTemplate`. Default: `tokenizer.chat_template`.
         variables: other arguments of `ChatTemplate.render`: `tools`, `documents`, or variables of the template.
         stop: strings that end the answer, as for `stream_text`.
-        options: `temperature` and the other options of `generate`, except `samples` and `lengths`.
+        options: `temperature` and other options of `generate`, except `samples` and `lengths`.
 
     Yields:
         The pieces of the answer, as strings.
 
     Raises:
-        ValueError, TypeError: as for `generate` and `ChatTemplate.render`. ValueError also if the tokenizer has no chat
-            template.
+        ValueError, TypeError: as for `generate` and `ChatTemplate.render`. ValueError is also raised if there is no
+            chat template.
 
     >>> tokenizer = models.CharTokenizer("user: be or not to\\n")
     >>> model = models.GPT(tokenizer.vocab_size, width=4, depth=1, heads=1, context=32)

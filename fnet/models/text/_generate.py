@@ -21,14 +21,14 @@ _SMALLEST = 16    # programs are compiled for lengths that are powers of two; th
 
 
 class Generated(NamedTuple):
-    """The output of `generate`, registered with `jax.export` as "fnet.models.Generated".
+    """The output of `generate`. It is registered with `jax.export` as "fnet.models.Generated".
 
     Attributes:
-        tokens: [batch * samples, max_tokens], 0 after the end of an example.
+        tokens: [batch * samples, max_tokens], the generated tokens. Elements after the end of an example are 0.
         lengths: [batch * samples], the number of tokens of each example before its stop token, or max_tokens if there
             is no stop token.
         log_probs: [batch * samples, max_tokens], the model's log-probability of each token, before penalties,
-            temperature, top_k, top_p and min_p are applied; 0 after the end of an example.
+            temperature, top_k, top_p and min_p are applied. Elements after the end of an example are 0.
 
     >>> gpt = models.GPT(vocab_size=16, width=8, depth=1, heads=1, context=8)
     >>> params, _ = gpt.init(jax.random.key(0), gpt.example())
@@ -45,7 +45,13 @@ export.register_namedtuple_serialization(Generated, serialized_name="fnet.models
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Pads lists of tokens on the right with 0. Returns `(tokens [rows, longest], lengths [rows])`.
+    """Pads lists of tokens on the right with 0, so that they form one array.
+
+    Args:
+        rows: a list of tokens for each example.
+
+    Returns:
+        `(tokens, lengths)`: the tokens [rows, length of the longest list], and the length of each list [rows].
 
     >>> padded([[5, 6, 7], [8]])
     (array([[5, 6, 7],
@@ -65,51 +71,51 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
              stop: Sequence[int] = (), lengths: jax.Array | None = None, dtype: Any = None) -> Generated:
     """Continues each prompt token by token.
 
-    First, one call of the model processes all prompts and stores their keys and values in a cache. Then a
-    `lax.while_loop` generates one token of every example in each iteration, until all examples have stopped. Both parts
-    are one compiled program. The prompt length and `max_tokens` are rounded up to about a power of two, so the program
-    is reused for similar lengths. It is also reused for other values of the sampling options. Before the loop, the
-    program copies the parameters, to cast them to `dtype` and to unstack the blocks of a stacked model (`unstack`).
-    Then each iteration reads every weight once and updates every cache in place.
+    First, one call of the model processes all prompts except their last tokens, and stores the keys and values in a
+    cache. Then a `lax.while_loop` generates one token of every example in each iteration, until all examples have
+    stopped. The call and the loop are one compiled program. The prompt length and `max_tokens` are rounded up to about
+    a power of two, so the program is reused for similar lengths. It is also reused for other values of the sampling
+    options. Before the loop, the program copies the parameters, to cast them to `dtype` and to unstack the blocks of a
+    stacked model (see `unstack`). Each iteration then reads every weight once and updates the cache in place.
 
         out = models.generate(model, params, [tokenizer.encode("Once upon a time")], max_tokens=200, temperature=0)
         print(tokenizer.decode(out.tokens[0, :out.lengths[0]]))
 
     Args:
-        model: a decoder: `model(params, tokens, lengths=, state=cache)` returns logits [batch, time, vocab_size], and
-            `model.cache` creates the cache. Examples are GPT, Decoder and LSTMLanguageModel.
+        model: a decoder: `model(params, tokens, lengths=, state=cache)` returns (logits [batch, time, vocab_size],
+            cache), and `model.cache` creates an empty cache. Examples are GPT, Decoder and LSTMLanguageModel.
         params: the parameters of the model.
         prompts: integers [batch, time], at least one token in each example, padded on the right.
-        key: a `jax.random.key`, not needed for temperature 0. The random numbers of an example depend on its index in
-            the batch and the index of the token, not on the other examples.
+        key: a `jax.random.key`, not needed for temperature 0. The random numbers of an example depend on the index of
+            the example in the batch and on the index of the token, but not on the other examples.
         max_tokens: the maximum number of tokens to generate.
-        temperature: divisor of the logits. 0: always the most probable token. A temperature that is traced by
-            `jax.jit` must not be 0.
+        temperature: divisor of the logits. With 0, always the most probable token is selected. A temperature that is
+            traced by `jax.jit` must not be 0.
         top_k: sample only from the k most probable tokens (Fan et al., 2018).
-        top_p: sample only from the smallest set of tokens whose probabilities add up to p (Holtzman et al., 2020,
-            nucleus sampling). It is applied after top_k.
+        top_p: sample only from the smallest set of tokens whose probabilities add up to at least p (Holtzman et al.,
+            2020, nucleus sampling). `top_p` is applied after `top_k`.
         min_p: sample only from tokens whose probability is at least min_p times the largest probability (Nguyen et al.,
             2024).
-        repetition_penalty: a factor for the logits of tokens that are in the prompt or were generated before: positive
-            logits are divided by the factor, and negative logits are multiplied by it (Keskar et al., 2019).
-        presence_penalty: a number that is subtracted from the logits of tokens that were generated before.
-        frequency_penalty: a number that is subtracted from the logit of a token once for each time that the token was
+        repetition_penalty: a factor for the logits of tokens that are in the prompt or were generated before. Positive
+            logits are divided by the factor, and negative logits are multiplied by the factor (Keskar et al., 2019).
+        presence_penalty: a number that is subtracted once from the logits of tokens that were generated before.
+        frequency_penalty: a number that is subtracted from the logit of a token for each time that the token was
             generated before.
-        samples: number of texts to generate for each prompt. Each prompt is processed only once. Row
-            `i * samples + j` of the result is text j of prompt i.
+        samples: number of texts to generate for each prompt. Each prompt is processed only once. Row `i * samples + j`
+            of the result is text j of prompt i.
         stop: tokens that end an example.
-        lengths: integers [batch], the length of each prompt. Default: `time`.
+        lengths: integers [batch], the number of tokens of each prompt. Default: `time`, the length of the array.
         dtype: the dtype to which floating-point parameters are cast, and in which keys and values are cached. Default:
-            the dtype of the parameters. Use "bfloat16" on GPUs and TPUs, where the time of an iteration depends on the
-            number of bytes that it reads.
+            the dtype of the parameters. Use "bfloat16" on GPUs and TPUs, because there the time of an iteration depends
+            on the number of bytes that it reads.
 
     Returns:
         `Generated(tokens, lengths, log_probs)`, with tokens [batch * samples, max_tokens].
 
     Raises:
-        ValueError: prompts whose shape is not [batch, time], lengths outside 1 .. time, an option outside its range,
-            more tokens than the model's context, or sampling without a key.
-        TypeError: prompts that are not integers.
+        ValueError: the shape of `prompts` is not [batch, time]; `lengths` are outside 1 .. time; an option is outside
+            its range; the prompt and `max_tokens` exceed the model's context; or the key for sampling is missing.
+        TypeError: `prompts` are not integers.
 
     >>> from fnet import models
     >>> model = models.GPT(vocab_size=7, width=4, depth=1, heads=1, context=32)

@@ -20,18 +20,18 @@ _FIRST = _BYTES + 256             # the first piece of text
 
 
 class LlamaBPE:
-    """A byte-pair encoding, which repeatedly merges the pair of pieces with the best score.
+    """The tokenizer of llama2.c, a byte-pair encoding. It repeatedly merges the pair of pieces with the best score.
 
-    Among pairs with equal scores, the leftmost pair is merged first. A space is added before the text. A character that
-    is not in the vocabulary is encoded as its bytes in UTF-8.
+    If several pairs have equal scores, the leftmost pair is merged first. A space is added before the text. A character
+    that is not in the vocabulary is encoded as the bytes of its UTF-8 encoding.
 
         tokenizer = LlamaBPE.read("tokenizer.bin")
         tokenizer.encode("Once upon a time")         # 1, 9038, 2501, 263, 931
 
     Args:
         pieces: all tokens in the order of their indices: <unk>, <s>, </s>, 256 tokens for the bytes, then the pieces of
-            text. The tokens for the bytes are named <0x00> to <0xFF>. In old files, they are the characters with the
-            code points 0 to 255.
+            text. The tokens for the bytes are named <0x00> to <0xFF>. In old files, they are named by the characters
+            with the code points 0 to 255.
         scores: for each piece, the score of a merge that results in this piece.
 
     Raises:
@@ -66,7 +66,9 @@ class LlamaBPE:
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> LlamaBPE:
-        """Reads a tokenizer.bin: the length of the longest token, then the score, length and bytes of each token.
+        """Reads a tokenizer.bin.
+
+        The file contains the length of the longest token, then the score, the length and the bytes of each token.
 
         Raises:
             ValueError: the file is not a tokenizer.bin, or a tokenizer_config.json next to it describes another
@@ -98,7 +100,7 @@ class LlamaBPE:
             text: the text.
             bos: whether to start with <s>.
             eos: whether to end with </s>.
-            special_tokens: if False, neither <s> nor </s> is added.
+            special_tokens: if False, neither <s> nor </s> is added, whatever the values of `bos` and `eos`.
         """
         tokens = []
         for char in (" " + text if text else ""):

@@ -18,15 +18,15 @@ from fnet.models.text._sampling import is_sampled, sampling
 def stream(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array | None = None, *, max_tokens: int,
            temperature: float = 1.0, samples: int = 1, stop: Sequence[int] = (), lengths: jax.Array | None = None,
            dtype: Any = None, **options: float | None) -> Iterator[np.ndarray]:
-    """Generates the same tokens as `generate`, and yields one token of each example at a time.
+    """Generates the same tokens as `generate`, and yields the next token of each example after each iteration.
 
         for tokens in models.stream(model, params, prompts, max_tokens=100, temperature=0):
             print(tokens)
 
-    The arguments are those of `generate`. They are checked when the first token is requested.
+    The arguments are the same as for `generate`. `stream` checks the arguments when the first token is requested.
 
     Yields:
-        int32 [batch * samples], the next token of each example, or -1 after the end of the example.
+        An int32 array [batch * samples], the next token of each example. The element of an example is -1 after its end.
 
     Raises:
         ValueError, TypeError: as for `generate`.
@@ -57,17 +57,17 @@ def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key:
         for piece in models.stream_text(model, params, tokenizer, "Once upon a time", max_tokens=200, temperature=0):
             print(piece, end="", flush=True)
 
-    A piece ends with a complete character. Characters that may be the start of a stop string are yielded only when the
-    following characters show that they do not belong to a stop string.
+    Each piece ends with a complete character. Characters that may be the start of a stop string are held back. They are
+    yielded when the following characters show that they do not belong to a stop string.
 
     Args:
         model, params: as for `generate`.
         tokenizer: a tokenizer, such as the result of `models.read_tokenizer`. It has the methods `encode` and `decode`,
             and its attribute `stop` contains the tokens that end a text.
-        prompt: the text to continue, at least one token.
+        prompt: the text to continue. It must have at least one token.
         key: a `jax.random.key`, not needed for temperature 0.
         stop: strings that end the text. The text ends before the stop string that is completed first.
-        options: `max_tokens` and the other options of `generate`, except `samples` and `lengths`.
+        options: `max_tokens` and other options of `generate`, except `samples` and `lengths`.
 
     Yields:
         The pieces of the generated text, as strings.

@@ -34,8 +34,10 @@ class ByteTokenizer:
     stop = ()
 
     def encode(self, text: str, *, special_tokens: bool = True) -> np.ndarray:
-        """Converts text to its bytes, an int32 array [bytes]. There are no special tokens, so `special_tokens` has no
-        effect."""
+        """Converts text to its bytes, an int32 array [bytes].
+
+        The tokenizer has no special tokens, so the argument `special_tokens` has no effect.
+        """
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -71,8 +73,9 @@ class CharTokenizer:
         return len(self.characters)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> np.ndarray:
-        """Converts text to tokens, an int32 array [characters]. There are no special tokens, so `special_tokens` has no
-        effect.
+        """Converts text to tokens, an int32 array [characters].
+
+        The tokenizer has no special tokens, so the argument `special_tokens` has no effect.
 
         Raises:
             ValueError: a character is not in the vocabulary.
@@ -95,10 +98,10 @@ class CharTokenizer:
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> CharTokenizer:
-        """Reads the file that `write` writes, a JSON string of the characters.
+        """Reads a vocabulary from a file that `write` wrote, a JSON string of the characters.
 
         Raises:
-            ValueError: the file has other content.
+            ValueError: the content of the file is not such a string.
         """
         raw = contents(path, most=SMALL).strip()
         try:
@@ -118,26 +121,26 @@ class CharTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer that uses Hugging Face's library tokenizers (`pip install tokenizers`).
 
-    Use it for vocabularies that fnet does not read itself. Padding and truncation settings of the file are ignored, so
-    `encode` returns the tokens of the whole text. If a text contains the string of a special or added token, this
-    string is encoded as that token.
+    Use `HuggingFaceTokenizer` for vocabularies that fnet does not read itself. It ignores padding and truncation
+    settings of the file, so `encode` returns the tokens of the whole text. If a text contains the string of a special
+    or added token, this string is encoded as that token.
 
     Args:
         path: one of the following files. Related files in the same folder are also read.
 
-            - tokenizer.json. If the folder has a tokenizer_config.json, the two are compared.
-            - vocab.json with merges.txt, the byte-level BPE of GPT-2, RoBERTa and Qwen.
-            - a SentencePiece model (tokenizer.model, spiece.model, sentencepiece.bpe.model) of Llama, T5 or XLM-R; the
-              library sentencepiece reads it (`pip install 'fnet[sentencepiece]'`).
+            - tokenizer.json. If the folder has a tokenizer_config.json, the two files are compared.
+            - vocab.json, next to merges.txt: the byte-level BPE of GPT-2, RoBERTa and Qwen.
+            - a SentencePiece model (tokenizer.model, spiece.model, sentencepiece.bpe.model) of Llama, Gemma, T5 or
+              XLM-R. The library sentencepiece reads this file (`pip install 'fnet[sentencepiece]'`).
 
-            For the last two kinds, the class and the special tokens of the tokenizer are read from
+            For vocab.json and SentencePiece models, the class and the special tokens of the tokenizer are read from
             tokenizer_config.json, special_tokens_map.json and added_tokens.json. If these files do not state the class,
-            it is read from config.json. `stop` contains the eos_token.
+            the class is determined by the `model_type` in config.json. The attribute `stop` contains the eos_token.
 
     Raises:
-        ModuleNotFoundError: the library is not installed.
+        ModuleNotFoundError: the library tokenizers or sentencepiece is not installed.
         ValueError: the file is damaged, describes too many processing steps, contradicts tokenizer_config.json, or
-            belongs to an unknown class. `encode` and `decode` raise ValueError if the library fails.
+            belongs to an unknown class of tokenizers. `encode` and `decode` raise ValueError if the library fails.
 
     >>> import tempfile, tokenizers
     >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "to": 1, "be": 2}, unk_token="?"))
@@ -254,9 +257,10 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
     """Reads a tokenizer from a file or from a folder of weights.
 
     Args:
-        path: a file, which determines the class: vocab.txt (`WordPiece`), tokenizer.bin (`LlamaBPE`), characters.json
-            (`CharTokenizer`), tokenizer.json, vocab.json, tokenizer.model, spiece.model or sentencepiece.bpe.model
-            (`HuggingFaceTokenizer`). Or a folder, from which the first of these files is read.
+        path: a file or a folder. The name of the file determines the class of the tokenizer: vocab.txt (`WordPiece`),
+            tokenizer.bin (`LlamaBPE`), characters.json (`CharTokenizer`), tokenizer.json, vocab.json, tokenizer.model,
+            spiece.model or sentencepiece.bpe.model (`HuggingFaceTokenizer`). From a folder, the first of these files
+            that exists is read.
 
     Returns:
         A tokenizer. `encode(text)` returns an int32 array [tokens], and `decode(tokens)` returns a text. `encode(text,
@@ -265,7 +269,7 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
         of generation_config.json, and the tokenizer also has the attribute `chat_template`, a `ChatTemplate` or None.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist, or the folder contains none of these files.
         ValueError: the file is damaged.
 
     >>> import json, pathlib, tempfile

@@ -23,13 +23,13 @@ _CONTROL = ("Cc", "Cf", "Co", "Cs")    # not Cn (unassigned), which depends on t
 
 
 class WordPiece:
-    """Splits words into the longest pieces in the vocabulary, from left to right.
+    """BERT's tokenizer, which splits each word from left to right into the longest pieces in the vocabulary.
 
-    First, the text is normalized as in BERT. Control characters are removed, and white space becomes one space.
-    Depending on the options, Chinese characters become separate words, accents are removed and letters become
-    lowercase. The text is then split into words at spaces and around every punctuation mark. All pieces of a word but
-    the first begin with ##. A word that cannot be split into pieces becomes [UNK]. If a text contains the string of a
-    special token, such as [MASK], this string is encoded as that token.
+    First, the text is normalized as in BERT. Control characters are removed, and each white-space character becomes a
+    space. Depending on the options, Chinese characters become separate words, accents are removed and letters become
+    lowercase. The text is then split into words at spaces and around every punctuation mark. All pieces of a word
+    except the first begin with ##. A word that cannot be split into pieces becomes [UNK]. If a text contains the string
+    of a special token, such as [MASK], this string is encoded as that token.
 
         tokenizer = WordPiece.read("vocab.txt")
         tokenizer.encode("Unaffable!")               # [CLS] una ##ffa ##ble ! [SEP]
@@ -39,7 +39,8 @@ class WordPiece:
         lowercase: whether letters become lowercase, as for models called "uncased". Default: True.
         strip_accents: whether accents are removed. Default: the value of `lowercase`.
         tokenize_chinese_chars: whether each Chinese character is a separate word.
-        clean_up: whether `decode` also removes the spaces in contractions and around single quotes.
+        clean_up: whether `decode` removes the spaces in contractions and around single quotes, in addition to those
+            before punctuation marks.
 
     Raises:
         ValueError: the vocabulary lacks one of the four tokens, or contains a token twice.
@@ -88,12 +89,12 @@ class WordPiece:
         Args:
             path: the file.
             lowercase: whether letters become lowercase. Default: the setting in tokenizer_config.json or tokenizer.json
-                in the same folder. If neither file states it, the default is True if the vocabulary contains none of
-                the letters A to Z. If you pass `lowercase`, these files are not read.
+                in the same folder. If neither file exists, the default is True if the vocabulary contains none of the
+                letters A to Z. If you pass `lowercase`, these files are not read.
 
         Raises:
-            ValueError: the file is not a vocab.txt; or one of the other two files describes another tokenizer, or has
-                an unknown field.
+            ValueError: the file is not a vocab.txt; or tokenizer_config.json or tokenizer.json describes another
+                tokenizer, or has an unknown field.
         """
         text = contents(path, most=SMALL)
         check_count(path, text.count("\n"))
@@ -109,12 +110,12 @@ class WordPiece:
             vocabulary, **_tokenizer_config.wordpiece(Path(path).parent, tokenizer._numbers))
 
     def encode(self, text: str, max_length: int | None = None, *, special_tokens: bool = True) -> np.ndarray:
-        """Converts text to tokens, int32 [tokens]: [CLS], the pieces of the text, and [SEP].
+        """Converts text to tokens, an int32 array [tokens]: [CLS], the pieces of the text, and [SEP].
 
         Args:
             text: the text.
-            max_length: the maximum number of tokens, including [CLS] and [SEP]. Pieces beyond it are dropped. Default:
-                no maximum.
+            max_length: the maximum number of tokens, including [CLS] and [SEP]. If the text has more pieces, the last
+                pieces are dropped. Default: no maximum.
             special_tokens: whether to add [CLS] and [SEP].
         """
         if max_length is not None and max_length < 2 * special_tokens:
@@ -139,7 +140,8 @@ class WordPiece:
         return clean_up(text) if self.clean_up else text
 
     def words(self, text: str) -> list[str]:
-        """Normalizes a text and splits it at spaces and around punctuation, before words are split into pieces.
+        """Normalizes a text and splits it at spaces and around punctuation into words, without splitting the words into
+        pieces.
 
         Each special token in the text is kept as one word.
         """

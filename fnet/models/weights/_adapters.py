@@ -45,7 +45,7 @@ def load_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, name
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the adapter is for another model, or uses features of PEFT other than plain LoRA, such as DoRA.
+        ValueError: the adapter is for another model, or uses features of PEFT that are not plain LoRA, such as DoRA.
 
     >>> import tempfile
     >>> from fnet import compress
@@ -81,8 +81,9 @@ def load_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, name
 
 def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base: str | None = None,
                  prefix: str | None = None, names: str = "huggingface") -> Path:
-    """Writes the `compress.LowRank` leaves of parameters as a LoRA adapter that PEFT loads: the inverse of
-    `load_adapter`.
+    """Writes the `compress.LowRank` leaves of a tree of parameters as a LoRA adapter in the file format of PEFT.
+
+    `save_adapter` is the inverse of `load_adapter`.
 
     Args:
         model: the base model.
@@ -90,8 +91,9 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
         path: the folder to write.
         base: the name of the base model on Hugging Face's hub, which is written to adapter_config.json. Default: null
             is written.
-        prefix: the prefix of the names of modules. It depends on the class of transformers that PEFT adapts:
-            "transformer." for GPT2LMHeadModel, "" for GPT2Model. Default: the prefix for the class with a head.
+        prefix: the prefix of the names of modules. It depends on the class of transformers to which PEFT applies the
+            adapter: "transformer." for GPT2LMHeadModel, "" for GPT2Model. Default: the prefix for the class with a
+            head.
         names: as for `load_adapter`.
 
     Returns:

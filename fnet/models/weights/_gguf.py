@@ -36,14 +36,14 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
         logits = ft.use_implicit_arrays(model)(params, tokens)
 
     Matrices in the formats Q8_0 and Q4_0 remain quantized: they become `compress.Quantized` leaves with the codes and
-    scales of the file. Arrays in other formats, such as Q6_K, are decoded to float32. The tokenizer in the file is not
-    read.
+    scales of the file. Arrays in other formats, such as Q6_K, are decoded to float32. `load_gguf` does not read the
+    tokenizer that the file contains.
 
     Args:
         path: a *.gguf file whose architecture is "llama".
 
     Returns:
-        (model, params, state). State is `{}`.
+        (model, params, state). The state is `{}`.
 
     Raises:
         FileNotFoundError: there is no such file.

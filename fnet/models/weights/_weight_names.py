@@ -23,10 +23,10 @@ from fnet.models._images import ImageInput
 
 
 class Layout(NamedTuple):
-    """A reversible change of an array's layout.
+    """A reversible change of an array's layout, that is, of the order and the splitting of its axes.
 
-    `ours` converts an array in the layout of the file to the layout of fnet, and `theirs` is the inverse. Both return
-    views.
+    `ours` converts an array from the layout of the file to the layout of fnet, and `theirs` is the inverse. Both
+    functions return views.
 
     >>> transpose = Layout("transpose", lambda x: x.T, lambda x: x.T)
     >>> transpose.ours(np.ones((10, 64))).shape                # [out, in] in the file, [in, out] in fnet
@@ -43,9 +43,9 @@ def _swap(array):
 
 
 def flattened(height: int, width: int) -> Layout:
-    """The layout of the kernel of a dense layer whose input is a flattened image.
+    """Returns the layout of the kernel of a dense layer whose input is a flattened image.
 
-    The kernel is [out, c h w] in the file and [h w c, out] in fnet.
+    The kernel is [out, c h w] in the file and [h w c, out] in fnet, for images of height h, width w and c channels.
 
     >>> flattened(7, 7).ours(np.ones((10, 3 * 7 * 7))).shape
     (147, 10)
@@ -92,16 +92,17 @@ DEPTHWISE = Layout("depthwise", _swap, _swap)                                # [
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Connects a key of the file with one path in fnet, or with several paths.
+    """Connects a key (the name of an array) in a file with the path of this array in fnet.
 
-    If there are several paths, the array in the file is split along its last axis into their arrays.
+    A rule may have several paths for one key. The array in the file is then split along its last axis into the arrays
+    of these paths.
 
     Args:
         ours: the path or paths in fnet, with fields for integers, such as "stage{s}".
         theirs: the key in the file, with the same fields. A field that occurs only in the key is the index of a copy in
             an `nn.Stack`.
         layout: the change of layout between the file and fnet. Default: no change.
-        beside: further keys that the file may contain, with the same fields.
+        beside: `Spare` objects for further keys that the file may contain, with the same fields.
 
     >>> rule = models.pretrained.Rule("blocks/fc/kernel", "layers.{i}.fc.weight", models.pretrained.DENSE)
     """
@@ -118,9 +119,9 @@ class Spare:
 
     Args:
         theirs: the key in the file.
-        ours: a path in fnet with the same fields as the key. It determines the possible integers in the key, such as
-            layer numbers. None: the key has no fields.
-        write: the array that `save` writes under this key. None: the key is not written.
+        ours: a path in fnet with the same fields as the key. The path determines the possible integers in the key, such
+            as layer numbers. None: the key has no fields.
+        write: the array that `save` writes under this key. None: `save` does not write the key.
 
     >>> Spare("{s}.bn.num_batches_tracked", "{s}/bn/mean").theirs
     '{s}.bn.num_batches_tracked'
@@ -142,7 +143,7 @@ class Tied:
         theirs: the key in the file.
         ours: the path of the array in fnet, which a `Rule` reads.
         layout: as in `Rule`.
-        write: whether `save` writes the second key.
+        write: whether `save` writes the array a second time, under the key `theirs`.
 
     >>> Tied("lm_head.weight", "embed/embedding").ours
     'embed/embedding'
@@ -159,19 +160,19 @@ class Names:
     """All rules for one class of models and one framework.
 
     Args:
-        rules: `Rule`, `Spare` and `Tied` objects in tuples, which may be nested. The first rule that matches a path is
-            used. Rules may refer to paths that some configurations do not have. If a layout depends on the model,
-            `rules` is a function that takes the model and returns the tuple.
-        prefixes: possible prefixes of the keys. `save` writes the first prefix, or the last for a model with a head.
+        rules: `Rule`, `Spare` and `Tied` objects in tuples, which may be nested. If several rules match a path, the
+            first rule is used. Rules may refer to paths that some configurations of the model do not have. If a layout
+            depends on the model, `rules` is a function that takes the model and returns the tuple.
+        prefixes: possible prefixes of the keys. `save` writes the first prefix, or the last prefix for a model with a
+            head.
         heads: rules whose keys have no prefix, such as the rules for a head after an encoder.
         aliases: {end of a key in older files: end of the same key in newer files}.
         config: {field of the model: value that these weights require}, for values that cannot be derived from shapes,
             such as BatchNorm's epsilon.
         metadata: the metadata that `save` writes into the file.
-        image: the image preprocessing with which these weights were trained.
+        image: the preprocessing of images for these weights, an `ImageInput`.
         header: for llama2.c's model.bin, a function from the model to the header. None: the file is safetensors.
-        only_named: if True, `save` does not select these names by default. They must be selected with `names=` or
-            `like=`.
+        only_named: if True, `save` uses these names only if you select them with `names=` or `like=`.
 
     >>> names = models.pretrained.Names((models.pretrained.torch.dense("head", "fc"),), metadata={"format": "pt"})
     """

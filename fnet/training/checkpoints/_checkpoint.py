@@ -24,20 +24,23 @@ from fnet.training.checkpoints._writing import write
 
 
 class Checkpoints(Reading):
-    """The checkpoints of one run. They are saved in the background. The latest and the best checkpoints are kept.
+    """Saves the checkpoints of one run in the background, and keeps the latest and the best checkpoints.
 
-    A checkpoint is a folder whose name is its step. It contains safetensors files and a manifest. The manifest contains
-    the checksums of every shard, of every file and of the manifest itself. In a local folder, the checkpoint is written
-    under a temporary name, fsynced and renamed. In an object store, its manifest is written last. So if the process is
-    killed while it saves a checkpoint, the earlier checkpoints remain valid. All bytes that are read are verified.
+    A checkpoint is a folder whose name is its step. It contains safetensors files with the arrays, and a manifest. The
+    manifest contains checksums of every shard, of every file and of the manifest itself. In a local folder, the
+    checkpoint is written under a temporary name, fsynced and renamed. In an object store, the manifest of the
+    checkpoint is written last. Therefore, if the process is killed while it saves a checkpoint, the earlier checkpoints
+    remain valid. When a checkpoint is read, all of its bytes are verified.
 
     Args:
-      folder: the folder of the checkpoints, a path or a URL (s3://bucket/prefix, gs://, az://). It is created if
-        necessary, and locked for this process by the first save.
+      folder: the folder of the checkpoints, a path or a URL (s3://bucket/prefix, gs://bucket/prefix,
+        az://container/prefix). The folder is created if it does not exist. The first save locks the folder for this
+        process.
       keep: the number of the latest checkpoints to keep. Default 3.
-      keep_every: every checkpoint whose step is a multiple of this number is kept, too. Default None.
-      best: the name of a metric that is passed to `save`. The checkpoint with the best value of this metric is kept,
-        too. Default None.
+      keep_every: a number of steps. Every checkpoint whose step is a multiple of this number is also kept. Default
+        None: only the latest and the best checkpoints are kept.
+      best: the name of a metric that is passed to `save`. The checkpoint with the best value of this metric is also
+        kept. Default None: no metric.
       mode: "max" if the largest value of the metric is the best, "min" if the smallest value is the best. Default
         "max".
 
@@ -82,12 +85,13 @@ class Checkpoints(Reading):
         self.close()
 
     def lock(self) -> None:
-        """Locks the folder for this process, and removes the files of incomplete saves. The lock is held until `close`
-        or until the process ends.
+        """Locks the folder for this process, and removes the files of incomplete saves.
+
+        The lock is held until `close` is called or the process ends.
 
         Raises:
-          CheckpointError: another run uses the folder, or the folder cannot be written to. Also if this process already
-            held the lock, and the folder has been replaced since.
+          CheckpointError: another run uses the folder, or the folder cannot be written to. The error is also raised if
+            this process already holds the lock, but the folder has been removed or replaced.
         """
         if jax.process_index() > 0:
             return
@@ -112,7 +116,7 @@ class Checkpoints(Reading):
 
         Raises:
           CheckpointError: another run uses the folder, or the folder contains files that do not belong to checkpoints.
-            In both cases, no file is removed.
+            If this error is raised, no file has been removed.
         """
         self.wait()
         self.lock()
@@ -149,18 +153,19 @@ class Checkpoints(Reading):
 
     def save(self, step: int, tree: Any, *, metrics: Mapping[str, float] | None = None,
              notes: Mapping[str, Any] | None = None, sound: Any = None) -> None:
-        """Saves `tree` as the checkpoint of step `step`, in the background. Waits for the previous save, dispatches a
-        copy of the arrays on the device, and returns.
+        """Saves `tree` as the checkpoint of step `step`, in the background.
 
-        An earlier checkpoint of the same step is replaced. An error of the background save is raised by the next
-        `save`, by `wait` and by `close`.
+        `save` waits for the previous save, dispatches a copy of the arrays on the device, and returns. An earlier
+        checkpoint of the same step is replaced. If the save in the background fails, the next call of `save`, `wait` or
+        `close` raises the error.
 
         Args:
           step: the step, which is also the name of the checkpoint.
           tree: any pytree of JAX arrays, NumPy arrays, PRNG keys and Python numbers.
-          metrics: metrics by name, including the metric of `best`. Default None.
-          notes: other data of JSON types to store in the manifest, by name. Default None.
-          sound: a bool scalar on the device, for example whether all parameters are finite. If it is False, the
+          metrics: a dict {name: value} of metrics, including the metric that `best` names. Default None: no metrics.
+          notes: a dict {name: value} of other data to store in the manifest. The values have JSON types. Default None:
+            no other data.
+          sound: a bool scalar on the device, for example whether all parameters are finite. If `sound` is False, the
             checkpoint is not saved. Default None: the checkpoint is always saved.
 
         Raises:
@@ -179,17 +184,19 @@ class Checkpoints(Reading):
 
     def amend(self, step: int, *, metrics: Mapping[str, float] | None = None,
               notes: Mapping[str, Any] | None = None) -> None:
-        """Adds metrics and notes to the manifest of a saved step, in the background. A pending save is finished first.
+        """Adds metrics and notes to the manifest of a saved step, in the background.
 
-        The arrays are not written again. If the step was not saved because `sound` was False, this call has no effect.
+        A pending save is completed first. The arrays are not written again. If the step was not saved because `sound`
+        was False, this call has no effect.
 
         Args:
           step: a step that was passed to `save`.
-          metrics, notes: as in `save`; values with the same name are replaced.
+          metrics, notes: as in `save`. If the manifest already contains a value with the same name, the value is
+            replaced.
 
         Raises:
-          CheckpointError: another run has replaced the folder. Errors of the background thread are raised by the next
-            `save`, `wait` or `close`.
+          CheckpointError: the folder has been removed or replaced, or another run has taken it over. If the background
+            thread fails, the next call of `save`, `wait` or `close` raises its error.
         """
         self._held(ask=False)
         if jax.process_index() == 0:

@@ -22,11 +22,11 @@ class Snapshot:
 
     Fields:
       step: the step at which the state was saved.
-      params: the parameters, with the same dicts, lists and tuples as in the run.
+      params: the parameters, a tree with the same dicts, lists and tuples as in the run.
       state: the model's other arrays, such as batch statistics; {} if the model has none.
-      config: the `config` that was passed to `fit`, as a dict, or None.
-      metrics: the metrics of the evaluations at that step, by name, such as {"validation/accuracy": 0.97}; {} if there
-        was no evaluation.
+      config: the `config` that was passed to `fit`, as a dict, or None if no `config` was passed.
+      metrics: the metrics of the evaluations at this step, such as {"validation/accuracy": 0.97}; {} if there was no
+        evaluation.
       ema: the moving average of the parameters, or None.
 
     >>> snapshot = tr.Snapshot(step=10, params={"w": jnp.ones(3)}, state={}, config=None, metrics={})
@@ -43,15 +43,15 @@ class Snapshot:
 
     @property
     def averaged(self) -> Any:
-        """The parameters for evaluation: the moving average if there is one, otherwise params."""
+        """The parameters for evaluation: the moving average if there is one, otherwise `params`."""
         return self.params if self.ema is None else self.ema
 
 
 def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
-    """Loads a saved state of a run: the best one, the last one or that of a given step. The code that created the state
-    is not needed.
+    """Loads the best state of a run, the last state, or the state of a given step.
 
-    Every byte is verified. The files contain only JSON and arrays, and nothing in them is executed.
+    The code that created the state is not needed. `load` verifies every byte of the checkpoint. The files contain only
+    JSON and arrays, and `load` executes nothing in them.
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
@@ -59,13 +59,13 @@ def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
         passed to `fit(best=)` or `fit(early_stop=)`. Default "last".
 
     Returns:
-      A `Snapshot`. Its `params` are the parameters of a `TrainState` or of another state with a part "params". For
-      other states, `params` is the complete state.
+      A `Snapshot`. If the saved state has a part "params", as a `TrainState` has, `Snapshot.params` is this part.
+      Otherwise, `Snapshot.params` is the complete state.
 
     Raises:
       FileNotFoundError: `workdir` contains no run, or the step was not saved.
-      CheckpointError: the checkpoint is damaged, or `which` is "best" but the run has no metric that determines the
-        best state.
+      CheckpointError: the checkpoint is damaged, or `which` is "best" and there is no best state. There is no best
+        state if the run has no metric that determines it, or no checkpoint has a finite value of this metric.
       ValueError: `which` is neither "best" nor "last" nor a number.
 
     Example:
@@ -82,23 +82,25 @@ def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
 
 
 def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *, cast: bool = False) -> Any:
-    """Returns the full state of a run (parameters, optimizer, counters) with the structure and shardings of `like`.
+    """Returns the full saved state of a run, with the structure and the shardings of `like`.
+
+    The full state includes the parameters, the optimizer state and the step counter.
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
       like: a state with the same structure, such as `TrainState.create(...)`. Its leaves may be `jax.ShapeDtypeStruct`s
         instead of arrays.
       which: "best", "last" or the number of a step, as for `load`. Default "last".
-      cast: whether leaves may have another dtype than in `like`. They are then converted to the dtype in `like`.
-        Default False.
+      cast: whether to convert a saved leaf with another dtype than in `like` to the dtype in `like`. Default False: a
+        different dtype raises an error.
 
     Returns:
-      The state, for example to train it further with `fit(step, state, ...)` in another workdir.
+      The state. For example, you can train it further with `fit(step, state, ...)` in another workdir.
 
     Raises:
       FileNotFoundError, ValueError: as for `load`.
-      CheckpointError: as for `load`, or leaves differ from `like` in name, shape or dtype. The message lists these
-        leaves.
+      CheckpointError: as for `load`. The error is also raised if saved leaves differ from `like` in name, shape or
+        dtype. The message lists these leaves.
 
     >>> import tempfile
     >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))

@@ -19,7 +19,7 @@ from fnet.training.checkpoints._storage import StorageError, StorePath
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used or written. The message says what to do.
+    """A checkpoint cannot be read, written or used. The message says what to do.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, tr.Checkpoints(folder) as checkpoints:
@@ -33,7 +33,7 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointWarning(UserWarning):
-    """A damaged checkpoint was set aside, and an earlier one is used.
+    """A damaged checkpoint was renamed, and an earlier checkpoint is used instead.
 
     >>> import pathlib, tempfile, warnings
     >>> with tempfile.TemporaryDirectory() as folder, tr.Checkpoints(folder) as checkpoints:
@@ -61,21 +61,27 @@ class Reading:
         raise NotImplementedError
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints, ascending. Unfinished checkpoints and renamed damaged ones are not included."""
+        """Returns the steps of the checkpoints in ascending order.
+
+        Incomplete checkpoints, and damaged checkpoints that were renamed, are not included.
+        """
         with named(self.folder):
             return self._where.steps()
 
     def damaged(self) -> list[str]:
-        """The names of the folders of damaged checkpoints, which were renamed to STEP.damaged."""
+        """Returns the names of the folders of damaged checkpoints, such as "400.damaged" for step 400."""
         with named(self.folder):
             return self._where.damaged()
 
     def latest(self) -> int | None:
-        """The last saved step, or None."""
+        """Returns the step of the latest checkpoint, or None if there is no checkpoint."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step with the best value of the metric that the argument `best` names, or None."""
+        """Returns the step of the checkpoint with the best value of the metric `best`.
+
+        Returns None if no metric was named, or no checkpoint has a finite value of it.
+        """
         if self._best is None:
             return None
         values = {step: self._value(step) for step in self.steps()}
@@ -84,7 +90,7 @@ class Reading:
         return min(finite, key=lambda step: (sign * values[step], step), default=None)
 
     def notes(self, step: int | None = None) -> dict[str, Any]:
-        """Returns the notes that were passed to `save` for a step, or for the latest step if `step` is None.
+        """Returns the notes that were passed to `save` for a step. If `step` is None, the latest checkpoint is used.
 
         Raises:
           FileNotFoundError, CheckpointError: as for `restore`.
@@ -98,29 +104,32 @@ class Reading:
     def restore(self, target: Any, step: int | None = None, *, cast: bool = False, part: str = "") -> Any:
         """Returns the tree that was saved at `step`, with the structure, shardings and leaf types of `target`.
 
-        If this object is saving a checkpoint, `restore` waits until the save is complete. If `step` is None, the newest
-        undamaged checkpoint is used. All checkpoints newer than this one are damaged: they are renamed to STEP.damaged,
-        and a `CheckpointWarning` is issued. Damaged checkpoints are never deleted.
+        If this object is saving a checkpoint, `restore` waits until the save is complete. If `step` is None, `restore`
+        returns the newest undamaged checkpoint. It renames the newer, damaged checkpoints to STEP.damaged, and issues a
+        `CheckpointWarning`. It never deletes damaged checkpoints.
 
         Args:
-          target: a tree with the structure of the saved tree. Its arrays may be jax.ShapeDtypeStruct. The restored
-            arrays get the shardings of `target`. The numbers of devices and processes may differ from those at the time
-            of saving. With several processes, each process reads and verifies only the shards that its devices need.
+          target: a tree with the structure of the saved tree. The leaves of `target` may be `jax.ShapeDtypeStruct`
+            objects instead of arrays. The restored arrays get the shardings of `target`. The numbers of devices and
+            processes may differ from those at the time of saving. With several processes, each process reads and
+            verifies only the shards that its devices need.
           step: the step of the checkpoint. Default None: the newest undamaged checkpoint.
-          cast: whether to convert a leaf of another dtype to the dtype in `target`. Default False.
+          cast: whether to convert a saved leaf with another dtype than in `target` to the dtype in `target`. Default
+            False: a different dtype raises an error.
           part: the path of the subtree to restore, such as "state". `target` must have the structure of this subtree.
             Default "": the complete saved tree.
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
           CheckpointError: no checkpoint can be read, or the checkpoint differs from `target` in the name, shape or
-            dtype of a leaf. The message lists all differences. No leaf is silently omitted or initialized.
+            dtype of a leaf. The message lists all differences. `restore` never silently omits or initializes a leaf.
         """
         return self._newest(step, lambda step: self._read(step, target, cast, part))
 
     def read(self, step: int | None = None) -> tuple[dict[str, Any], Any]:
-        """Reads a checkpoint without a target tree. Returns (manifest, tree), where the tree consists of dicts, lists,
-        tuples, arrays and numbers.
+        """Reads a checkpoint without a target tree.
+
+        Returns (manifest, tree). The tree consists of dicts, lists, tuples, arrays and numbers.
 
         Args:
           step: the step of the checkpoint. Default None: the newest undamaged checkpoint, as for `restore`.
@@ -194,11 +203,11 @@ class Reading:
         return _shards.first_says(step)
 
     def verify(self, step: int | None = None) -> int:
-        """Reads and verifies a checkpoint (the newest if `step` is None), and returns its step.
+        """Reads and verifies a checkpoint, and returns its step. If `step` is None, the newest checkpoint is verified.
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
-          CheckpointError: the checkpoint is damaged; the message names the file or the leaf.
+          CheckpointError: the checkpoint is damaged. The message names the damaged file or leaf.
         """
         step = self._there(step)
         try:

@@ -14,17 +14,17 @@ CHECKPOINTS, PLAN = "checkpoints", "plan.txt"
 
 
 def clear(workdir: str | os.PathLike) -> None:
-    """Removes the run in `workdir`: its checkpoints, logs, config.json and plan.txt. Other files are kept.
+    """Removes the run in `workdir`: its checkpoints, logs, config.json and plan.txt. All other files are kept.
 
-    To start a run again from its first step, `fit(..., restart=True)` is safer: it removes the old run only after the
-    arguments of the new run have been checked.
+    To start a run again from its first step, use `fit(..., restart=True)` instead. It is safer, because it removes the
+    old run only after it has checked the arguments of the new run.
 
     Args:
-      workdir: the run's folder, as a path or a URL. It does not have to exist.
+      workdir: the folder of the run, as a path or a URL. The folder does not have to exist.
 
     Raises:
-      CheckpointError: a run uses the folder, or checkpoints/ contains files that do not belong to checkpoints. In both
-        cases, nothing is removed.
+      CheckpointError: a run uses the folder, or the subfolder checkpoints/ contains files that do not belong to
+        checkpoints. If this error is raised, nothing has been removed.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,8 @@ def random_crop(
       key: a PRNG key.
       images: [batch, height, width, channels].
       padding: the number of pixels added to each side. Default 4.
-      mode: the padding mode of `jnp.pad`: "constant" adds zeros, "reflect" mirrors the image. Default "constant".
+      mode: the padding mode of `jnp.pad`. "constant" pads with zeros, and "reflect" with a mirrored copy of the image.
+        Default "constant".
 
     Example:
       >>> random_crop(jax.random.key(0), jnp.ones((2, 8, 8, 1)), 2).shape
@@ -47,7 +48,12 @@ def random_crop(
 
 
 def random_shift(key: jax.Array, images: jax.Array, pixels: int = 2) -> jax.Array:
-    """Shifts each image by up to `pixels` along both axes, and fills the border with zeros.
+    """Shifts each image by a random number of pixels along both axes, and fills the border with zeros.
+
+    Args:
+      key: a PRNG key.
+      images: [batch, height, width, channels].
+      pixels: the largest shift in each direction, in pixels. Default 2.
 
     >>> tr.random_shift(jax.random.key(0), jnp.ones((2, 8, 8, 1)), pixels=1).shape
     (2, 8, 8, 1)
@@ -56,7 +62,11 @@ def random_shift(key: jax.Array, images: jax.Array, pixels: int = 2) -> jax.Arra
 
 
 def random_flip(key: jax.Array, images: jax.Array) -> jax.Array:
-    """Mirrors each image left to right with probability one half.
+    """Mirrors each image left to right with probability 1/2.
+
+    Args:
+      key: a PRNG key.
+      images: [batch, height, width, channels].
 
     >>> tr.random_flip(jax.random.key(0), jnp.ones((2, 8, 8, 1))).shape
     (2, 8, 8, 1)
@@ -67,15 +77,16 @@ def random_flip(key: jax.Array, images: jax.Array) -> jax.Array:
 
 
 def cutout(key: jax.Array, images: jax.Array, size: int = 8) -> jax.Array:
-    """Sets a square of each image to zero.
+    """Sets the pixels in a square of each image to zero.
 
-    The center of the square is uniformly distributed over the image, so a part of the square may be outside.
-    DeVries & Taylor, Improved Regularization of Convolutional Neural Networks with Cutout, 2017.
+    The center of the square is uniformly distributed over the image, so a part of the square may be outside the image.
 
     Args:
       key: a PRNG key.
       images: [batch, height, width, channels].
-      size: the side of the square in pixels. With 0, images do not change. Default 8.
+      size: the side length of the square in pixels. With size 0, the images do not change. Default 8.
+
+    Source: DeVries and Taylor (2017), Improved Regularization of Convolutional Neural Networks with Cutout.
 
     >>> images = jnp.ones((2, 8, 8, 1))
     >>> bool((tr.cutout(jax.random.key(0), images, size=4) == 0).any())
@@ -101,15 +112,17 @@ def random_affine(
     scale: float = 0.1,
     shift: float = 0.1,
 ) -> jax.Array:
-    """Rotates, scales and shifts each image by random amounts. Pixels are interpolated linearly, and pixels from
-    outside the image are zero.
+    """Rotates, scales and shifts each image by random amounts.
+
+    The result is interpolated bilinearly. Pixels outside the original image count as zero.
 
     Args:
       key: a PRNG key.
-      images: [batch, height, width, channels], floating.
+      images: [batch, height, width, channels], floating point.
       degrees: the largest rotation in either direction, in degrees. The angle is uniform in [-degrees, degrees].
         Default 10.
-      scale: the largest change of size. The scale factor is uniform in [1 - scale, 1 + scale]. Default 0.1.
+      scale: the largest relative change of the size. The scale factor is uniform in [1 - scale, 1 + scale]. Default
+        0.1.
       shift: the largest translation along each axis, as a fraction of the image size. The translation is uniform in
         [-shift, shift] times the size of the image. Default 0.1.
 

@@ -11,23 +11,24 @@ from fnet.training.data._arrays import as_arrays
 
 
 class Batches:
-    """Shuffled batches of arrays in memory; `batches(i)` is the batch of step i.
+    """Shuffled batches of arrays in memory. If `batches` is an instance, `batches(i)` is the batch of step i.
 
     Each epoch is a random permutation of the examples. The permutations of all epochs, one after the other, form one
-    sequence. Batch i contains the elements i * batch_size to (i + 1) * batch_size - 1 of this sequence. So every
-    example occurs once per epoch, all batches have the same size, and a resumed run continues with the same batches
-    without a saved iterator.
+    sequence. Batch i contains the elements i * batch_size to (i + 1) * batch_size - 1 of this sequence. Therefore,
+    every example occurs once in each epoch, and all batches have the same size. A resumed run continues with the same
+    batches, without a saved iterator.
 
     Args:
-      data: arrays with one row for each example, in a dict such as {"image": [n, ...], "label": [n]}, a tuple, or
-        nested dicts and tuples. A pandas DataFrame becomes a dict of its columns. A batch has the same structure.
+      data: arrays with one row for each example. They are in a dict such as {"image": [n, ...], "label": [n]}, in a
+        tuple, or in nested dicts and tuples. A pandas DataFrame is treated as a dict of its columns. A batch has the
+        same structure as `data`.
       batch_size: the number of examples in a batch.
       seed: the seed of the permutations. Default 0.
       shuffle: whether to permute the examples. If False, every epoch has the order of the arrays. Default True.
 
     Raises:
       ValueError: `data` contains no arrays or arrays of different lengths, or `batch_size` is less than 1.
-      TypeError: values are missing or are not numbers (text, dates, categories).
+      TypeError: `data` contains missing values, or values that are not numbers (text, dates, categories).
 
     Example:
       >>> batches = Batches({"x": np.arange(10)}, batch_size=4, seed=0)
@@ -47,7 +48,7 @@ class Batches:
         self._order: tuple[int, np.ndarray] = (-1, np.arange(self.length))
 
     def __call__(self, step: int) -> Any:
-        """The batch of step `step`, counted from 0."""
+        """Returns the batch of step `step`. The first step has the number 0."""
         index = self.index(step)
         return jax.tree.map(lambda array: array[index], self.data)
 
@@ -64,8 +65,11 @@ class Batches:
         return np.concatenate(parts)
 
     def identity(self) -> dict[str, Any]:
-        """The values that identify this data source, a dict. A run is resumed only if these values and a digest of one
-        batch have not changed."""
+        """Returns a dict of values that identify the data.
+
+        `fit` stores these values in each checkpoint, and resumes a run only if the values and a digest of one batch
+        have not changed.
+        """
         return {"examples": self.length, "batch_size": self.batch_size, "seed": self.seed, "shuffle": self.shuffle}
 
     def steps(self, epochs: float) -> int:

@@ -20,23 +20,25 @@ def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter:
              missing: Any = None) -> dict[str, np.ndarray]:
     """Reads a CSV file. Returns a dict {name of a column: array}, which can be passed to `Batches`.
 
-    A column of integers gets the dtype int32, or int64 if int32 is too small. A column of other numbers gets float32,
-    and a column of the values true and false gets bool. Any other column is text, in NumPy's str dtype. The file must
-    be encoded in UTF-8. Cells may be quoted, and quoted cells may contain delimiters and line breaks. Empty lines are
-    skipped.
+    A column of integers gets the dtype int32, or int64 if int32 is too small. A column of other numbers gets the dtype
+    float32. A column that contains only the values true and false gets the dtype bool. Any other column is text, with
+    NumPy's str dtype. The file must be encoded in UTF-8. Cells may be quoted, and quoted cells may contain delimiters
+    and line breaks. Empty lines are skipped.
 
     Args:
-      path: the path of the file, or its URL as for `read_tokens`. The first line contains the names of the columns.
-      names: the names of the columns, for a file whose first line is data. Default None: the first line has the names.
+      path: the path of the file, or the URL of an object in an object store (s3://, gs://, az://), as for
+        `read_tokens`.
+      names: the names of the columns, for a file whose first line contains data. Default None: the first line of the
+        file contains the names of the columns.
       delimiter: the character between cells, such as ";" or a tab. Default ",".
-      missing: how missing values are handled. In a column of numbers or bools, a cell is missing if it is empty or
-        contains NA, N/A, NaN, null, none or ?. With None, a missing value raises an error. With "drop", its row is
-        omitted. A number, or a dict {column: number}, is the replacement for missing values. Cells in a column of text
-        are not changed. Default None.
+      missing: how missing values are handled. In a column of numbers or bools, a value is missing if its cell is empty
+        or contains NA, N/A, NaN, null, none or ?. With None, a missing value raises an error. With "drop", each row
+        with a missing value is omitted. With a number, or a dict {column: number}, missing values are replaced by the
+        number. Cells in a column of text are not changed. Default None.
 
     Raises:
-      ValueError: the file is not a CSV table with one cell per column in each row, or a value is missing. The message
-        names the file and the line.
+      ValueError: the file is not a CSV table with one cell for each column in each row, or a value is missing and
+        `missing` contains no replacement. The message names the file and the line.
       FileNotFoundError: the file does not exist.
 
     Example:

@@ -126,20 +126,20 @@ def load(
 ) -> Dataset:
     """Reads a data set from disk, and downloads missing files.
 
-    The files must have their published names. They are searched in `data_dir/name`, then in
-    `data_dir`. Missing files are downloaded into `data_dir/name`. A downloaded file is stored
-    under its name only if it has the published size and MD5.
+    The files must have the names under which the authors publish them. `load` searches for the files in the folder
+    `data_dir/name`, then in the folder `data_dir`. It downloads missing files into `data_dir/name`. A downloaded file
+    gets its final name only if it has the published size and MD5 checksum.
 
     Args:
         name: "digits", "mnist", "fashion_mnist" or "cifar10".
-        data_dir: the folder of the files. It is not used for "digits", which scikit-learn contains. Default None: the
-            folder in the environment variable FNET_DATA, or ~/.cache/fnet.
-        split: how to split the 1,797 images of digits (see `load_digits`): "random" is a fixed, stratified 80/20 split.
-            "last20" uses the last 20 % as the test set, as is conventional. The other data sets have the split of their
-            authors. Default "random".
+        data_dir: the folder of the files. It is not used for "digits", because scikit-learn contains this data set.
+            Default None: the folder that the environment variable FNET_DATA names, or ~/.cache/fnet.
+        split: how to divide the 1,797 images of "digits" into a training set and a test set (see `load_digits`).
+            "random" is a fixed 80/20 split, stratified by class. "last20" uses the last 20 % of the images as the test
+            set, which is a common choice. All other data sets have the split of their authors. Default "random".
         download: whether missing files may be downloaded. Default True.
         base_url: the URL to download from. Default None: the published URLs.
-        announce: a function called with a message (str) before each download. Default None: no messages.
+        announce: a function that is called with a message (str) before each download. Default None: no messages.
 
     Returns:
         A `Dataset`.
@@ -183,13 +183,14 @@ def load(
 def load_digits(split: str = "random") -> Dataset:
     """Returns scikit-learn's 1,797 scans of handwritten digits, 8×8 pixels.
 
-    The gray levels, 0 (black) to 16, are converted to round(255 · level / 16), so that the images
-    of all data sets can be divided by 255.
+    The gray levels of the scans, 0 (black) to 16, are converted to round(255 · level / 16). Therefore, the images of
+    all data sets can be divided by 255.
 
     Args:
-        split: "random" sorts the images by class, in a fixed random order within each class, and
-            puts every fifth image into the test set. This gives 1,437 training and 360 test images. Each class is split
-            80/20, to within one image. "last20" uses the last 360 images of the file as the test set. Default "random".
+        split: how to divide the images. "random" sorts the images by class, in a fixed random order within each class,
+            and selects every fifth image for the test set. The result is 1,437 training images and 360 test images.
+            Each class is divided 80/20, to within one image. "last20" uses the last 360 images of the file as the test
+            set. Default "random".
 
     Returns:
         A `Dataset`.

@@ -35,9 +35,9 @@ def read_idx(path: str | os.PathLike, *, max_bytes: int | None = None) -> np.nda
 
     Args:
         path: the path of the file. A gzip file is recognized by its first bytes, not by its name.
-        max_bytes: the largest allowed size of the values in bytes. Default None: 1 GiB. For a compressed file, None
-            means 32 times the size of the file, but at least 64 MiB and at most 1 GiB, so that a small file cannot fill
-            the memory.
+        max_bytes: the largest allowed size of the values in bytes. Default None: 1 GiB for an uncompressed file. For a
+            compressed file, None means 32 times the size of the file, but at least 64 MiB and at most 1 GiB. With this
+            limit, a small file cannot fill the memory.
 
     Returns:
         An array in native byte order: uint8, int8, int16, int32, float32 or float64.

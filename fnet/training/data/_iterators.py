@@ -32,15 +32,17 @@ _STATES = 64     # number of steps whose states are kept, because batches are pr
 
 def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, shuffle: bool = True,
                   resume: str | None = None) -> Callable[[int], Any]:
-    """Converts an iterable source to batches for `fit`: `batches(i)` is the batch of step i.
+    """Converts an iterable source of data to batches for `fit`.
 
-    After the last batch of an epoch, the first batch of the next epoch follows. The attribute `batches.resume` is the
-    guarantee about the batches of a resumed run. `fit` logs it. It has one of three values:
+    The result is a function: `batches(i)` is the batch of step i. After the last batch of an epoch, the first batch of
+    the next epoch follows. The attribute `batches.resume` states which batches a resumed run gets. `fit` logs this
+    guarantee. It is one of three values:
 
-    - "exact": the resumed run gets the batches of an uninterrupted run. Two kinds of sources have this guarantee. A
-      sequence, a Grain MapDataset and a Hugging Face Dataset are read by index. If an iterable or its iterator has the
-      methods state_dict and load_state_dict, or get_state and set_state, its state is stored in each checkpoint.
-      Examples are a Hugging Face IterableDataset, a torchdata StatefulDataLoader and a Grain IterDataset.
+    - "exact": the resumed run gets the batches of an uninterrupted run. Two kinds of sources have this guarantee. The
+      first kind is read by index: a sequence, a Grain MapDataset, or a Hugging Face Dataset. The second kind has a
+      state that is stored in each checkpoint: the iterable or its iterator has the methods state_dict and
+      load_state_dict, or get_state and set_state. Examples are a Hugging Face IterableDataset, a torchdata
+      StatefulDataLoader and a Grain IterDataset.
     - "epoch": the interrupted epoch is read again, and the batches before the interruption are skipped. The resumed run
       gets the batches of an uninterrupted run if the source yields the same batches each time an epoch is read.
       Examples are functions of the epoch, and a torch DataLoader in fixed order. A Hugging Face IterableDataset after
@@ -52,20 +54,21 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
     datasets, torchdata or grain.
 
     Args:
-      source: an iterable that can be iterated again for each epoch, or a function that returns an iterable. The
-        function takes no argument, or the number of the epoch. The items of the iterable are batches: trees of arrays.
+      source: an iterable that can be iterated again for each epoch, or a function that returns such an iterable. The
+        function takes no argument, or the number of the epoch. The items of the iterable are batches, which are trees
+        of arrays. With `batch_size`, the items are single examples instead.
       batch_size: the number of examples in a batch, if the items of the source are examples. Default None: the items of
         the source are batches.
       seed, shuffle: the seed of the permutations (default 0), and whether to permute the examples (default True), as in
         `Batches`. These arguments are used only if `batch_size` is given and the source is read by index.
-      resume: "epoch" or "none", to select a weaker guarantee than the source supports, for example because it takes too
-        long to read an epoch again. Default None: the strongest guarantee.
+      resume: "epoch" or "none", to select a weaker guarantee than the source supports. For example, "none" is useful if
+        it takes too long to read an epoch again. Default None: the strongest guarantee that the source supports.
 
     Raises:
-      TypeError: `source` is an iterator, which can be iterated only once, or `source` cannot be iterated. Reading a
-        batch raises this error if the batch contains values that are not numbers.
-      ValueError: the source has no batches. Reading a batch raises this error if its structure differs from that of the
-        previous batch.
+      TypeError: `source` is an iterator, which can be iterated only once, or `source` cannot be iterated. `batches(i)`
+        raises this error if the batch contains values that are not numbers.
+      ValueError: the source has no batches. `batches(i)` raises this error if the structure of the batch differs from
+        that of the previous batch.
 
     Example:
       >>> batches = from_iterator(lambda epoch: ({"x": np.full(2, 10 * epoch + i)} for i in range(3)))

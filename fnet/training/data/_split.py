@@ -20,19 +20,20 @@ def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify:
 
     Args:
       data: a tree of arrays or a pandas DataFrame, as in `Batches`. Columns may also be text.
-      sizes: for two parts, the size of the second (validation): a fraction such as 0.2, or a number of examples. For
-        any number of parts, a sequence of the sizes of all parts: fractions with the sum 1, or numbers of examples.
+      sizes: for two parts, the size of the second part (the validation set), either as a fraction such as 0.2 or as a
+        number of examples. For two or more parts, a sequence of the sizes of all parts, either as fractions with the
+        sum 1 or as numbers of examples.
       seed: the seed of the random assignment of examples to parts. Default 0.
-      stratify: the class of each example, integers [n]. If given, every part has nearly the same proportions of classes
-        as `data`: the number of examples of a class in a part differs by at most one from the exact proportional
-        number. Default None.
+      stratify: the class of each example, integers [n]. If `stratify` is given, the classes have nearly the same
+        proportions in every part as in `data`. The number of examples of a class in a part differs by at most one from
+        the exact proportional number. Default None: the classes are ignored.
 
     Returns:
       The parts, each with the structure of `data`.
 
     Raises:
-      ValueError: the sizes are not positive or have a wrong sum, a part has no examples, or `stratify` does not have
-        one label for each example.
+      ValueError: the sizes are not positive or have a wrong sum, a part would have no examples, or `stratify` does not
+        have one label for each example.
 
     Example:
       >>> data = {"x": np.arange(10), "y": np.arange(10) % 2}

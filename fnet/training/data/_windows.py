@@ -11,22 +11,23 @@ from fnet.training.data._cache import local
 
 
 class Windows:
-    """Batches of windows of consecutive tokens at random positions of an array; `windows(i)` is the batch of step i.
+    """Batches of windows, which are sequences of consecutive tokens at random positions of an array.
 
-    If the array is memory-mapped, a batch reads only its windows from the file.
+    If `windows` is an instance, `windows(i)` is the batch of step i. If the array is memory-mapped, only the windows of
+    a batch are read from the file.
 
     Args:
       tokens: the token array, integers [tokens].
-      length: the number of predicted tokens in a window. A window has `length + 1` tokens.
+      length: the number of predicted tokens in a window. A window has `length + 1` tokens, because the first token is
+        not predicted.
       batch_size: the number of windows in a batch.
       seed: the seed of the random positions. Default 0.
-      vocab_size: the size of the vocabulary, to check that each token is less than `vocab_size`. Default None: tokens
-        are not checked.
+      vocab_size: the size of the vocabulary. If it is given, `windows(i)` checks that the tokens are in [0,
+        vocab_size). Default None: tokens are not checked.
 
     Raises:
       ValueError: `tokens` is not longer than `length` or is not an integer array, or `length` or `batch_size` is less
-        than 1. With `vocab_size`, reading a batch raises this error if a token is negative or not less than
-        `vocab_size`.
+        than 1. With `vocab_size`, `windows(i)` raises this error if a token is negative or not less than `vocab_size`.
 
     Example:
       >>> windows = Windows(np.arange(100), length=4, batch_size=2, seed=0)
@@ -51,7 +52,10 @@ class Windows:
         self.seed, self.vocab_size = seed, vocab_size
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
-        """Returns the batch of step `step`, counted from 0: a dict {"tokens": int32 array [batch, length + 1]}."""
+        """Returns the batch of step `step` as a dict {"tokens": int32 array [batch, length + 1]}.
+
+        The first step has the number 0.
+        """
         starts = self.starts(step)
         tokens = np.stack([self.tokens[start : start + self.length + 1] for start in starts]).astype(np.int32)
         if self.vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
@@ -60,26 +64,32 @@ class Windows:
         return {"tokens": tokens}
 
     def identity(self) -> dict[str, Any]:
-        """The values that identify this data source, a dict. A run is resumed only if these values and a digest of one
-        batch have not changed."""
+        """Returns a dict of values that identify the data.
+
+        `fit` stores these values in each checkpoint, and resumes a run only if the values and a digest of one batch
+        have not changed.
+        """
         return {"tokens": len(self.tokens), "length": self.length, "batch_size": self.batch_size, "seed": self.seed}
 
     def starts(self, step: int) -> np.ndarray:
-        """Returns the first position of each window in batch `step`, an array [batch_size]."""
+        """Returns the position of the first token of each window in batch `step`, an integer array [batch_size]."""
         generator = np.random.Generator(np.random.PCG64([self.seed, step]))
         return generator.integers(0, len(self.tokens) - self.length, self.batch_size)
 
 
 def stretches(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Divides an array of tokens into windows that overlap by one token, so that each token except the first is
-    predicted once.
+    """Divides an array of tokens into windows that overlap by one token.
+
+    A model predicts each token of a window from the tokens before it. Because of the overlap, each token in the
+    windows, except the first token of the array, is predicted exactly once.
 
     Args:
       tokens: the token array, integers [tokens].
       length: the number of predicted tokens in a window. A window has `length + 1` tokens.
 
     Returns:
-      The windows, [windows, length + 1], a view of `tokens`. Tokens at the end that do not fill a window are omitted.
+      The windows, an array [windows, length + 1] that is a view of `tokens`. Tokens at the end that do not fill a
+      window are omitted.
 
     Raises:
       ValueError: `tokens` is not longer than `length`, or is not an integer array.
@@ -96,9 +106,9 @@ def read_tokens(path: str | os.PathLike) -> np.ndarray:
     """Memory-maps a file of tokens in the format of nanoGPT's data scripts: unsigned 16-bit numbers without a header.
 
     Args:
-      path: the path of the file, or its URL (s3://, gs://, az://). A file in an object store is copied to the folder in
-        the environment variable FNET_DATA (default: ~/.cache/fnet) when it is first read. The checksum of the copy is
-        verified each time.
+      path: the path of the file, or the URL of an object in an object store (s3://, gs://, az://). When an object is
+        first read, it is copied to the folder that the environment variable FNET_DATA names, or to ~/.cache/fnet. Each
+        later call verifies the checksum of the copy.
 
     Returns:
       The tokens, uint16 [tokens], memory-mapped.

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StepEnd:
-    """The argument of an `on_step` function: a step of `fit` that has just been dispatched.
+    """The argument of an `on_step` function: a step of `fit` that has just been dispatched to the device.
 
     Fields:
-      step: the number of steps so far, including this one.
-      state: the state after this step. The next step reuses the memory of this state, so copy the arrays that you keep
-        (`jax.device_get`).
+      step: the number of steps so far, including this step.
+      state: the state after this step. The next step reuses the memory of this state. Therefore, copy the arrays that
+        you want to keep (`jax.device_get`).
 
     >>> losses = []
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {"loss": batch.sum()})
@@ -48,10 +48,13 @@ class StepEnd:
         return _metrics.results(self._metrics)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Logs values by name for this step. Does nothing if `fit` has no workdir.
+        """Writes values for this step to the logs of the run. Does nothing if `fit` has no workdir.
 
-        Numbers are written to metrics.jsonl and to TensorBoard. `Histogram`, `Image` and `Text` are written to
-        TensorBoard.
+        Numbers are written to metrics.jsonl and to TensorBoard's files. `Histogram`, `Image` and `Text` objects are
+        written only to TensorBoard's files.
+
+        Args:
+          values: a dict {name: value}. A value is a number, a bool, a `Histogram`, an `Image` or a `Text`.
 
         Raises:
           TypeError: a value has another type.
@@ -64,7 +67,8 @@ class StepEnd:
         self._write(values)
 
     def stop(self) -> None:
-        """Ends the run after this step. The state is saved, and the run is complete, as after an early stop."""
+        """Ends the run after this step. `fit` saves the state, and the run counts as complete, as after early stopping.
+        """
         self._stop()
 
 

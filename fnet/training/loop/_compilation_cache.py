@@ -35,15 +35,16 @@ def compilation_cache(path: str | os.PathLike | None = None) -> Iterator[None]:
         with tr.compilation_cache():
             state = init(jax.random.key(0))        # a second process starts without compiling
 
-    `fit` and the experiments use this cache automatically. JAX identifies a program by its operations, shapes, devices,
-    options and versions. This cache also uses the instruction set and the number of cores of the CPU. If
-    JAX_COMPILATION_CACHE_DIR is set, JAX's own cache in that folder is used instead. JAX_ENABLE_COMPILATION_CACHE=false
-    disables both caches. A program that cannot be read or is damaged is compiled again.
+    `fit` and the experiments use this cache automatically. A program is loaded from the cache only if it has the same
+    operations, shapes, devices, compiler options and library versions. The instruction set and the number of cores of
+    the CPU must also be the same. If the environment variable JAX_COMPILATION_CACHE_DIR is set, JAX's own cache in this
+    folder is used instead. JAX_ENABLE_COMPILATION_CACHE=false disables both caches. If a cached program is damaged or
+    cannot be read, it is compiled again.
 
     Args:
-      path: the folder of the cache, which grows to at most 4 GiB. The programs in the folder are executed, so the
-        folder is used only if this user owns it and no other user can write to it. Default None: the folder compiled/
-        in the folder that the environment variable FNET_CACHE names, or in ~/.cache/fnet.
+      path: the folder of the cache, which grows to at most 4 GiB. Because the programs in the folder are executed, the
+        folder is used only if this user owns it and no other user can write to it. Default None: the folder `compiled`
+        in $FNET_CACHE if this environment variable is set, otherwise in $XDG_CACHE_HOME/fnet or ~/.cache/fnet.
 
     Example:
       >>> import tempfile

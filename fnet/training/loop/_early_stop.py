@@ -10,14 +10,16 @@ import math
 class EarlyStop:
     """A rule that stops a run when a metric has not improved for `patience` evaluations in a row.
 
-    A value that is NaN or infinite is not an improvement. `fit` returns the last state unless `restore_best=True`.
+    A value that is NaN or infinite does not count as an improvement. After the stop, `fit` returns the last state, or
+    with `restore_best=True`, the best state.
 
     Args:
-      metric: the logged name of the metric, such as "validation/accuracy". Compute the metric on data that is used
-        neither for training nor for the reported result.
+      metric: the logged name of the metric, such as "validation/accuracy". Compute this metric with validation data,
+        which are used neither for training nor for the final result that you report.
       patience: the number of consecutive evaluations without improvement after which the run stops.
       mode: "max" if larger values are better, "min" if smaller values are better. Default "max".
-      min_delta: the difference from the best value that an improvement must exceed. Default 0.
+      min_delta: a value counts as an improvement only if it is better than the best value by more than `min_delta`.
+        Default 0.
 
     Raises:
       ValueError: `mode` is neither "max" nor "min", `patience` is less than 1, or `min_delta` is negative or not
@@ -41,8 +43,13 @@ class EarlyStop:
             raise ValueError(f"min_delta={self.min_delta}: the smallest improvement is a number from 0 up")
 
     def update(self, best: float, stale: int, value: float) -> tuple[float, int]:
-        """Returns the new best value and the number of evaluations since then. `value` is the result of the latest
-        evaluation. Before the first evaluation, `best` is NaN."""
+        """Returns the new best value, and the number of evaluations since the best value.
+
+        Args:
+          best: the best value so far, or NaN before the first evaluation.
+          stale: the number of evaluations since the best value so far.
+          value: the result of the latest evaluation.
+        """
         if better(value, best, self.mode, self.min_delta):
             return value, 0
         return best, stale + 1

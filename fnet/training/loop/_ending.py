@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Interrupted(Exception):
-    """The run was interrupted by a signal. Its last complete step has been saved.
+    """The run was interrupted by a signal. If the run has a workdir, its last complete step has been saved.
 
     >>> import signal
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
@@ -33,9 +33,9 @@ class Interrupted(Exception):
 
 
 class PeerLost(RuntimeError):
-    """Another process of the run has ended or cannot be reached.
+    """In a run with several processes, another process has ended or cannot be reached.
 
-    A script can end with an exit code that tells the scheduler to restart the job:
+    After this error, a script can end with an exit code that tells the scheduler to restart the job:
 
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
     >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))

@@ -16,7 +16,10 @@ from fnet.training._config import LENGTHS, ConfigError
 
 
 class ResumeWarning(UserWarning):
-    """The conditions of the run have changed since it was started, or they cannot be compared.
+    """A resumed run may differ from an uninterrupted run.
+
+    The message states the reason. For example, the chip has changed, the data are read again from the beginning, or the
+    hyperparameters cannot be compared because `config` was not passed to `fit`.
 
     >>> import tempfile, warnings
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})

@@ -69,12 +69,12 @@ def fit(
                     evaluate={"validation": evaluator(metrics, data)}, every=100, best="validation/accuracy")
 
     Resuming is exact. A run that is interrupted and resumed reads the data in the same order as an uninterrupted run,
-    and has the same parameters, optimizer state, moving average and metrics, bit for bit. Metrics are accumulated on
-    the device, and fetched every `log_every` steps. Between two fetches, the host runs at most two steps ahead of the
-    device.
+    and has the same parameters, optimizer state, moving average and metrics, bit for bit. `fit` sums the metrics on the
+    device, and fetches the sums every `log_every` steps. Between two fetches, the host dispatches at most two steps
+    that the device has not completed yet.
 
     A run starts from the last complete checkpoint in `workdir`. If there are no checkpoints, it starts from `state`. If
-    there are checkpoints but none can be read, an error is raised.
+    there are checkpoints, but none of them can be read, `fit` raises an error.
 
     The arguments, by purpose:
 
@@ -90,88 +90,92 @@ def fit(
     Args:
       step: a pure function, `step(state, batch) -> (state, metrics)`. The step must increase `state.step` by 1 and keep
         the structure, shapes and dtypes of the state. `metrics` is a dict. If a metric is a scalar, the log contains
-        its mean over the steps since the last log. If it is a result of `mean(values, weight)`, the log contains its
-        mean over the examples of these steps.
-      state: a `TrainState`, or any pytree with an integer array `step`. `fit` copies the state and donates the copy, so
-        `state` stays valid.
+        the mean of the scalar over the steps since the last log. If a metric is a result of `mean(values, weight)`, the
+        log contains the mean over the examples of these steps.
+      state: a `TrainState`, or any pytree with an integer array as the attribute `step`. `fit` donates a copy of the
+        state to the step, so `state` itself stays valid.
       batches: a function, such as an instance of `Batches`: `batches(i)` returns the batch of step i. A background
         thread prepares the batches of the next steps while a step runs. The log reports the fraction of time that the
         loop waited for batches ("time/data").
       steps: the total number of steps, including the steps of earlier calls with this workdir.
-      workdir: the folder of the run, as a path or as a URL of an object store (s3://bucket/run, gs://, az://), for
-        which `pip install 'fnet[cloud]'` is necessary. It contains config.json, metrics.jsonl, events.jsonl,
-        tensorboard/, checkpoints/ and, with `plan`, plan.txt. Default None: nothing is written.
-      plan: the result of `parallel.plan(step, ...)`. The step runs on the devices of the plan, and the results equal
-        those of one device up to rounding. `fit` transfers the state and the batches to the plan's shardings. A run may
-        be resumed with another plan. Short batches are padded with rows of weight 0, as by `parallel.feed`. With
-        several processes, `batches(i)` returns either all rows, equal in all processes, or only the rows of this
-        process. Default None: the arrays stay on their devices.
+      workdir: the folder of the run, as a path or as a URL of an object store (s3://bucket/run, gs://bucket/run or
+        az://container/run). Object stores need `pip install 'fnet[cloud]'`. `fit` writes config.json, metrics.jsonl,
+        events.jsonl, tensorboard/, checkpoints/ and, with `plan`, plan.txt to this folder. Default None: nothing is
+        written.
+      plan: the result of `parallel.plan(step, ...)`, which states how to divide the step among several devices. The
+        results equal those of one device up to rounding. `fit` transfers the state and the batches to the shardings of
+        the plan. A run may be resumed with another plan. Short batches are padded with rows of weight 0, as by
+        `parallel.feed`. With several processes, `batches(i)` returns either all rows of the batch, which must be equal
+        in all processes, or only the rows of this process. Default None: the arrays stay on their devices.
       evaluate: a dict of evaluation functions, such as {"validation": evaluator(metrics, data)}. Each function takes
         the state and returns a dict of metrics, which may include `Histogram`, `Image` and `Text`. Default None: no
         evaluation.
-      every: the number of steps between two evaluations. The last step is always evaluated. Default None: only the last
-        step.
+      every: the number of steps between two evaluations. The state after the last step is always evaluated. Default
+        None: only this state is evaluated.
       best: the name of a metric, such as "validation/accuracy". The state with the best value of this metric is saved
-        and kept. Default None.
+        and kept. Default None: the metric of `early_stop`, if there is one.
       best_mode: "max" if the largest value is the best, "min" if the smallest value is the best. Default "max".
-      early_stop: an `EarlyStop`, the condition for ending the run before `steps`. If `best` is None, `best` and
-        `best_mode` are the metric and mode of `early_stop`. Default None.
+      early_stop: an `EarlyStop`, which states the condition for ending the run before `steps`. If `best` is None,
+        `best` and `best_mode` are the metric and mode of `early_stop`. Default None: no early stopping.
       restore_best: whether to return the best state (by `best` or `early_stop`) instead of the last state. Default
         False.
-      save_every: the number of steps between two checkpoints. The last step is always saved. Default None: the same as
-        `every`.
+      save_every: the number of steps between two checkpoints. The state after the last step is always saved. Default
+        None: the value of `every`.
       keep: the number of the latest checkpoints to keep. Default 3.
-      keep_every: every checkpoint whose step is a multiple of this number is kept, too. Default None.
+      keep_every: a number of steps. Every checkpoint whose step is a multiple of this number is also kept. Default
+        None: only the latest and the best checkpoints are kept.
       restart: whether to delete the earlier run in `workdir` first. Nothing is deleted if an argument is invalid or if
         another run uses the folder. Default False.
-      config: the hyperparameters, a dataclass or a dict of JSON types. The config is written to config.json and to each
-        checkpoint. The checkpoint also records the number of steps and a description of the data. A run is resumed only
-        if the config and the data are equal and `steps` is not smaller. Fields named steps or epochs, and dataclass
-        fields declared with `compare=False`, are not compared. Default None: a run is resumed without the comparison of
-        the configs, and a `ResumeWarning` says so.
-      notes: other data of JSON types to store in each checkpoint, such as {"policy": str(policy)}. Default None.
+      config: the hyperparameters, a dataclass or a dict of JSON types. `fit` writes `config` to config.json and to each
+        checkpoint. The checkpoint also contains the number of steps and values that identify the data. A run is resumed
+        only if `config` and the data are the same as before, and `steps` is not smaller than before. Fields named steps
+        or epochs, and dataclass fields declared with `compare=False`, are not compared. Default None: a run is resumed
+        without comparing configurations, and a `ResumeWarning` says so.
+      notes: a dict of other data to store in each checkpoint, such as {"policy": str(policy)}. The values have JSON
+        types. Default None: no other data.
       nonfinite: what to do after a step with a NaN or infinite metric or state. "stop" raises `Diverged`. "skip"
         discards the update of this step: only the counter `step` increases. "rollback" restores the state of the last
         checkpoint and continues with the batch after the batch of this step. The batches between the checkpoint and
         this step are not used again. Default "stop".
-      debug: whether to replay the step for which `Diverged` is raised, and to name the first layer with a non-finite
-        value in the message. Default False.
+      debug: whether to replay the step for which `Diverged` is raised, so that the message names the first layer with a
+        NaN or infinite value. Default False.
       log_every: the number of steps between two fetches of the training metrics. Default 100.
       progress: a `Progress` that displays the run. Default None: nothing is printed.
       tensorboard: whether to write TensorBoard's event files. Default True.
-      on_step: a function, or a sequence of functions, to call with a `StepEnd` after each step. If a function raises an
-        exception, the state is saved and `fit` raises the exception. Default (): no functions.
-      jit: whether to compile the step. False runs each operation separately, for a debugger. Default True.
-      tune: whether to rewrite the step with `transforms.tune` into faster code for this chip, with equal results up to
-        rounding. For a long run on a CPU, the rewrite rules are selected by timing: the step runs with and without each
-        rule, on copies of the state. A run is long if it takes at least ten minutes at the CPU's peak rate. A resumed
-        run uses the rules that were selected when it was started. Default True.
-      profile_steps: a range of consecutive steps to profile, such as range(100, 105). Their time by path and phase (see
-        `introspect.profile`) is written to profile.txt, profile.html and profile.json in workdir/profile/100-105, and a
-        trace for ui.perfetto.dev to trace.json.gz. The first step of a process is not profiled, because its time
-        includes compilation. Default None.
+      on_step: a function, or a sequence of functions. `fit` calls each function with a `StepEnd` after each step. If a
+        function raises an exception, `fit` saves the state and raises the same exception. Default (): no functions.
+      jit: whether to compile the step. With False, each operation runs separately, so that you can use a debugger.
+        Default True.
+      tune: whether to rewrite the step with `transforms.tune` into faster code for this chip. The results are equal up
+        to rounding. For a long run on a CPU, `fit` selects the rewrite rules by timing: it runs the step with and
+        without each rule, on copies of the state. A run is long if it takes at least ten minutes at the CPU's peak
+        rate. A resumed run uses the rules that were selected when the run was started. Default True.
+      profile_steps: a range of consecutive steps to profile, such as range(100, 105). `fit` writes the time of these
+        steps by layer path and phase (see `introspect.profile`) to profile.txt, profile.html and profile.json in the
+        folder workdir/profile/100-105. It also writes a trace for ui.perfetto.dev to trace.json.gz. The first step of a
+        process is not profiled, because its time includes compilation. Default None: no steps are profiled.
 
     Returns:
       The state after the last step, or the best state if `restore_best` is True. With a `workdir`, this state is also
       saved, and can be read with `load` or `restore`.
 
     Raises:
-      Interrupted: a SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 arrived; the last complete step has been saved. A
-        second signal, more than one second later, ends the process immediately. Signals are handled only if `fit` runs
-        in the main thread.
-      Diverged: the state or a metric is NaN or infinite; the message names the step and the leaf. With "skip" and
-        "rollback", `Diverged` is raised only if the run cannot recover.
+      Interrupted: a process of the run received SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1. With a `workdir`, the last
+        complete step has been saved. If a second signal arrives more than one second after the first signal, the
+        process ends immediately. `fit` handles signals only if it runs in the main thread.
+      Diverged: the state or a metric is NaN or infinite. The message names the step and the leaf. With
+        `nonfinite="skip"` or `nonfinite="rollback"`, `Diverged` is raised only if the run cannot recover.
       CheckpointError: no checkpoint can be read, a checkpoint cannot be written, the checkpoints belong to another
         model or optimizer, or another run uses the workdir or has replaced it.
-      ConfigError: `config` is given, and the run in `workdir` has another config, other data or more steps.
-      OutOfMemory: the device has too little memory; the message lists the largest arrays and estimates the largest
-        batch.
-      PeerLost: another process of the run has ended.
-      TypeError: step or batches is not a function, the state has no `step`, or the step changes the structure, a shape
-        or a dtype of the state.
-      ValueError: an interval such as `every` is not an integer >= 1, no evaluation returns the metric of `best` or
-        `early_stop`, or the step does not increase `state.step` by 1. It is also raised if the state does not have the
-        structure for which the plan was made, or if the devices of the plan are not attached.
+      ConfigError: `config` is given, and the run in `workdir` has another config, other data or a larger `steps`.
+      OutOfMemory: the device does not have enough memory. The message lists the largest arrays and estimates the size
+        of the largest batch that fits.
+      PeerLost: in a run with several processes, another process has ended.
+      TypeError: `step` or `batches` is not a function, the state has no attribute `step`, or the step changes the
+        structure, a shape or a dtype of the state.
+      ValueError: an interval such as `every` is not an integer >= 1, no evaluation returns the metric that `best` or
+        `early_stop` names, or the step does not increase `state.step` by 1. The error is also raised if the state does
+        not have the structure for which the plan was made, or if the devices of the plan are not attached.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax

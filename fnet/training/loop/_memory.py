@@ -21,7 +21,9 @@ _GUESSES = 6
 
 
 class OutOfMemory(MemoryError):
-    """The step, or an evaluation, needs more memory than the device has.
+    """The training step, or an evaluation, needs more memory than the device has.
+
+    The message lists the largest arrays. For a training step, it also estimates the largest batch that fits.
 
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
     >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def duration(seconds: float) -> str:
-    """Formats a number of seconds, such as 7.2 s, 3:05 or 2:03:05.
+    """Formats a number of seconds as text, such as "7.2 s", "3:05" or "2:03:05".
 
     Example:
       >>> duration(7.24), duration(185), duration(7385)
@@ -29,15 +29,16 @@ def _is_terminal(stream: Any) -> bool:
 
 
 class Progress:
-    """Reports the progress of a run to a stream. Without a `Progress`, `fit` prints nothing.
+    """Prints the progress of a run to a stream. Without a `Progress`, `fit` prints nothing.
 
-    If the stream is closed (a closed terminal or pipe), or the process has no standard output, the run continues
-    without reports.
+    If the stream is closed (a closed terminal or pipe), or the process has no standard output, the run continues and
+    prints nothing.
 
     Args:
       stream: the text stream to write to. Default None: the standard output.
-      bar: whether to show a progress bar below the lines. Default None: only if the stream is a terminal.
-      refresh: the largest number of times per second that the bar is redrawn. Default 4.
+      bar: whether to show a progress bar below the printed lines. Default None: a bar is shown if the stream is a
+        terminal.
+      refresh: the progress bar is redrawn at most this number of times per second. Default 4.
 
     >>> import io
     >>> log = io.StringIO()
@@ -105,8 +106,15 @@ class Progress:
                     bar.stop()
 
     def tick(self, step: int, rate: float | None, left: float | None) -> None:
-        """Redraws the bar after step `step` has been dispatched, at most `refresh` times per second. Does not wait for
-        the device."""
+        """Redraws the bar after step `step` has been dispatched, at most `refresh` times per second.
+
+        This method does not wait for the device.
+
+        Args:
+          step: the number of steps so far.
+          rate: the steps per second, or None if it is unknown.
+          left: the estimated remaining time in seconds, or None if it is unknown.
+        """
         now = time.monotonic()
         if self._bar is None or now - self._drawn < 1 / self._refresh:
             return
@@ -124,9 +132,17 @@ class Progress:
         left: float | None,
         mfu: Any = None,
     ) -> None:
-        """Prints one line: the metrics at a step, steps per second, `hardware.MFU`, and the remaining time.
+        """Prints one line: the metrics at a step, the steps per second, the MFU and the remaining time.
 
-        The first call also prints one line with the peak to which MFU refers, or with the reason why MFU is unknown.
+        The first call also prints one line that states the peak rate to which the MFU refers, or the reason why the MFU
+        is unknown.
+
+        Args:
+          step: the number of steps so far.
+          values: a dict {name: value} of metrics.
+          rate: the steps per second, or None if it is unknown.
+          left: the estimated remaining time in seconds, or None if it is unknown.
+          mfu: a `hardware.MFU` (model FLOPs utilization), or None.
         """
         if mfu is not None and not self._explained:
             self._explained = True
