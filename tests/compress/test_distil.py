@@ -49,10 +49,11 @@ def test_hidden_states():
         _, theirs = ft.capture(large, "norm")(wide, tokens)
         return compress.hidden_loss(mine, theirs, {"norm": "norm"}, {"norm": matrix})
 
-    mine, theirs = (ft.capture(model, "norm")(p, tokens)[1]["norm"] for model, p in ((small, params), (large, wide)))
+    mine, theirs = (jax.jit(ft.capture(model, "norm"))(p, tokens)[1]["norm"]
+                    for model, p in ((small, params), (large, wide)))
     difference = np.asarray(mine) @ np.asarray(matrix) - np.asarray(theirs)
-    np.testing.assert_allclose(loss(params, matrix, wide), (difference ** 2).mean(), rtol=1e-5)
-    grads = jax.grad(loss, (0, 1, 2))(params, matrix, wide)
+    value, grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(params, matrix, wide)
+    np.testing.assert_allclose(value, (difference ** 2).mean(), rtol=1e-5)
     want = 2 * np.einsum("bti,bto->io", mine, difference) / difference.size
     np.testing.assert_allclose(grads[1], want, rtol=1e-4, atol=1e-6)
     assert any(jnp.any(g) for g in jax.tree.leaves(grads[0])) and not any(jnp.any(g) for g in jax.tree.leaves(grads[2]))

@@ -62,7 +62,8 @@ def test_alternating_blocks(name):
     tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12) % model.vocab_size
     single, apart = models.unstack(model, params)
     want = jax.jit(single)(apart, tokens)
-    close(jax.jit(model)(params, tokens), want)
+    whole = jax.jit(model)
+    close(whole(params, tokens), want)
     cache = model.cache(jax.ShapeDtypeStruct((2, 16), jnp.int32))
     step = jax.jit(lambda params, tokens, cache: model(params, tokens, state=cache))
     first, cache = step(params, tokens[:, :7], cache)
@@ -72,11 +73,11 @@ def test_alternating_blocks(name):
     gradients = models.unstack(model, loss(model)(params))[1]
     jax.tree.map(lambda a, b: close(a, b, 1e-4), gradients, loss(single)(apart))
     quantized = compress.quantize(params, {"blocks/.*kernel": compress.Int8()})
-    close(jax.jit(ft.use_implicit_arrays(model))(quantized, tokens), model(compress.materialize(quantized), tokens))
+    close(jax.jit(ft.use_implicit_arrays(model))(quantized, tokens), whole(compress.materialize(quantized), tokens))
     adapted = compress.lora(jax.random.key(0), params, {"blocks/attention/query/kernel": 2})
     close(jax.jit(ft.use_implicit_arrays(model))(adapted, tokens), want)
     spec = model.spec(tokens)
-    fresh = model.init(jax.random.key(0), tokens)[0]
+    fresh = jax.eval_shape(model.init, jax.random.key(0), tokens)[0]
     assert jax.tree.map(lambda x: x.shape, fresh) == jax.tree.map(lambda x: x.shape, spec.params)
 
 
@@ -102,14 +103,16 @@ def test_long_texts():
     model = models.Decoder(16, 8, 2, 2, 1, 8, rope_scaling=models.LongScaling((1.0, 1.5), (3.0, 9.0), 10, 1.2))
     tokens = jnp.arange(48, dtype=jnp.int32).reshape(3, 16) % 16
     params, _ = model.init(jax.random.key(0), tokens)
-    lengths = jnp.array([14, 10, 12])
-    out, _ = model(params, tokens, lengths=lengths, state=model.cache(tokens))
+    lengths = np.array([14, 10, 12])
+    call = jax.jit(model)
+    out, _ = call(params, tokens, lengths=lengths, state=model.cache(tokens))
+    without_cache = call(params, tokens, lengths=lengths)
     for row, length in zip(range(3), lengths):
         scaling = models.LongScaling(*((model.rope_scaling.long if length > 10 else model.rope_scaling.short,) * 2),
                                      10, 1.2)
-        want = dataclasses.replace(model, rope_scaling=scaling)(params, tokens[row:row + 1, :length])
+        want = jax.jit(dataclasses.replace(model, rope_scaling=scaling))(params, tokens[row:row + 1, :length])
         close(out[row:row + 1, :length], want)
-        close(model(params, tokens, lengths=lengths)[row:row + 1, :length], want)
+        close(without_cache[row:row + 1, :length], want)
     other = dataclasses.replace(model, rope_scaling=models.LongScaling((1.0,), (1.0,), 10))
     with pytest.raises(ValueError, match="expected 2 divisors, one for each pair of rotated features, got 1 and 1"):
         other(params, tokens)
@@ -155,7 +158,7 @@ def test_gpt_options():
     query = jax.tree.map(lambda x: x * factors.reshape(2, *(1,) * (x.ndim - 1)), wide)
     with_query = lambda each: params | {"blocks": params["blocks"] | {
         "attention": params["blocks"]["attention"] | {"query": each}}}
-    close(by_depth(with_query(wide), tokens), model(with_query(query), tokens))
+    close(jax.jit(by_depth)(with_query(wide), tokens), jax.jit(model)(with_query(query), tokens))
     with pytest.raises(ValueError, match=r"GPT: activation must be 'silu' or .*; got 'mish'"):
         dataclasses.replace(model, activation="mish")
     old = models.GPT(16, 8, 2, 2, context=8)

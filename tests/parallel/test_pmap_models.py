@@ -56,7 +56,7 @@ def test_the_gradient_of_one_device(name):
                    axis_name="chips", in_axes=(None, 0), out_axes=None)
     value, grads = step(params, ft.shard(batch))
     alone, params, _ = make(None)
-    want_value, want = ft.value_and_grad(alone)(params, batch)
+    want_value, want = jax.jit(ft.value_and_grad(alone))(params, batch)
     np.testing.assert_allclose(value, want_value, rtol=1e-5)
     least = 1e-2 * max(np.abs(x).max() for x in jax.tree.leaves(want))
     for got, x in zip(jax.tree.leaves(grads), jax.tree.leaves(want)):

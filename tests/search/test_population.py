@@ -225,13 +225,16 @@ def test_fit_logs_saves_and_resumes_bit_by_bit(method, devices, tmp_path, evalua
 
 
 def test_fit_keeps_the_choice_of_the_first_call(tmp_path):
-    init, step, batches, hyper = program("float32")
-    found = []
+    def step(state, batch, hyper):
+        return {"w": state["w"] - hyper * (batch.T @ batch)}, {"mean": batch.mean()}
+
+    hyper, found = jnp.linspace(0.1, 1, N), []
     for steps in (2, 4):
-        init_n, step_n = search.population(init, step)
+        init_n, step_n = search.population(lambda key, hyper: {"w": jnp.ones((3, 3))}, step)
         if steps == 4:
             step_n._measured = lambda *args: pytest.fail("measured again")
-        tr.fit(step_n, init_n(jax.random.key(0), hyper), batches, steps=steps, workdir=tmp_path, config={"n": N})
+        tr.fit(step_n, init_n(jax.random.key(0), hyper), lambda i: jnp.ones((2, 3)), steps=steps, workdir=tmp_path,
+               config={"n": N})
         found.append(step_n._methods[N].chosen)
     assert found[0] == found[1]
 
