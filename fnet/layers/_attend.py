@@ -22,6 +22,7 @@ from fnet._jax import Primitive
 from fnet.layers import _attend_flash as flash
 from fnet.layers import _attend_xla as xla
 from fnet.layers._attend_xla import Form, Products
+from fnet.layers._explicit import automatic, like
 from fnet.layers._sizes import integers, sized
 
 
@@ -149,18 +150,28 @@ backward_p = Primitive("attention_backward")
 
 
 def _attention(blocks, products, *args, form, compute, outs, residuals):
-    out, *statistics = xla.forward(form, products, blocks, *args)
-    return [out.astype(outs[0]), *statistics][:3 if residuals else 1]
+    def run(*args):
+        out, *statistics = xla.forward(form, products, blocks, *args)
+        return [out.astype(outs[0]), *statistics][:count]
+
+    count, statistics = 3 if residuals else 1, like(args[0], 0, 2, 1)
+    return automatic(run, [like(args[0], 0, 1, 2, 3), statistics, statistics][:count])(*args)
 
 
 def _tangent(blocks, products, *args, form, compute, outs, moving):
+    run = functools.partial(xla.tangent, form, products, blocks, moving)
     where, tangents = args[3:3 + len(form.given)], args[6 + len(form.given):]
-    return [xla.tangent(form, products, blocks, moving, *args[:3], *where, *tangents).astype(outs[0])]
+    return [automatic(run, like(args[0], 0, 1, 2, 3))(*args[:3], *where, *tangents).astype(outs[0])]
 
 
 def _backward(blocks, products, *args, form, compute, outs):
-    gradients = xla.backward(form, products, blocks, *args)
+    run = automatic(functools.partial(xla.backward, form, products, blocks), _cotangents(args))
+    gradients = run(*args)
     return [x.astype(dtype) for x, dtype in zip(gradients, outs)]
+
+
+def _cotangents(args):
+    return tuple(like(x, 0, 1, 2, 3) for x in args[:3])
 
 
 def _in_one_block(operand, f, *args, **params):
@@ -369,8 +380,11 @@ def _backward_by_definition(blocks, products, *args, form, compute, outs):
     """Computes the results of `_backward` with `jax.vjp` of the forward pass, without the stored out, peak and
     total."""
     where = args[3:3 + len(form.given)]
-    pull = jax.vjp(lambda q, k, v: xla.forward(form, products, blocks, q, k, v, *where)[0], *args[:3])[1]
-    return [x.astype(dtype) for x, dtype in zip(pull(args[-1].astype(products.wide)), outs)]
+    def run(q, k, v, cotangent, *where):
+        return jax.vjp(lambda q, k, v: xla.forward(form, products, blocks, q, k, v, *where)[0], q, k, v)[1](cotangent)
+
+    gradients = automatic(run, _cotangents(args))(*args[:3], args[-1].astype(products.wide), *where)
+    return [x.astype(dtype) for x, dtype in zip(gradients, outs)]
 
 
 _define(attention_p, _attention)

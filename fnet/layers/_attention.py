@@ -18,6 +18,7 @@ from fnet.layers._attend_xla import Form, Products
 from fnet.layers._attend_xla import weights as attention_weights
 from fnet.layers._core import Layer
 from fnet.layers._dropout import Dropout
+from fnet.layers._explicit import automatic, like
 from fnet.layers._linear import Dense, floating, lecun_normal, wide, zeros
 from fnet.layers._scope import Scope
 from fnet.layers._sizes import integers
@@ -279,8 +280,9 @@ class Attention(Layer):
         new = jnp.full(index.shape, k.shape[1], jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
         rows = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None]
         columns = index[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
-        keys = keys.at[rows, :, columns].set(k.astype(keys.dtype), mode="drop")
-        values = values.at[rows, :, columns].set(v.astype(values.dtype), mode="drop")
+        put = automatic(lambda held, rows, columns, new: held.at[rows, :, columns].set(new.astype(held.dtype),
+                                                                                       mode="drop"), like(k, 0))
+        keys, values = put(keys, rows, columns, k), put(values, rows, columns, v)
         for name, value in ("cached_key", keys), ("cached_value", values), ("index", index + new):
             scope.update(name, value)
         # Attention transposes keys and values back, so that XLA reads them without a copy.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet.layers._core import Layer
+from fnet.layers._explicit import by_rows
 from fnet.layers._linear import align, floating, lecun_normal, zeros
 from fnet.layers._scope import Scope
 
@@ -179,8 +181,11 @@ def _kernel(who, layer, scope, x, window) -> jax.Array:
 
 def _convolved(layer, scope, x, kernel, strides, padding, **dilations) -> jax.Array:
     """Convolves the input, and adds the bias."""
-    y = lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=layout(x.ndim),
-                                 feature_group_count=layer.groups, **dilations)
+    convolve = functools.partial(lax.conv_general_dilated, window_strides=strides, padding=padding,
+                                 dimension_numbers=layout(x.ndim), feature_group_count=layer.groups, **dilations)
+    # If XLA partitions a grouped convolution, it gathers the batch, and the gradient of the kernel is wrong on a mesh
+    # with an axis over which the batch is not sharded (jaxlib 0.10 to 0.12).
+    y = convolve(x, kernel) if layer.groups == 1 else by_rows(convolve, x, kernel)
     if layer.use_bias:
         y = y + align(scope.param("bias", (layer.features,), layer.bias_init, ("out",)), y)
     return y

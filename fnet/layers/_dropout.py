@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from fnet.layers._core import Layer
+from fnet.layers._explicit import automatic, like
 from fnet.layers._linear import floating
 from fnet.layers._scope import Scope
 
@@ -54,6 +55,11 @@ class Dropout(Layer):
             return jnp.zeros_like(x)
         along = {axis % x.ndim for axis in self.broadcast}
         shape = [1 if axis in along else size for axis, size in enumerate(x.shape)]
-        keep = jnp.broadcast_to(jax.random.bernoulli(scope.key(), 1 - rate, shape), x.shape)
-        scale = 1 - rate if known else jnp.where(rate < 1, 1 - rate, 1).astype(x.dtype)      # rate 1 keeps nothing
-        return jnp.where(keep, x / scale, jnp.zeros_like(x))
+
+        def drop(x, key, rate=rate):
+            keep = jnp.broadcast_to(jax.random.bernoulli(key, 1 - rate, shape), x.shape)
+            scale = 1 - rate if known else jnp.where(rate < 1, 1 - rate, 1).astype(x.dtype)  # rate 1 keeps nothing
+            return jnp.where(keep, x / scale, jnp.zeros_like(x))
+
+        arrays = (x, scope.key()) if known else (x, scope.key(), rate)
+        return automatic(drop, like(x, *range(x.ndim)))(*arrays)

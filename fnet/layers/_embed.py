@@ -12,6 +12,7 @@ from jax.nn import initializers
 
 from fnet.layers._core import Layer, method
 from fnet.layers._cross_entropy import linear_cross_entropy
+from fnet.layers._explicit import automatic, like
 from fnet.layers._linear import floating, linear
 from fnet.layers._scope import Scope
 
@@ -56,7 +57,8 @@ class Embed(Layer):
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise TypeError(f"Embed at {scope}: expected integer tokens; got {tokens.dtype}{list(tokens.shape)}")
         table = jnp.asarray(self._table(scope))    # params may contain NumPy arrays
-        return table.at[tokens].get(mode="fill", wrap_negative_indices=False)
+        lookup = lambda table, tokens: table.at[tokens].get(mode="fill", wrap_negative_indices=False)
+        return automatic(lookup, like(tokens, *range(tokens.ndim)))(table, tokens)
 
     @method
     def first(self, scope: Scope, count: int) -> jax.Array:

@@ -13,6 +13,7 @@ from jax import lax
 from jax.nn import initializers
 
 from fnet.layers._core import Layer
+from fnet.layers._explicit import automatic, like
 from fnet.layers._linear import Dense, floating, lecun_normal, wide
 from fnet.layers._scope import Scope
 from fnet.layers._tile_dot import tile_dot
@@ -87,12 +88,17 @@ class MixtureOfExperts(Layer):
         if valid is not None and jnp.shape(valid) != x.shape[:-1]:
             raise ValueError(f"MixtureOfExperts at {scope}: expected valid {list(x.shape[:-1])} for x "
                              f"{list(x.shape)}, got {list(jnp.shape(valid))}")
-        width, shape = x.shape[-1], x.shape
+        width = x.shape[-1]
         up_shape, up_axes = (self.experts, width, self.hidden), ("expert", "embed", "mlp")
         gate, up = (scope.param(name, up_shape, self.kernel_init, up_axes) for name in ("gate", "up"))
         down = scope.param("down", (self.experts, self.hidden, width), self.kernel_init, ("expert", "mlp", "embed"))
         logits = Dense(self.experts, use_bias=False, kernel_init=lecun_normal, axes=("embed", None))(scope["router"], x)
 
+        arrays = x, logits, gate, up, down, *(() if valid is None else (valid,))
+        return automatic(self._mix, like(x, *range(x.ndim)))(*arrays)
+
+    def _mix(self, x, logits, gate, up, down, valid=None):
+        width, shape = x.shape[-1], x.shape
         x, logits = x.reshape(-1, width), logits.reshape(-1, self.experts)      # [tokens, f], [tokens, E]
         weights, chosen = lax.top_k(jax.nn.softmax(wide(logits)), self.top_k)   # [tokens, top_k]
         if self.normalize:

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fnet import jaxpr
 from fnet.layers._core import Layer
+from fnet.layers._explicit import automatic, like
 from fnet.layers._linear import align, floating, ones, wide, zeros
 from fnet.layers._scope import Scope
 
@@ -126,11 +127,12 @@ class GroupNorm(Layer):
             raise ValueError(f"GroupNorm at {scope}: expected [batch, ..., channels] with channels a multiple of "
                              f"groups={self.groups}; got shape {x.shape}")
         scale, bias = _affine(self, scope, (channels,))
-        y = wide(x).reshape(x.shape[0], -1, self.groups, channels // self.groups)    # [batch, space, groups, within]
+        shape = x.shape[0], math.prod(x.shape[1:-1]), self.groups, channels // self.groups
+        y = jnp.reshape(wide(x), shape, out_sharding=like(x, 0))        # [batch, space, groups, within]
         mean = y.mean((1, 3), keepdims=True)
         y = y - mean
         y = y * lax.rsqrt(jnp.square(y).mean((1, 3), keepdims=True) + self.epsilon)
-        return _scale_shift(y.reshape(x.shape), scale, bias).astype(x.dtype)
+        return _scale_shift(jnp.reshape(y, x.shape, out_sharding=like(x, *range(x.ndim))), scale, bias).astype(x.dtype)
 
 
 class BatchNorm(Layer):
@@ -238,7 +240,8 @@ def _moments(x):
     axes = range(x.ndim - 1)
     if 0 in x.shape:
         return x.mean(axes), x.mean(axes)
-    shift = checkpoint_name(lax.stop_gradient(x[(0,) * (x.ndim - 1)]), jaxpr.SHIFT)
+    first = automatic(lambda x: x[(0,) * (x.ndim - 1)], like(x, -1))(x)
+    shift = checkpoint_name(lax.stop_gradient(first), jaxpr.SHIFT)
     y = x - align(shift, x)
     mean = y.mean(axes)
     var = jnp.square(y).mean(axes) - jnp.square(mean)

@@ -16,6 +16,7 @@ from jax.nn import initializers
 
 from fnet import _jax
 from fnet.layers._core import Layer, method
+from fnet.layers._explicit import like, resharded
 from fnet.layers._linear import affine, align, floating, lecun_normal, linear, wide, zeros
 from fnet.layers._scope import Scope, describe
 from fnet.layers._sizes import integers
@@ -304,6 +305,7 @@ def _scan(layer, arrays, x, carry, valid, reverse):
         return after, output
 
     # Inside shard_map, the carry must vary over the same mesh axes as the results of a step.
+    carry = jax.tree.map(lambda leaf: resharded(leaf, like(x, 1)), carry)
     leaves, structure = jax.tree.flatten((carry, projected, valid, arrays["recurrent_kernel"]))
     carry, projected, valid, _ = jax.tree.unflatten(structure, _jax.vary_alike(*leaves))
     carry, outputs = lax.scan(step, carry, (projected, valid), reverse=reverse, unroll=layer.unroll)

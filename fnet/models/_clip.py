@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.nn import initializers
 
 from fnet import layers as nn
+from fnet.layers._explicit import like
 from fnet.layers._sizes import at_most
 from fnet.models._bert import Encoded
 from fnet.models._images import ImageInput
@@ -209,7 +210,8 @@ class CLIPVision(_Encoder):
         x = nn.Conv(width, self.patch, self.patch, padding="VALID", use_bias=False)(scope["patches"], x)
         x = x.reshape(x.shape[0], -1, width)                                            # [batch, patches, width]
         first = scope.param("class_token", (width,), small, ("embed",)).astype(x.dtype)
-        x = jnp.concatenate([jnp.broadcast_to(first, (x.shape[0], 1, width)), x], 1)    # [batch, tokens, width]
+        x = jnp.concatenate([
+            jnp.broadcast_to(first, (x.shape[0], 1, width), out_sharding=like(x, 0)), x], 1)    # [batch, tokens, width]
         x = x + scope.param("position", (1 + grid**2, width), small, (None, "embed")).astype(x.dtype)[None]
         x = self._blocks(scope, self._norm(scope["pre_norm"], x), causal=False)
         return Encoded(x, self._projected(scope, self._norm(scope["norm"], x[:, 0])))

@@ -12,6 +12,7 @@ import numpy as np
 from jax import export, lax
 
 from fnet import layers as nn
+from fnet.layers._explicit import automatic, like, resharded
 from fnet.models._model import Model
 
 constant = jax.nn.initializers.constant
@@ -147,7 +148,9 @@ class TreeLSTM(Model):
         x = nn.Embed(self.vocab_size, self.width)(scope["embed"], labels)   # [batch, nodes, width]
         gates = nn.Dense(3 * self.width)(scope["gates"], x)                 # i, o and u of every node
         forget = nn.Dense(self.width, bias_init=constant(self.forget_bias))(scope["forget"], x)
-        forget = jnp.take_along_axis(forget, jnp.minimum(parents, nodes - 1)[..., None], 1)    # the parent's x W_f
+        of_parents = automatic(lambda x, at: jnp.take_along_axis(x, at[..., None], 1), like(labels, 0))
+        forget = of_parents(forget, jnp.minimum(parents, nodes - 1))        # the parent's x W_f
+        add = automatic(lambda old, rows, parent, new: old.at[rows, parent].add(new), like(labels, 0))
 
         def step(sums, node):
             place, parent, gates, forget = node
@@ -157,10 +160,10 @@ class TreeLSTM(Model):
             hidden = jax.nn.sigmoid(o) * jnp.tanh(cell)                     # [batch, width]
             kept = jax.nn.sigmoid(forget + nn.Dense(self.width, use_bias=False)(scope["recurrent_forget"], hidden))
             share = hidden, kept * cell
-            return tuple(old.at[rows, parent].add(new) for old, new in zip(sums, share)), hidden
+            return tuple(add(old, rows, parent, new) for old, new in zip(sums, share)), hidden
 
         # The sums of h_k and of f_k c_k over the children so far. The last node is for roots and padding.
-        sums = (jnp.zeros((batch, nodes + 1, self.width), x.dtype),) * 2
+        sums = (resharded(jnp.zeros((batch, nodes + 1, self.width), x.dtype), like(labels, 0)),) * 2
         inputs = order, parents.T, gates.swapaxes(0, 1), forget.swapaxes(0, 1)
         _, hidden = lax.scan(step, sums, inputs)                            # [nodes, batch, width]
         return nn.Dense(self.classes)(scope["head"], hidden.swapaxes(0, 1))

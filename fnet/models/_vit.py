@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.nn import initializers
 
 from fnet import layers as nn
+from fnet.layers._explicit import like
 from fnet.models._bert import Encoded
 from fnet.models._images import AUGREG, TORCHVISION, ImageInput
 from fnet.models._model import Model
@@ -208,7 +209,8 @@ class ViT(Model):
         x = x.reshape(x.shape[0], -1, width)                                    # [batch, patches, width]
         tokens = [scope.param(name, (1, 1, width), initializers.zeros, (None, None, "embed")).astype(x.dtype)
                   for name in self._tokens()]
-        x = jnp.concatenate([*(jnp.broadcast_to(token, (x.shape[0], 1, width)) for token in tokens), x], 1)
+        x = jnp.concatenate([*(jnp.broadcast_to(token, (x.shape[0], 1, width), out_sharding=like(x, 0))
+                               for token in tokens), x], 1)
         count = len(tokens) + (self.size // self.patch) ** 2
         position = scope.param("position", (1, count, width), small, (None, None, "embed")).astype(x.dtype)
         x = x + self._positions(position, grid)                                 # [batch, tokens, width]

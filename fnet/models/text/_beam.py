@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet import layers as nn
+from fnet.layers._explicit import automatic, like
 from fnet.models.text import _generate
 from fnet.models.text._sampling import sampling
 
@@ -91,6 +92,11 @@ class _State(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("room", "capacity", "beams", "dtype"))
 def _search(model, params, prompts, lengths, key, stop, max_tokens, length_penalty, *, room, capacity, beams, dtype):
+    run = functools.partial(_searched, model, room=room, capacity=capacity, beams=beams, dtype=dtype)
+    return automatic(run, like(prompts, 0))(params, prompts, lengths, key, stop, max_tokens, length_penalty)
+
+
+def _searched(model, params, prompts, lengths, key, stop, max_tokens, length_penalty, *, room, capacity, beams, dtype):
     model, params = _generate.prepared(model, params, dtype)
     batch = prompts.shape[0]
     begin = _generate.start(model, params, prompts, lengths, key, sampling("beam_search", temperature=0), room=room,

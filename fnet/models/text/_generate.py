@@ -13,6 +13,7 @@ from jax import export, lax
 
 from fnet import layers as nn
 from fnet import transforms as ft
+from fnet.layers._explicit import automatic, like
 from fnet.layers._sizes import at_most, integers, sized
 from fnet.models._blocks import unstack
 from fnet.models.text._sampling import Sampling, is_sampled, penalized, pick, sampling
@@ -172,9 +173,12 @@ class Carry(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("room", "capacity", "samples", "sampled", "dtype"))
 def _generate(model, params, prompts, lengths, key, options, stop, max_tokens, *, room, capacity, samples, sampled,
               dtype):
-    model, params = prepared(model, params, dtype)
-    carry = start(model, params, prompts, lengths, key, options, room=room, capacity=capacity, samples=samples)
-    return advance(model, params, carry, options, stop, max_tokens, sampled=sampled).out
+    def run(params, prompts, lengths, key, options, stop, max_tokens):
+        decoder, params = prepared(model, params, dtype)
+        carry = start(decoder, params, prompts, lengths, key, options, room=room, capacity=capacity, samples=samples)
+        return advance(decoder, params, carry, options, stop, max_tokens, sampled=sampled).out
+
+    return automatic(run, like(prompts, 0))(params, prompts, lengths, key, options, stop, max_tokens)
 
 
 def start(model, params, prompts, lengths, key, options: Sampling, *, room, capacity, samples) -> Carry:

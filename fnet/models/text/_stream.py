@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet import layers as nn
+from fnet.layers._explicit import automatic, like
 from fnet.models.text import _generate
 from fnet.models.text._sampling import is_sampled, sampling
 
@@ -127,10 +128,11 @@ def _end(text: str, stop: Sequence[str]) -> int | None:
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("room", "capacity", "samples"))
 def _start(model, params, prompts, lengths, key, options, *, room, capacity, samples):
-    return _generate.start(model, params, prompts, lengths, key, options, room=room, capacity=capacity,
-                           samples=samples)
+    run = functools.partial(_generate.start, model, room=room, capacity=capacity, samples=samples)
+    return automatic(run, like(prompts))(params, prompts, lengths, key, options)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="sampled", donate_argnums=2)
 def _step(model, params, carry, options, stop, *, sampled):
-    return _generate.advance(model, params, carry, options, stop, carry.count + 1, sampled=sampled)
+    run = functools.partial(_generate.advance, model, sampled=sampled)
+    return automatic(run, like(carry.last))(params, carry, options, stop, carry.count + 1)

@@ -1,0 +1,55 @@
+"""Arrays on meshes with explicit axes (`jax.sharding.AxisType.Explicit`), whose sharding is a part of their type.
+
+JAX derives the sharding of most results from the operands. Where it requires an `out_sharding` (gathers, reshapes,
+random numbers, constants), layers state that the result is sharded like their input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def like(x: Any, *axes: int | None) -> NamedSharding | None:
+    """Returns the sharding of an array whose axis i is sharded like axis `axes[i]` of `x`, or not sharded for None.
+
+    Further axes are not sharded. Returns None, which JAX accepts as an unspecified sharding, if `x` is not on a mesh
+    with explicit axes.
+    """
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return NamedSharding(sharding.mesh, P(*(None if axis is None else sharding.spec[axis] for axis in axes)))
+
+
+def resharded(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+    """Returns `x` with a sharding that `like` has returned."""
+    return x if sharding is None else jax.sharding.reshard(x, sharding)
+
+
+def automatic(f: Callable, shardings: Any) -> Callable:
+    """Returns a function that computes `f` with automatic axes: XLA selects the shardings inside of `f`.
+
+    Args:
+        f: a function of arrays. It must not use arrays of the mesh that are not arguments.
+        shardings: the sharding of each result, as returned by `like`. If they are None, `f` is returned.
+    """
+    meshes = [sharding.mesh for sharding in jax.tree.leaves(shardings)]
+    if not meshes:
+        return f
+    return jax.jit(jax.sharding.auto_axes(f, axes=meshes[0].explicit_axes, out_sharding=shardings))
+
+
+def by_rows(f: Callable, x: jax.Array, *shared: jax.Array) -> jax.Array:
+    """Computes `f(x, *shared)`, whose row i depends only on row i of `x`. If the first axis of `x` is sharded over
+    explicit axes, each device computes its own rows."""
+    rows = like(x, 0)
+    if rows is None or rows.spec[0] is None:
+        return f(x, *shared)
+    whole = NamedSharding(rows.mesh, P())
+    mapped = jax.shard_map(f, mesh=rows.mesh, in_specs=(rows.spec, *(P(),) * len(shared)), out_specs=rows.spec)
+    return jax.jit(mapped)(resharded(x, rows), *(resharded(array, whole) for array in shared))
