@@ -16,6 +16,7 @@ import numpy as np
 
 from fnet import transforms as ft
 from fnet.hardware._text_table import aligned
+from fnet.jaxpr import check_function
 
 _SAME = 1e-3    # sites with different names form a pair if their error is smaller than this
 _TOLERANCE = 1e-5    # for float32; for other dtypes, it is proportional to their precision
@@ -122,6 +123,8 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
     >>> compare(faulty, model, params, jnp.ones((3, 5))).first.name
     'head'
     """
+    for function in f, g:
+        check_function("compare", function)
     runs = [_Run(function, args) for function in (f, g)]
     pairs = _pairs(*(list(run.values) for run in runs), runs, names or {})
     rows = []

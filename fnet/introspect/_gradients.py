@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet.hardware._text_table import aligned
-from fnet.jaxpr import array_leaves
+from fnet.jaxpr import array_leaves, check_function
 
 _STEPS = tuple(2.0**-k for k in range(2, 14, 2))    # relative to a leaf's norm; rounding errors dominate smaller steps
 
@@ -114,6 +114,7 @@ def check_gradient(f: Callable, *args: Any, tolerance: float = 1e-3, seed: int =
     >>> check_gradient(lambda x: jnp.sum(jnp.sin(x)), jnp.ones(3)).equal
     True
     """
+    check_function("check_gradient", f)
     if not any(map(_real, jax.tree.leaves(args[:1]))):
         raise TypeError("check_gradient: the first argument has no floating-point arrays to differentiate by")
     with contextlib.suppress(TypeError, ValueError), jax.enable_x64(True):    # f may require float32

@@ -17,6 +17,7 @@ from fnet.introspect._hlo import PHASES, Operation
 from fnet.introspect._render import Table
 from fnet.introspect._summary import _tree as tree_of
 from fnet.introspect._trace import Trace
+from fnet.jaxpr import check_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,8 +183,7 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args)):
         raise TypeError("profile: expected arrays, got a jax.ShapeDtypeStruct, which has no values; introspect.summary "
                         "takes shapes")
-    if not callable(step):
-        raise TypeError(f"profile: expected a function and its arguments; got a {type(step).__name__}")
+    check_function("profile", step)
     run = step if hasattr(step, "lower") else jax.jit(step)
     copy = lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf
     fresh = lambda: jax.block_until_ready(jax.tree.map(copy, args))

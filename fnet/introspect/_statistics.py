@@ -12,6 +12,7 @@ import numpy as np
 
 from fnet import transforms as ft
 from fnet.hardware._text_table import aligned
+from fnet.jaxpr import check_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +102,7 @@ def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Sta
     >>> "hidden" in str(report)
     True
     """
+    check_function("statistics", f)
     scans = {site.name: len(site.scans) for site in ft.sites(f)(params, *args)}
     result = jax.eval_shape(f, params, *args)
     if getattr(result, "shape", None) != () or not jnp.issubdtype(result.dtype, jnp.floating):

@@ -71,16 +71,17 @@ from fnet.jaxpr._static_leaves import array_leaves, boxed, is_array, results_box
 from fnet.jaxpr._tags import BLOCK, is_tag, tag, tagging
 from fnet.jaxpr._traced import Traced
 from fnet.jaxpr._values import Value, bind, plain, restore
-from fnet.jaxpr._wrapping import Compiled, wraps
+from fnet.jaxpr._wrapping import Compiled, check_function, wraps
 
 __all__ = ["ACTIVATIONS", "BILINEAR", "BLOCK", "CALLS", "CONVOLUTION", "DOT", "ENTERED", "INLINED", "POINTWISE",
            "SHIFT", "Compiled", "Convolution", "Description", "Evaluator", "Fold", "Folder", "Frame", "ImplicitArray",
            "ImplicitInterpreter", "Inside", "Inspector", "Interpreter", "Level", "Op", "Producer", "Scope", "Site",
            "TiedProgram", "Traced", "Traits", "Unsupported", "Use", "Value", "array_leaves", "batch_axes", "before",
-           "bind", "bodies", "boxed", "call_name", "cost", "describe", "description", "donated", "equations",
-           "explicit", "find_sites", "flatten", "has_shardings", "implicit_dot", "inline", "inlined", "is_array",
-           "is_implicit", "is_tag", "kept_bits", "lookup_mode", "marks", "materialize", "may_differ", "mutable",
-           "nbytes", "new_dtype", "observe", "opened", "overwritten", "permutation", "plain", "pooling_window",
-           "producers", "product", "random_bits", "read", "remaining_indices", "restore", "results_boxed", "rewrite",
-           "scan", "scope_of_operation", "scopes_in", "selects_largest", "stable", "stable_size", "statics", "tag",
-           "tagging", "touched", "traits", "unboxed", "unrolled", "unsupported", "value_name", "wraps"]
+           "bind", "bodies", "boxed", "call_name", "check_function", "cost", "describe", "description", "donated",
+           "equations", "explicit", "find_sites", "flatten", "has_shardings", "implicit_dot", "inline", "inlined",
+           "is_array", "is_implicit", "is_tag", "kept_bits", "lookup_mode", "marks", "materialize", "may_differ",
+           "mutable", "nbytes", "new_dtype", "observe", "opened", "overwritten", "permutation", "plain",
+           "pooling_window", "producers", "product", "random_bits", "read", "remaining_indices", "restore",
+           "results_boxed", "rewrite", "scan", "scope_of_operation", "scopes_in", "selects_largest", "stable",
+           "stable_size", "statics", "tag", "tagging", "touched", "traits", "unboxed", "unrolled", "unsupported",
+           "value_name", "wraps"]

@@ -21,7 +21,7 @@ from fnet.jaxpr._enter import ENTER
 from fnet.jaxpr._scopes import TOP, Scope
 from fnet.jaxpr._traced import Traced
 from fnet.jaxpr._values import Value, arrays_of, bind, plain, restore
-from fnet.jaxpr._wrapping import wraps
+from fnet.jaxpr._wrapping import check_function, wraps
 
 Rule = Callable[[str, str, list, Any], Any]
 
@@ -62,6 +62,7 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
     >>> float(ft.rewrite(jnp.sin, double_sines)(jnp.pi / 2))
     2.0
     """
+    check_function("rewrite", f)
     return _Rewriter(rule).applied(f)
 
 

@@ -10,7 +10,14 @@ from typing import Any
 _NAMES = ("__module__", "__name__", "__qualname__", "__doc__", "__type_params__")
 
 
-def wraps(f: Callable, *, signature: bool = True) -> Callable:
+def check_function(who: str, f: Any) -> None:
+    """Raises a TypeError if the argument `f` of the transform `who` is not a function."""
+    if not callable(f):
+        raise TypeError(f"{who}: expected a function, got {'None' if f is None else f'a {type(f).__name__}'}; pass the "
+                        "function itself, not its result")
+
+
+def wraps(f: Callable, who: str = "", *, signature: bool = True) -> Callable:
     """Returns a decorator that gives a transformed function the names and the docstring of `f`.
 
     `functools.wraps(f)` also copies all attributes in `f.__dict__`. For a compiled function, these attributes can
@@ -20,9 +27,13 @@ def wraps(f: Callable, *, signature: bool = True) -> Callable:
     Args:
         f: the original function, or any other callable. If `f` is a `functools.partial`, the names and the docstring
             are those of the function in the partial.
+        who: the name of the transform, for the error if `f` is not callable. Default: no check.
         signature: whether the transformed function also has the signature and the annotations of `f`. If False,
             `__wrapped__` and `__annotations__` are not set. Default True.
     """
+    if who:
+        check_function(who, f)
+
     def wrap(transformed):
         named = f
         while isinstance(named, functools.partial):

@@ -74,8 +74,9 @@ def applied(rules: Rules, parameters: list[tuple[str, tuple[int, ...]]], mesh: M
         spec = tuple(spec)
         mine = [(path, shape) for path, shape in parameters if match(path)]
         if not mine:
-            raise ValueError(f"plan: the rule {pattern!r} matches no parameter; there are "
-                             f"{', '.join(path for path, _ in parameters[:8])}{', ...' if len(parameters) > 8 else ''}")
+            listed = ", ".join(path for path, _ in parameters[:8]) or "no parameters; pass rules={}"
+            raise ValueError(f"plan: the rule {pattern!r} matches no parameter; there are {listed}"
+                             f"{', ...' if len(parameters) > 8 else ''}")
         for path, shape in mine:
             if path in found:
                 raise ValueError(f"plan: two rules match {path} {list(shape)}: {found[path][0]!r} and {pattern!r}; "

@@ -65,7 +65,7 @@ def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, 
     policy, rules = _resolve(policy, rules)
     interpreter = _Autocast(policy, rules)
 
-    @wraps(f)
+    @wraps(f, "autocast")
     def cast(*args, **kwargs):
         if policy.compute == F32 and not rules:
             return f(*args, **kwargs)
@@ -88,7 +88,7 @@ def full_precision(f: Callable) -> Callable:
     def __full_precision__(*args, **kwargs):
         return f(*args, **kwargs)
 
-    return wraps(f)(jax.jit(__full_precision__))
+    return wraps(f, "full_precision")(jax.jit(__full_precision__))
 
 
 def _resolve(policy, rules) -> tuple[Policy, tuple]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ def sites(f: Callable) -> Callable:
     double  float32[3]
     """
 
-    @wraps(f)
+    @wraps(f, "sites")
     def listed(*args, **kwargs):
         return Sites(SiteInfo(site.name, site.value, tuple(length for _, length in site.scans), site.obstacle)
                      for site in _Program(f, args, kwargs).level.sites)
@@ -128,7 +128,7 @@ def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
     """
     patterns = _patterns("capture", pattern)
 
-    @wraps(f)
+    @wraps(f, "capture")
     def captured(*args, **kwargs):
         program = _Program(f, args, kwargs)
         found = program.matches("capture", patterns)
@@ -176,7 +176,7 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
                         f"{changes!r}")
     _patterns("intervene", list(changes))
 
-    @wraps(f)
+    @wraps(f, "intervene")
     def intervened(*args, **kwargs):
         program = _Program(f, args, kwargs)
         steps: dict[Site, list] = {}
@@ -217,7 +217,7 @@ def capture_cotangents(f: Callable, pattern: str | Sequence[str], *, has_aux: bo
     """
     patterns = _patterns("capture_cotangents", pattern)
 
-    @wraps(f)
+    @wraps(f, "capture_cotangents")
     def captured(*args, **kwargs):
         program = _Program(f, args, kwargs)
         found = program.matches("capture_cotangents", patterns)
@@ -259,7 +259,7 @@ class _Program:
 
 
 def _patterns(who, pattern) -> list[str]:
-    patterns = [pattern] if isinstance(pattern, str) else list(pattern)
+    patterns = list(pattern) if isinstance(pattern, Iterable) and not isinstance(pattern, str) else [pattern]
     for each in patterns:
         if not isinstance(each, str):
             raise TypeError(f"{who}: a pattern must be a string, such as 'blocks/attention'; got a "

@@ -32,7 +32,7 @@ def hvp(f: Callable) -> Callable:
     [6.0, 12.0]
     """
 
-    @wraps(f, signature=False)    # the result has the additional argument v
+    @wraps(f, "hvp", signature=False)    # the result has the additional argument v
     def product(x, v, *rest, **options):
         given, needed = _avals(v), _avals(x)
         if given != needed:
@@ -66,7 +66,7 @@ def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) ->
     [1.0, 5.0]
     """
 
-    @wraps(f)
+    @wraps(f, "per_example")
     def each(*args, **options):
         where = batched("per_example", args, argnums)
         rows = batch_rows("per_example", args, where)

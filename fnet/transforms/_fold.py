@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from fnet import jaxpr
-from fnet.jaxpr import Folder, Traced
+from fnet.jaxpr import Folder, Traced, check_function
 from fnet.transforms._tune import tune
 
 
@@ -118,8 +118,7 @@ def fold(f: Callable, params: Any, state: Any = None) -> Callable:
     1 products with folded affine maps
     0  conv_general_dilated: add, sub, mul, add
     """
-    if not callable(f):
-        raise TypeError(f"fold(f, params): expected a function, got a {type(f).__name__}")
+    check_function("fold(f, params)", f)
     for path, leaf in jax.tree_util.tree_leaves_with_path((params, state)):
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError(f"fold: expected fixed parameters, but {jax.tree_util.keystr(path[1:])} is traced; call "

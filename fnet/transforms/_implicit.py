@@ -44,7 +44,7 @@ def use_implicit_arrays(f: Callable) -> Callable:
     [[4.0, 6.0]]
     """
 
-    @wraps(f)
+    @wraps(f, "use_implicit_arrays")
     def evaluated(*args, **kwargs):
         return _evaluate(ImplicitInterpreter(), f, args, kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,6 +95,10 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
         return inner
     if initial is None:
         initial = 2.0**15 if policy is None else policy.loss_scale
+    for name, value in {"initial": initial, "minimum": minimum, "maximum": maximum, "growth": growth,
+                        "backoff": backoff}.items():
+        if not isinstance(value, (numbers.Real, jax.Array)):
+            raise TypeError(f"loss_scale: expected a number as {name}, got {value!r}; pass a float, such as 2.0**15")
     if not (0 < minimum <= initial <= maximum < 2.0**128 and growth >= 1 and 0 < backoff < 1
             and isinstance(interval, int) and interval >= 1):
         raise ValueError("loss_scale needs 0 < minimum <= initial <= maximum < 2^128, growth >= 1, 0 < backoff < 1 and "
@@ -181,7 +186,7 @@ def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *,
     (3.0, 65536.0)
     """
 
-    @wraps(loss, signature=False)    # the result has the additional argument opt_state
+    @wraps(loss, "scaled_value_and_grad", signature=False)    # the result has the additional argument opt_state
     def scaled(opt_state, *args, **kwargs):
         state = loss_scale_state(opt_state)
         if state is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable
 
 import jax
@@ -37,6 +38,8 @@ def lowered(op, x, y, params: dict, *, compute, out, stored=None) -> jax.Array:
         compute, out: the dtype of the operands, and the dtype of the result.
         stored: the dtype to which GPUs and TPUs round the result to save memory. Default: `out`.
     """
+    if jet := sys.modules.get("jax.experimental.jet"):
+        jet.jet_rules.setdefault(lowered_p, functools.partial(jet.jet_rules[lax.dot_general_p].func, lowered_p))
     return lowered_p.bind(x, y, op=op, params=_Params(params), compute=jnp.dtype(compute), out=jnp.dtype(out),
                           stored=jnp.dtype(out if stored is None else stored))
 

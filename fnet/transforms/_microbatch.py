@@ -67,7 +67,7 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
                         f"got {weight!r}")
     n = int(n)
 
-    @wraps(f)
+    @wraps(f, "microbatch")
     def sliced(*args, **options):
         where = batched("microbatch", args, argnums)
         rows = batch_rows("microbatch", args, where)
@@ -78,7 +78,7 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
             return jax.tree.map(_strong, f(*args, **options))
         stacked, rebuild = _slices(args, where, n)
         first = jax.tree.map(lambda a: a[0], stacked)
-        run, shapes, _, inputs = _traced(lambda i, stacked: f(*rebuild(i, stacked), **options), first)
+        run, shapes, _, inputs = _traced(lambda i, stacked: _arrays(f(*rebuild(i, stacked), **options)), first)
         axes = frozenset()
         if weight is not None:
             weigh, of_weight, effects, more = _traced(
@@ -109,6 +109,17 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
         return jax.tree.map(lambda y, s: _mean(y, share, s.dtype), total, shapes)
 
     return sliced
+
+
+def _arrays(result):
+    """Checks that the mean of the results can be computed, and returns them."""
+    for path, leaf in jax.tree.leaves_with_path(result):
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            raise TypeError(f"microbatch: the function must return arrays, whose mean is computed; result"
+                            f"{jax.tree_util.keystr(path)} is a {type(leaf).__name__}. Return only arrays") from None
+    return result
 
 
 def _traced(f, first):

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet.jaxpr import Compiled, may_differ
+from fnet.jaxpr import Compiled, check_function, may_differ
 
 
 def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_axes: Any = 0,
@@ -59,6 +59,7 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
     >>> pmap(lambda x: lax.psum(x, "devices"), out_axes=None, devices=jax.devices()[:1])(jnp.ones((1, 3)))
     Array([1., 1., 1.], dtype=float32)
     """
+    check_function("pmap", f)
     _check_axes("in_axes", in_axes), _check_axes("out_axes", out_axes)
     static, donated = _positions("static_argnums", static_argnums), _positions("donate_argnums", donate_argnums)
     mesh = _mesh(devices, axis_name)

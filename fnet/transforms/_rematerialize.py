@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet import _jax
-from fnet.jaxpr import Interpreter, Value, has_shardings, inlined, marks, nbytes, scan
+from fnet.jaxpr import Interpreter, Value, check_function, has_shardings, inlined, marks, nbytes, scan
 
 _SYMBOLIC = 1024
 _WORTH = 0.8    # a jaxpr is changed only if its residuals shrink to at most this fraction
@@ -47,6 +47,7 @@ def rematerialize(step: Callable) -> Callable:
     >>> step(jnp.zeros(2)).tolist()
     [0.0, 0.0]
     """
+    check_function("rematerialize", step)
     return _Rematerialize().applied(step)
 
 

@@ -11,7 +11,7 @@ import jax
 import jaxlib
 
 from fnet import _jax, hardware, jaxpr
-from fnet.jaxpr import boxed, is_array, mutable, results_boxed, statics, unboxed, wraps
+from fnet.jaxpr import boxed, check_function, is_array, mutable, results_boxed, statics, unboxed, wraps
 from fnet.transforms import _tune_accelerators, _tune_cpu
 from fnet.transforms._tune_cpu import Rule
 from fnet.transforms._tune_measure import Measured, measure
@@ -96,8 +96,7 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
     >>> step(jnp.zeros((3, 2)), jnp.ones((1, 3))).tolist()
     [[0.0, 0.0]]
     """
-    if not callable(step):
-        raise TypeError(f"tune: expected a function of arrays; got a {type(step).__name__}")
+    check_function("tune", step)
     chip = _chip(chip)
     chosen = _chosen(chip, rules or {})
     return _Tuned(step, chip, chosen, measure)

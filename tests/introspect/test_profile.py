@@ -145,7 +145,7 @@ def test_a_function_of_another_library():
      "^profile: jax.jit cannot compile <lambda>: "),
     (lambda: introspect.profile(jnp.sin, jax.ShapeDtypeStruct((), "float32")), TypeError, "which has no values"),
     (lambda: introspect.profile(jnp.sin, jnp.ones(()), repeats=0), ValueError, "repeats counts calls, at least 1"),
-    (lambda: introspect.profile("sin", jnp.ones(())), TypeError, "expected a function and its arguments; got a str"),
+    (lambda: introspect.profile("sin", jnp.ones(())), TypeError, "profile: expected a function, got a str"),
 ])
 def test_errors(call, error, text):
     with pytest.raises(error, match=text):

@@ -220,7 +220,7 @@ def test_explain_is_a_table():
 
 
 @pytest.mark.parametrize(("make", "error", "message"), [
-    (lambda: ft.tune(3), TypeError, "tune: expected a function of arrays; got a int"),
+    (lambda: ft.tune(3), TypeError, "tune: expected a function, got a int"),
     (lambda: ft.tune(jnp.sin, "TPU v99"), ValueError, "tune: chip 'TPU v99' is not in hardware.chips; nearest: "),
     (lambda: ft.tune(jnp.sin, 5), TypeError,
      "tune: expected a chip that is 'auto', a name or a hardware.Chip; got a int"),
