@@ -86,6 +86,8 @@ class _Pins(Interpreter):
             return [y if y.note == PARTIAL else Value(y.x, note) for y, note in zip(outputs, notes)]
         if (apart := self.apart(eqn, inputs, notes)) is not None:
             return apart
+        if not self.alone:
+            inputs = self.gathered(jaxpr.product(eqn), inputs)
         late, self.late = self.late, False
         outputs = self.default(eqn, at, inputs, self.wanted(plan, eqn))
         self.late = late
@@ -98,6 +100,15 @@ class _Pins(Interpreter):
         free = [P.UNCONSTRAINED] * x.ndim    # None would replicate the axis
         free[note] = self.axis
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*free)))
+
+    def gathered(self, product, inputs):
+        """Replicates the operands of a convolution with `batch_group_count`, the gradient of a grouped convolution's
+        kernel. On a mesh with an axis over which the batch is not split, XLA (jaxlib 0.10 to 0.12) would gather the
+        batch and sum the gradient over the other axes, too."""
+        if product is None or product.op is not jaxpr.CONVOLUTION or product.groups[1] == 1:
+            return inputs
+        whole = NamedSharding(self.mesh, P())
+        return [Value(lax.with_sharding_constraint(value.x, whole), value.note) for value in inputs]
 
     def apart(self, eqn, inputs, notes) -> list[Value] | None:
         """Runs attention in a shard_map over the rows, because XLA cannot partition a TPU kernel."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from plan_cases import TENSOR, cnn, flax, gpt, mlp, narrow, transformer
 
 from fnet import models, parallel
@@ -75,6 +76,30 @@ def test_tensor_parallelism_splits_what_its_rules_name():
     (compiled,) = data.candidates
     wide = [each for each in compiled.ledger.transfers if each.group == 2 and each.scope in sent]
     assert wide and compiled.compiled.arguments == compiled.arguments
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("strategy", ["data", "fsdp+pins"])
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("cast", [False, True])
+def test_grouped_convolutions_beside_another_axis(groups, strategy, cast):
+    """XLA would sum the gradient of the kernel over the axis "tensor", too."""
+    kernel = jax.random.normal(jax.random.key(0), (3, 3, 8 // groups, 8))
+
+    def step(state, batch):
+        def loss(kernel):
+            y = lax.conv_general_dilated(batch, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                                         feature_group_count=groups)
+            return jnp.square(y.astype(jnp.float32)).mean()
+
+        value, gradient = jax.value_and_grad(ft.autocast(loss, "bfloat16") if cast else loss)(state)
+        return state - gradient, {"loss": value}
+
+    batch = jax.random.normal(jax.random.key(1), (8, 6, 6, 8))
+    plan = parallel.plan(step, lambda key: kernel, batch, strategy=strategy, mesh=TENSOR["mesh"], compile=False)
+    want, got = jax.jit(step)(kernel, batch)[0], plan.jit(step)(plan.init(jax.random.key(0)), batch)[0]
+    near = 1e-2 if cast else 1e-5
+    np.testing.assert_allclose(got, want, rtol=0, atol=near * float(jnp.abs(want - kernel).max()))
 
 
 def test_logical_axes_make_rules():
