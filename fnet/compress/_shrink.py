@@ -132,7 +132,8 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
         f: `f(params, *args, **kwargs)`, a model of any library or any JAX function. f is traced again in each call of
             the shrunk function, so apply `jax.jit` to the shrunk function.
         params: a tree of arrays.
-        *args, **kwargs: example arguments of f. For `score="magnitude"`, they may be `jax.ShapeDtypeStruct`s. If a
+        *args, **kwargs: example arguments of f. For `score="magnitude"`, the example arguments may be
+            `jax.ShapeDtypeStruct`s. If a
             keyword argument `state` is passed, indices are also removed from the state, and f must return (result, new
             state).
         fraction: the fraction of the indices of each group to keep, between 0 and 1. The number of indices that are

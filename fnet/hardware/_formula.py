@@ -51,7 +51,7 @@ class Value(NamedTuple):
     """The result of `hardware.flop_per_dollar` for one price of a chip or system.
 
     Attributes:
-        dtype: the dtype of the peak.
+        dtype: the dtype for which the peak rate is used.
         flop_per_dollar: the number of FLOP that one dollar buys at the peak rate.
         price: the `Price`.
         assumption: how the chip is paid for and used, for example "rented by the hour".

@@ -16,7 +16,7 @@ class MFU:
         value: the utilization, a float between 0 and 1, or None if it is unknown.
         why: if `value` is None, the reason why it is unknown. Otherwise, a remark about the peak, or "".
         peak: the peak rate of all devices together in FLOP/s, or None if it is unknown.
-        dtype: the dtype of the peak.
+        dtype: the dtype for which `peak` is the peak rate.
         basis: how the peak is known, such as "published" (see `Chip.bases`).
 
     >>> print(hw.mfu(1e12, 0.01, hw.chips["TPU v5e"], "bfloat16"))

@@ -65,8 +65,8 @@ class TiedProgram:
         return tuple(map(self.atoms.expand, self.inputs[i]))
 
     def evaluate(self, arrays: Sequence, kept: Mapping[int, np.ndarray]) -> list:
-        """Returns the outputs for input arrays from which the indices were removed. `kept` contains the remaining
-        indices for each atom whose size has changed."""
+        """Returns the outputs for input arrays from which indices were removed, for example by pruning. `kept`
+        contains the remaining indices for each atom whose size has changed."""
         return Resizer(self.atoms, kept).whole(self.closed, self.frame, list(map(Value, arrays)))
 
     def shape(self, i: int, kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:

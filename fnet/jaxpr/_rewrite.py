@@ -99,7 +99,8 @@ class Interpreter:
         return Value(atom.val)
 
     def tangent(self, note) -> Any:
-        """Returns the note of a tangent in the derivative of a custom_jvp, for the note of the primal value."""
+        """Returns the note that a tangent gets in the derivative of a custom_jvp. `note` is the note (a value that the
+        interpreter attaches to each value of the program) of the corresponding primal value."""
         return None
 
     def depends(self, at: Scope) -> Any:

@@ -46,8 +46,8 @@ class Llama3Scaling:
 
     Args:
         factor: the divisor of the rates of slow pairs, > 0.
-        low_freq_factor: the number of rotations below which a pair is slow.
-        high_freq_factor: the number of rotations above which a pair is fast.
+        low_freq_factor: a pair of features with fewer rotations over `original_context` tokens counts as slow.
+        high_freq_factor: a pair of features with more rotations over `original_context` tokens counts as fast.
         original_context: maximum length in tokens of the texts in the original training.
 
     Source: Grattafiori et al. (2024), The Llama 3 Herd of Models; llama-models, apply_scaling.

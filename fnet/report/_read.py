@@ -33,15 +33,15 @@ class Run:
         config: the hyperparameters, a dict; {} if no hyperparameters were recorded.
         facts: facts about the run, a dict. `training.fit` stores these facts as the notes of the newest checkpoint. The
             dict may contain the chip, the policy, the plan and the versions of libraries.
-        checkpoints: a list of (step, metrics, bytes), in the order of the steps.
+        checkpoints: a list of (step, metrics, size in bytes), in the order of the steps.
         damaged: the names of damaged checkpoints, which were renamed.
         events: a list of (step, time, text). The time is a Unix time, or None if it is unknown.
         predictions: a dict with the keys "classes", "confusion" and "mistakes", or {} if no predictions were saved.
         summary: a list of the rows of `introspect.summary`, which is empty if no summary was saved.
         samples: the text samples, a dict {file name: text}.
         plan: the text of `parallel.Plan.explain`, which compares sharding strategies, or "" if the run had no plan.
-        profiles: a dict of the profiles. A key is the range of the profiled steps, such as "100-105". A value contains
-            the rows of `introspect.profile`.
+        profiles: a dict of the profiles. A key of `profiles` is the range of the profiled steps, such as "100-105". A
+            value of `profiles` is the list of rows that `introspect.profile` has returned.
         notes: messages about files and values that could not be used.
 
     >>> import tempfile

@@ -24,7 +24,8 @@ RULES = {"cpu": _tune_cpu.RULES, "gpu": _tune_accelerators.GPU_RULES, "tpu": _tu
 
 def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[str, bool] | None = None,
          measure: bool = False) -> Callable:
-    """Rewrites a step into forms for which the chip's compiler generates fast code. Results are equal up to rounding.
+    """Rewrites a step into forms for which the chip's compiler generates fast code. The results of
+    the step stay equal up to rounding.
 
         step = ft.tune(jax.jit(step, donate_argnums=0))
 

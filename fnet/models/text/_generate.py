@@ -105,7 +105,8 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
         samples: number of texts to generate for each prompt. Each prompt is processed only once. Row `i * samples + j`
             of the result is text j of prompt i.
         stop: tokens that end an example.
-        lengths: integers [batch], the number of tokens of each prompt. Default: `time`, the length of the array.
+        lengths: integers [batch], the number of tokens of each prompt. Default: all tokens of the
+            array belong to the prompt, so the number is `time`.
         dtype: the dtype to which floating-point parameters are cast, and in which keys and values are cached. Default:
             the dtype of the parameters. Use "bfloat16" on GPUs and TPUs, because there the time of an iteration depends
             on the number of bytes that it reads.
