@@ -49,7 +49,7 @@ class Strategy(NamedTuple):
 
     @property
     def words(self) -> str:
-        """A description of the strategy in words."""
+        """The description of the strategy, a text."""
         more = [", activations recomputed in the backward pass"] * self.remat
         more += [f", {self.microbatches} microbatches one after another"] * (self.microbatches > 1)
         return STRATEGIES[f"{self.state}{'+pins' * self.pins}"] + "".join(more)

@@ -100,7 +100,7 @@ class LlamaBPE:
             text: the text.
             bos: whether to start with <s>.
             eos: whether to end with </s>.
-            special_tokens: if False, neither <s> nor </s> is added, whatever the values of `bos` and `eos`.
+            special_tokens: if False, neither <s> nor </s> is added, for all values of `bos` and `eos`.
         """
         tokens = []
         for char in (" " + text if text else ""):
