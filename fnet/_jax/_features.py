@@ -37,8 +37,8 @@ class Missing:
 
 
 def private(path: str, feature: str) -> Any:
-    """Returns the object at a dotted path, such as "jax._src.core.typeof". If there is none, returns a `Missing`, whose
-    error message contains `feature`."""
+    """Returns the object at a dotted path, such as "jax._src.core.typeof". If this version of JAX has no such object,
+    returns a `Missing`, whose error message contains `feature`."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)

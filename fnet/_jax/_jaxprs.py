@@ -20,7 +20,8 @@ def close(jaxpr: Any) -> Any:
 
 
 def consts_as_inputs(closed: Any) -> Any:
-    """Converts a closed jaxpr to an open jaxpr without constants. Its first inputs are the former constants."""
+    """Converts a closed jaxpr to an open jaxpr without constants. The first inputs of the open jaxpr are the former
+    constants of the closed jaxpr."""
     return _without_constants(closed.jaxpr)
 
 

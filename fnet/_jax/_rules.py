@@ -23,7 +23,8 @@ class CustomJvp:
 
     def jaxpr(self, zeros: list[bool]) -> tuple[Any, list[bool]]:
         """Returns the jaxpr of the rule, and for each output whether its tangent is zero. The inputs of the jaxpr are
-        the primals and the nonzero tangents. Its outputs are the primal outputs and their nonzero tangents.
+        the primals and the nonzero tangents. The outputs of the jaxpr are the primal outputs and their nonzero
+        tangents.
 
         Args:
             zeros: for each input, whether its tangent is zero. The first inputs are the closed-over constants, whose
@@ -100,8 +101,8 @@ class CustomVjp:
 
 
 def custom_vmap_rule(params: dict, size: int, batched: list, types: list) -> tuple[Any, list[bool]]:
-    """Traces the batching rule of a custom_vmap equation for inputs of these types. Returns its jaxpr, and for each
-    output whether it is batched."""
+    """Traces the batching rule of a custom_vmap equation for inputs of these types. Returns the jaxpr of the rule, and
+    for each output whether it is batched."""
     flags, tree = [], params["in_tree"]
 
     def rule(*arrays):
@@ -123,7 +124,8 @@ def _inexact(v) -> bool:
 
 def _cotangents(outputs, zeros, nonzero):
     """Returns the cotangents of all outputs, in order. Where `zeros` is True, the cotangent is a symbolic zero. The
-    other cotangents are those in `nonzero`, and float0 zeros for outputs with an integer dtype."""
+    list `nonzero` contains the other cotangents, except those of outputs with an integer dtype, which are float0
+    zeros."""
     rest = iter(nonzero)
     return [SymbolicZero(v.aval.to_tangent_aval()) if zero else next(rest) if _inexact(v)
             else np.zeros(v.aval.shape, jax.dtypes.float0) for v, zero in zip(outputs, zeros)]

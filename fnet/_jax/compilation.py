@@ -29,8 +29,8 @@ def install(store, *, shortest: float) -> bool:
         shortest: the minimum compilation time of a program that is saved, in seconds.
 
     Returns:
-        Whether JAX uses the store now. It does not if the user has selected another cache folder or disabled the cache,
-        if the store cannot be used, or if this version of JAX does not support other stores.
+        Whether JAX uses the store now. JAX does not use the store if the user has selected another cache folder or
+        disabled the cache, if the store cannot be used, or if this version of JAX does not support other stores.
     """
     if not _cache or not jax.config.jax_enable_compilation_cache:
         return False

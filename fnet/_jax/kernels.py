@@ -87,9 +87,10 @@ def cudnn_version() -> int | None:
 def cudnn_attention(q, k, v, bias, lengths, *rest, scale, causal, window, residuals=True) -> list:
     """Computes cuDNN's flash attention. The inputs q [b, t, h, d] and k, v [b, s, g, d] have a 16-bit dtype.
 
-    Without `rest`, this is the forward pass. It returns the output and, if `residuals` is true, the logarithm of the
-    sum of exponentials, [b, h, t]. With `rest`, this is the backward pass. It returns the gradients of q, k and v.
-    `rest` is then the logarithm, the output and the gradient of the output, in this order.
+    Without `rest`, the function computes the forward pass. The forward pass returns the output and, if `residuals` is
+    true, the logarithm of the sum of exponentials, [b, h, t]. With `rest`, the function computes the backward pass. The
+    backward pass returns the gradients of q, k and v. `rest` is then the logarithm, the output and the gradient of the
+    output, in this order.
     """
     fused = _cudnn()
     name = "dot_product_attention_bwd" if rest else "dot_product_attention_fwd"
@@ -114,9 +115,10 @@ def splash_attention(q, k, v, lengths, *rest, causal, window, block, residuals=T
     """Computes splash attention on TPUs with its Pallas kernels, for one row of a batch: q [h, t, d] and k, v [g, s,
     d]. The products of queries and keys are not multiplied by a scale, so q must be scaled.
 
-    Without `rest`, this is the forward pass. It returns the output and, if `residuals` is true, the logarithm of the
-    sum of exponentials, [h, t]. With `rest`, this is the backward pass. It returns the gradients of q, k and v. `rest`
-    is then the output, the logarithm and the gradient of the output, in this order.
+    Without `rest`, the function computes the forward pass. The forward pass returns the output and, if `residuals` is
+    true, the logarithm of the sum of exponentials, [h, t]. With `rest`, the function computes the backward pass. The
+    backward pass returns the gradients of q, k and v. `rest` is then the output, the logarithm and the gradient of the
+    output, in this order.
     """
     splash, kernels, check_vma = _splash()
     shape = q.shape[1], k.shape[1]

@@ -28,7 +28,8 @@ def cluster_size() -> int | None:
 
 
 def backend_is_up() -> bool:
-    """Whether JAX has initialized its devices. If so, this process can no longer join a run of several processes."""
+    """Whether JAX has initialized its devices. After JAX has initialized its devices, a process can no longer join a
+    run of several processes."""
     return _xla_bridge.backends_are_initialized()
 
 
@@ -41,8 +42,8 @@ def notes():
 def leave() -> None:
     """Lets this process exit without waiting for processes that have ended.
 
-    Without this function, JAX waits on exit for the other processes until a timeout, and then aborts the process.
-    `leave` removes JAX's functions that run on exit. It also keeps the objects of the connection alive, because freeing
+    Without `leave`, JAX waits on exit for the other processes until a timeout, and then aborts the process. `leave`
+    removes JAX's functions that run on exit. `leave` also keeps the objects of the connection alive, because freeing
     them would also wait for the other processes.
     """
     atexit.unregister(_api.clean_up)

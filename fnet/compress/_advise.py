@@ -139,15 +139,15 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
         small = compress.quantize(params, advice)
 
     On the local chip, `advise` times each product with its parameter in each format. A measurement uses several copies
-    of the parameter, so that the parameter is not read from a cache. It also contains elementwise operations before and
-    after the product, because XLA fuses rounding and scaling with such operations in a network. `advise` also times the
-    whole function with the original parameters, and once for each format with the parameters in this format. In the
-    whole function, XLA may fuse operations differently than in a measurement of one product. Therefore the times of all
-    products in a format are multiplied by one factor, so that they agree with the measured time of the function. For a
-    chip that is not local, times are estimates: max(FLOPs / peak rate, bytes / bandwidth) + the time to decode codes.
+    of the parameter, so that the parameter is not read from a cache. A measurement also contains elementwise
+    operations before and after the product, because XLA fuses rounding and scaling with such operations in a network.
+    `advise` also times the whole function with the original parameters, and once for each format with the parameters in
+    this format. In the whole function, XLA may fuse operations differently than in a measurement of one product.
+    Therefore the times of all products in a format are multiplied by one factor, to agree with the measured time of the
+    function. For other chips, times are estimates: max(FLOPs / peak rate, bytes / bandwidth) + the time to decode.
 
-    For each parameter, `advise` selects the fastest format. It advises this format only if the products then take at
-    most 97 % of the time with the original parameter. `advise` does not consider the accuracy of the function, so
+    For each parameter, `advise` selects the fastest format. `advise` recommends a format only if the products then take
+    at most 97 % of the time with the original parameter. `advise` does not consider the accuracy of the function, so
     measure the accuracy separately. Statistics from `calibrate` can improve the accuracy of quantized parameters. If
     more than two parameters are operands of products, `advise` does not quantize the parameters of the first and the
     last product, because rounding these parameters affects the outputs most.
@@ -209,7 +209,7 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
 
 
 def label(format: Format) -> str:
-    """Returns the name of a format in a table, such as "Int8 dynamic". It does not contain axes and groups."""
+    """Returns the name of a format in a table, such as "Int8 dynamic", without the axes and the group of the format."""
     activations = getattr(format, "activations", None)
     return type(format).__name__ + ("" if activations is None else f" {activations}")
 
@@ -280,8 +280,8 @@ def _bytes(leaf, format) -> int:
 def _probed(product: Product, candidates: Mapping[str, Format], *, returned: bool) -> dict[str, float]:
     """Measures the seconds of one computation of a product, for the original parameter and for each format of it.
 
-    In a network, XLA fuses the rounding of x and the scaling of y with elementwise operations before and after the
-    product. Therefore the measurement contains such operations. None follows a product whose result f returns.
+    In a network, XLA fuses the rounding of x and the scaling of y with elementwise operations around the product. The
+    measurement therefore contains such operations, but none after a product whose result is a result of f.
     """
     one = product.w.size * product.w.dtype.itemsize
     copies = max(1, min(64, math.ceil(_COLD / one), int(_WORK / product.flops)))
@@ -305,8 +305,8 @@ def _probed(product: Product, candidates: Mapping[str, Format], *, returned: boo
 
 
 def _encoded(w, format, layers: int) -> Quantized:
-    """Returns a parameter in a format, for the measurement of times. The first `layers` axes are the axes of a stack.
-    If the format needs statistics of activations, their scale is an arbitrary number."""
+    """Returns a parameter in a format, for the measurement of times. The first `layers` axes of the parameter are the
+    axes of a stack of layers. If the format needs statistics of activations, their scale is an arbitrary number."""
     stored, calibrated = _uncalibrated(format)
     array = quantize({"kernel": w}, {"kernel": stored})["kernel"]
     if calibrated:

@@ -42,7 +42,8 @@ class InputStatistics:
         magnitude: the mean magnitude of each element of a row, an array [*lead, n].
         histogram: the number of elements whose magnitude is in each bin, an array [*lead, 1920]. `bounds` contains the
             upper bounds of the bins.
-        gram: the sum of x^T x over all rows x, an array [*lead, n, n]. None for convolutions and with `gram=False`.
+        gram: the sum of x^T x over all rows x, an array [*lead, n, n]. `gram` is None for convolutions, and if
+            `calibrate` was called with `gram=False`.
         axes: the axes of the parameter over which products contract it, counted from the end (negative).
         conflict: the reason why the statistics do not describe all products with the parameter, or "" if they describe
             all products.
@@ -96,8 +97,8 @@ class InputStatistics:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["leaf", "original", "gram"])
 @dataclasses.dataclass(frozen=True)
 class _Observed(Wrapped):
-    """A parameter that computes statistics of the other operand of each of its products. It gives them a name with
-    `tag`, so that `ft.capture` can record them.
+    """A parameter that computes statistics of the other operand of each of its products. The parameter gives these
+    statistics a name with `tag`, so that `ft.capture` can record them.
 
     Attributes:
         leaf: the index of the parameter among the leaves of the tree.
@@ -143,7 +144,7 @@ def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = 
             named bias, scale, b or offset, and for implicit arrays.
         batches: an iterable of batches. A batch is a tuple of the other arguments of f, or an array if there is one
             other argument. Together, the batches need a few hundred rows to compute the scales of activations. To
-            correct rounding errors (`gram=True`), they need more rows than the number of elements of a row.
+            correct rounding errors (`gram=True`), the batches need more rows than the number of elements of a row.
         gram: whether to record the sum of x^T x over the rows x, which `quantize` uses to correct rounding errors. For
             rows of n elements, this sum has n^2 elements. Default True.
 

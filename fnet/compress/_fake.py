@@ -31,7 +31,7 @@ class FakeQuantized(ImplicitArray):
         values: the values of the parameter before rounding.
         step: the step of each block of values, an array of the shape of `scale` in `Quantized`.
         inputs: the step to whose multiples the other operand of a product (the activations) is rounded. None: the other
-            operand is not rounded, or its step is computed at run time.
+            operand of the product is not rounded, or its step is computed at run time.
         format, axes: as in `Quantized`.
 
     >>> from fnet import compress

@@ -45,7 +45,8 @@ class Format:
     def encode(self, values: Any) -> Any:
         """Converts scaled values (values / scale), which lie between -largest and largest, to codes.
 
-        The codes are int8 or float8 numbers. For formats with 4 bits, they are uint8 numbers from 0 to 15.
+        The codes are int8 or float8 numbers if the format has 8 bits. If the format has 4 bits, the codes are uint8
+        numbers from 0 to 15.
         """
         raise NotImplementedError
 

@@ -102,8 +102,9 @@ def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float 
         params: a tree of arrays and quantized arrays. Kernels have the shape [in, out], stacked kernels [depth, in,
             out], and kernels of convolutions [height, width, in, out].
         rules: {pattern: rank}. A pattern is a regular expression that matches the whole path of a parameter, or the
-            first parts of the path such as "blocks". The first pattern that matches a parameter applies. Parameters
-            with fewer than two axes, and parameters named bias, scale, b or offset, are not changed.
+            first parts of the path such as "blocks". If several patterns match a parameter, the first of these patterns
+            applies. Parameters with fewer than two axes, and parameters named bias, scale, b or offset, are not
+            changed.
         alpha: a number. The product `a @ b` is multiplied by alpha / rank. Default: twice the rank.
 
     Returns:

@@ -43,7 +43,7 @@ def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 
         optimizer = optax.chain(optax.adamw(1e-3), compress.prune({"blocks": 0.8, "head": 0.5}, begin=500, end=4000))
 
     The transformation must be the last transformation of a chain. At update t, a fraction s_t of the elements is zero.
-    This fraction grows from 0 at update `begin` to the sparsity s of the rule at update `end`:
+    The fraction s_t grows from 0 at update `begin` to the sparsity s of the rule at update `end`:
 
         s_t = s - s (1 - (t - begin) / (end - begin))^3
 
@@ -52,8 +52,9 @@ def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 
 
     Args:
         rules: {pattern: sparsity between 0 and 1}. A pattern is a regular expression that matches the whole path of a
-            parameter, or the first parts of the path such as "blocks". The first pattern that matches a parameter
-            applies. Parameters with fewer than two axes, and parameters named bias, scale, b or offset, are not pruned.
+            parameter, or the first parts of the path such as "blocks". If several patterns match a parameter, the first
+            of these patterns applies. Parameters with fewer than two axes, and parameters named bias, scale, b or
+            offset, are not pruned.
         begin, end: the numbers of the first and the last update at which the elements to set to zero are selected.
             Updates are counted from 0. Default of `begin`: 0.
         every: the number of updates from one selection of elements to the next. Default 1.

@@ -68,8 +68,8 @@ class _Log(list):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["path", "log"])
 @dataclasses.dataclass(frozen=True)
 class _Recorded(Wrapped):
-    """A parameter that adds each of its products to a log. It gives the other operand a name that contains the index of
-    the product in the log."""
+    """A parameter that adds each of its products to a log. The parameter gives the other operand of a product a name
+    that contains the index of the product in the log."""
 
     path: str
     log: _Log

@@ -39,8 +39,8 @@ class Quantized(ImplicitArray):
             end).
         dtype: the dtype of the parameter.
         inputs: the scale with which the other operand of a product is rounded, an array with the rank of the parameter.
-            All its axes have length 1, except those of a stack of layers. None (the default): the other operand is not
-            rounded, or its scale is computed at run time.
+            All its axes have length 1, except those of a stack of layers. None (the default): the other operand of the
+            product is not rounded, or its scale is computed at run time.
 
     >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
     >>> params["kernel"].codes.dtype, params["kernel"].scale.shape, params["kernel"].shape
@@ -132,8 +132,8 @@ class Quantized(ImplicitArray):
         return pairs.reshape(*codes.shape[:axis], 2 * codes.shape[axis], *codes.shape[axis + 1:])
 
     def _scaled(self, values, scale):
-        """Returns values * scale. Both arrays have the same rank. The last contracted axis of `scale` may have one
-        element for each group of values."""
+        """Returns values * scale. `codes` and `scale` have the same rank. The last contracted axis of `scale` may have
+        one element for each group of values."""
         axis = values.ndim + self.axes[-1]
         groups, n = scale.shape[axis], values.shape[axis]
         if groups in (1, n):
@@ -160,7 +160,7 @@ def _integer_dot(axes, x, codes, scale, step):
 
 @_integer_dot.defjvp
 def _integer_dot_jvp(axes, primals, tangents):
-    """Computes the derivative. It ignores the rounding of x. Codes have no tangent."""
+    """Computes the derivative. The derivative with respect to x ignores the rounding of x. Codes have no tangent."""
     (x, codes, scale, step), (dx, _, dscale, _) = primals, tangents
     last = tuple(range(x.ndim - len(axes), x.ndim))
 
@@ -176,20 +176,21 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
         params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed": compress.Int8(axes=-1)})
         logits = ft.use_implicit_arrays(model)(params, x)
 
-    Each block of values has one scale, max|w| / largest. The number `largest` depends on the format: 127 for `Int8`, 7
-    for `Int4`, 1 for `NF4` and 448 for `Float8`. A block extends over the axes `axes` of the format, or over a group of
-    values along the last of these axes. By default, `axes` is the second-last axis of kernels [in, out] and of stacked
-    kernels [depth, in, out]. For kernels with four or more axes, such as those of convolutions [height, width, in,
-    out], the default `axes` are all axes except the last. The results are correct for any choice of `axes`. Products
-    are fastest if `axes` are the axes that the program contracts, because the scale is then applied to the result of
-    the product. For an embedding table [vocab, features] that also computes the logits, use the last axis: `axes=-1`.
+    Each block of values has one scale, max|w| / largest. The number `largest` is the largest magnitude of a code: 127
+    for `Int8`, 7 for `Int4`, 1 for `NF4` and 448 for `Float8`. A block extends over the axes `axes` of the format, or
+    over a group of values along the last of these axes. By default, `axes` is the second-last axis of kernels [in, out]
+    and of stacked kernels [depth, in, out]. For kernels with four or more axes, such as those of convolutions [height,
+    width, in, out], the default `axes` are all axes except the last. The results are correct for any choice of `axes`.
+    Products are fastest if `axes` are the axes that the program contracts, because the scale is then applied to the
+    result of the product. For an embedding table [vocab, features] that also computes the logits, use the last axis:
+    `axes=-1`.
 
     Args:
         params: a tree of arrays.
         recipe: {pattern: format}. A pattern is a regular expression that matches the whole path of a parameter, or the
-            first parts of the path such as "blocks". The first pattern that matches a parameter applies. Parameters
-            with fewer than two axes, parameters named bias, scale, b or offset, and parameters that are not floating
-            point are not changed.
+            first parts of the path such as "blocks". If several patterns match a parameter, the first of these patterns
+            applies. Parameters with fewer than two axes, parameters named bias, scale, b or offset, and parameters that
+            are not floating point are not changed.
         stats: statistics of the inputs of products, from `calibrate`. The scales of activations are computed from these
             statistics. Kernels in all formats except `Float8` are rounded so that their products with the recorded
             inputs change as little as possible (GPTQ, Frantar et al. 2023). For 4-bit formats, several scales are tried
@@ -217,7 +218,7 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
 
 
 def checked_stats(who: str, stats: Any) -> Mapping[str, InputStatistics]:
-    """Returns the statistics, or {} if they are None."""
+    """Returns the statistics of `calibrate` that the user passed, or {} if the user passed None."""
     if stats is not None and not isinstance(stats, Mapping):
         raise TypeError(f"{who}: expected stats from compress.calibrate(...), a mapping by path; got "
                         f"{type(stats).__name__}")
@@ -241,8 +242,8 @@ def _quantized(stats, path, w, format) -> Quantized:
 
 
 def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> jax.Array:
-    """Returns the scale of the other operand of a product, an array with the rank of the parameter. It is computed from
-    the statistics by the method of the format."""
+    """Returns the scale of the other operand of a product, an array with the rank of the parameter. The scale is
+    computed from the statistics of `calibrate` by the method of the format, such as "absmax"."""
     method = array.format.activations
     if found is None:
         raise ValueError(f"quantize: {path} needs statistics of its inputs for activations={method!r}; pass "
@@ -252,8 +253,8 @@ def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> j
 
 
 def _corrected(path, array, found):
-    """Returns the parameter with the scales of least error and with values that GPTQ has rounded. Its codes are still
-    float32 values, as in the result of `unrounded`."""
+    """Returns the parameter with the scales of least error and with values that GPTQ has rounded. The codes of the
+    result are still float32 values, as in the result of `unrounded`."""
     if found.conflict or found.axes != array.axes:
         reason = found.conflict or f"products contract it over axes {found.axes}"
         raise ValueError(f"quantize: {path} has scales for axes {array.axes}, but {reason}; set `axes` of its format, "

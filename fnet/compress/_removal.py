@@ -35,7 +35,7 @@ class Removal:
         fractions: the fractions that the rules of `keep` state, {atom: fraction of the indices to keep}.
         ranks: the order of the indices, {atom: all indices, the most important first}.
         chip: the chip for `seconds`. The sizes of the axes after the removal are multiples of the tile sizes of its
-            matrix units. None: axes may have any size.
+            matrix units. Default None: the axes may have any size after the removal.
     """
 
     def __init__(self, f: Callable, args: tuple, kwargs: dict, call: Call, free: list[Group],

@@ -17,8 +17,8 @@ _VECTORS = {"bias", "scale", "b", "offset"}    # names in fnet, Flax and Haiku; 
 
 
 def is_kernel(path: Any, leaf: Any) -> bool:
-    """Whether a leaf is a kernel or an embedding table. Such a leaf is floating point and has at least two axes, and
-    its name is not bias, scale, b or offset."""
+    """Whether a leaf is a kernel or an embedding table. A kernel or embedding table is floating point and has at least
+    two axes, and its name is not bias, scale, b or offset."""
     return (keystr(path[-1:], simple=True) not in _VECTORS and len(getattr(leaf, "shape", ())) >= 2
             and jnp.issubdtype(leaf.dtype, jnp.floating))
 
@@ -32,7 +32,7 @@ def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable
         who: the name of the public function, for error messages.
         params: a tree of arrays, in which implicit arrays are leaves.
         rules: {pattern: option}. A pattern is a regular expression that matches the whole path of a leaf, or the first
-            parts of the path. The first pattern that matches applies.
+            parts of the path. If several patterns match a leaf, the first of these patterns applies.
         check: `check(pattern, option)` raises an error for an invalid option.
 
     Raises:

@@ -46,8 +46,8 @@ class ShrinkReport:
             other axes.
         parameters: a pair, the number of parameters before and after the removal.
         flops: a pair, the number of FLOPs before and after the removal.
-        seconds: a pair, the time before and after the removal, as estimated by the roofline model of the chip. None if
-            `shrink` was called without `seconds=`.
+        seconds: a pair, the time before and after the removal, as estimated by the roofline model of the chip.
+            `seconds` is None if `shrink` was called without `seconds=`.
         chip: the name of the chip, or "" if `shrink` was called without `seconds=`.
 
     >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))
@@ -86,8 +86,8 @@ class Shrunk:
             function can be differentiated, compiled and batched.
         params, state: the parameters and the state without the removed indices. `state` is None if the original
             function was called without state.
-        model: a model of the same class as the original model that computes the same as `f`. The values of its fields
-            are smaller. None if there is no such model.
+        model: a model of the same class as the original model that computes the same as `f`. The values of its fields,
+            such as the width, are smaller. `model` is None if no model of the same class computes the same as `f`.
         report: what was removed and what could not be removed, a `ShrinkReport`.
 
     >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))
@@ -136,8 +136,8 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
             `jax.ShapeDtypeStruct`s. If a
             keyword argument `state` is passed, indices are also removed from the state, and f must return (result, new
             state).
-        fraction: the fraction of the indices of each group to keep, between 0 and 1. The number of indices that are
-            kept is rounded up.
+        fraction: the fraction of the indices of each group to keep, between 0 and 1. The number of indices that remain
+            in a group is rounded up.
         flops: the maximum FLOPs of the shrunk function for the example arguments, as counted by `hardware.count`. All
             groups without a fraction in `keep` keep the same fraction of indices, the largest fraction within the
             limit.

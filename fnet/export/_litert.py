@@ -1,9 +1,9 @@
 """Writes programs as LiteRT models, and compares the outputs of LiteRT's interpreter with those of the program.
 
-The package litert-converter converts StableHLO to LiteRT. It has no public API, so only `_converted` calls it. It does
-not support loops, and it supports symbolic sizes in only some operations. Therefore the program is traced for fixed
-sizes, with scans unrolled, from its stable form (JSON data, see `jaxpr.stable`). For each choice of sizes, the LiteRT
-model contains one signature, that is, a function that can be called.
+The package litert-converter converts StableHLO to LiteRT. litert-converter has no public API, so only `_converted`
+calls it. litert-converter does not support loops, and supports symbolic sizes in only some operations. Therefore the
+program is traced for fixed sizes, with scans unrolled, from its stable form (JSON data, see `jaxpr.stable`). For each
+choice of sizes, the LiteRT model contains one signature, that is, a function that can be called.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _packages() -> dict[str, Any]:
 
 
 def _signatures(traced, entry, sizes) -> dict[str, dict[str, int]]:
-    """Returns {name of the signature: {size variable: value}}. If there is only one choice of sizes, its signature has
+    """Returns {name of the signature: {size variable: value}}. If there is only one choice of sizes, the signature has
     the name of the entry point."""
     variables = size_variables(traced.inputs)
     if sizes is None:
@@ -214,7 +214,7 @@ def _scatter(run, options, types, x, indices, updates):
 
 def _convolution(run, options, types, x, kernel):
     """Evaluates a convolution. If the convolution has input dilation, as a transposed convolution has, the zeros are
-    inserted into the input before the convolution. Otherwise the converter would ignore the padding."""
+    inserted into the input before the convolution. Without this change, litert-converter would ignore the padding."""
     padding = [(0, 0, 0)] * x.ndim
     for axis, dilation in zip(options["input"][2:], options["input_dilation"]):
         padding[axis] = (0, 0, dilation - 1)

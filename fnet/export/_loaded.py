@@ -132,7 +132,7 @@ class Bundle:
         """Returns an entry point (a function of the bundle) as a function f(weights, *inputs).
 
         `weights` is a dict {name: array}, or nested dicts with the same paths. The result can be compiled with
-        `jax.jit`. It can be differentiated if the bundle was saved with `differentiable=True`.
+        `jax.jit`. The function can be differentiated if the bundle was saved with `differentiable=True`.
         """
         description, program = self._entry(entry), self._program(entry)
 
@@ -208,14 +208,14 @@ class Bundle:
         return lines
 
     def checked_by_numpy(self, entry, inputs, wanted):
-        """Checks one entry point with NumPy. This part of `check` needs no JAX."""
+        """Checks one entry point with NumPy. Without JAX, only this part of `Bundle.check` is possible."""
         description = self._entry(entry)
         output = self.interpret(entry, **signature.named(description, inputs))
         return _compared(self.path, entry, "NumPy", description, output, wanted)
 
     def tests(self):
-        """Returns the tests for `check`, {entry point: (leaves of the inputs, leaves of the outputs)}. If there is no
-        test for an entry point, both lists are empty."""
+        """Returns the tests for `check`, {entry point: (leaves of the inputs, leaves of the outputs)}. If the bundle
+        contains no test of an entry point, both lists are empty."""
         tests = self._archive.tensors(reader.TESTS)
         read = lambda kind: [tests[f"{kind}/{i}"] for i in range(sum(name.startswith(f"{kind}/") for name in tests))]
         return {entry: (read(f"{entry}/inputs"), read(f"{entry}/outputs")) for entry in self.entries}

@@ -140,8 +140,8 @@ class _Model:
         """Returns nodes that compute the other layouts of weights, so that each weight is stored only once. `used` are
         the names of the values that the model uses.
 
-        If a weight is used in one layout only, this layout is stored and needs no node. Otherwise, the original weight
-        is stored, and nodes compute the other layouts.
+        If a weight is used in only one layout, such as transposed, the weight is stored in this layout and needs no
+        node. Otherwise, the original weight is stored, and nodes compute the other layouts.
         """
         nodes, roots = [], {}
         for name in used & self._sources.keys():
@@ -314,8 +314,8 @@ class Equation:
         return self.x(i), self.in_types[i][1]
 
     def loosely(self, i: int, name: str, narrow: list) -> None:
-        """Sets the i-th output to the value `name`. Its shape `narrow` can be broadcast to the shape of the output. The
-        broadcast is added only where it is necessary."""
+        """Sets the i-th output to the value `name`. The shape `narrow` of this value can be broadcast to the shape of
+        the output. The broadcast is added only where it is necessary."""
         self.g.names.pop(self.outs[i], None)
         self.g.loose[self.outs[i]] = name, narrow
 

@@ -25,7 +25,7 @@ _VALUES = 1 << 24             # elements of the largest value that is evaluated
 
 def fused(stable: dict, opset: int) -> dict:
     """Replaces equations of a program in stable form by operators of ONNX that compute the same, and returns the new
-    program. Only operators that are available in `opset` are used."""
+    program. Only operators that exist in version `opset` of ONNX's operators are used."""
     kinds = {kind for kind, since in _SINCE.items() if opset >= since}
     return _fused(stable, stable["values"], kinds)
 
@@ -149,7 +149,8 @@ def _floating(candidate, value) -> bool:
 
 @_attempt
 def _norm(c, kinds):
-    """Finds a normalization over the last axis. Its rsqrt is the start of the candidate."""
+    """Finds a normalization over the last axis. The rsqrt of the normalization is the start of the candidate (the group
+    of equations that may be replaced)."""
     (variance,), (start,) = c.equations[c.start][1:3]
     sums = c.equations[c.made[variance]]
     epsilon = next(float(a[1]) for a in sums[1] if isinstance(a, list))
@@ -218,7 +219,8 @@ def _gelu(c, kinds):
 
 @_attempt
 def _attention(c, kinds):
-    """Finds the equations of an attention. The exp of its softmax is the start of the candidate."""
+    """Finds the equations of an attention. The exp of the attention's softmax is the start of the candidate (the group
+    of equations that may be replaced)."""
     start, = c.equations[c.start][2]
     if "attention" not in kinds or not _floating(c, start) or len(c.shape(start)) < 4:
         return None

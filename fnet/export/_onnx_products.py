@@ -99,8 +99,8 @@ def window_sum(e):
 def window_select_add(e):
     """Converts the gradient of a max-pooling or min-pooling.
 
-    Each element of the source belongs to a window. It is added at the position of the largest (or smallest) element of
-    this window, or of the first of several such elements.
+    Each element of the source belongs to a window. The element of the source is added at the position of the largest
+    (or smallest) element of its window, or of the first of several such elements.
     """
     options = e.options
     (_, out), (_, shape) = e.in_types[0], e.in_types[1]
@@ -181,7 +181,8 @@ def _indices(e, shape, sizes, dropped):
 
 
 def _range(e, n, axis, rank):
-    """Returns the integers 0, 1, ..., n - 1 along one axis of an array with `rank` axes. The other axes have size 1."""
+    """Returns the integers 0, 1, ..., n - 1 along one axis of an array with `rank` axes. The other axes of the array
+    have size 1."""
     numbers = (e.g.constant(np.arange(n), INT64) if isinstance(n, int) else
                e.g.op("Range", e.g.constant(0, INT64), e.g.op("Squeeze", e.g.size(n)), e.g.constant(1, INT64)))
     return e.g.reshape(numbers, [n], [n if i == axis else 1 for i in range(rank)])

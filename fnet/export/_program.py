@@ -27,10 +27,10 @@ class Entry:
     """A traced function of a program.
 
     Attributes:
-        closed: the closed jaxpr. Its arguments are the weights, in the order of `weights`, and the leaves of the
-            inputs. Its results are the leaves of the output.
-        weights: the names of its weights. An array that the function closes over is also a weight. Its name is
-            constants/DIGEST, where DIGEST is a hash of the array.
+        closed: the closed jaxpr. The arguments of the function are the weights, in the order of `weights`, and the
+            leaves of the inputs. The results of the function are the leaves of the output.
+        weights: the names of its weights. An array that the function closes over is also a weight. The name of such an
+            array is constants/DIGEST, where DIGEST is a hash of the array.
         inputs: the descriptions of the inputs, [(name, tree of {"dtype", "shape"})].
         output: the description of the output, a tree of {"dtype", "shape"}.
         constraints: the constraints on the size variables, a list of strings.
@@ -43,8 +43,8 @@ class Entry:
 
     @functools.cached_property
     def portable(self) -> export.Exported:
-        """The program, exported for all platforms. Its arguments are the weights, {name: array}, and the list of
-        inputs. Its result is the list of outputs."""
+        """The program, exported for all platforms. The arguments of the exported function are the weights, {name:
+        array}, and the list of inputs. The result of the exported function is the list of outputs."""
         return self.exported(PLATFORMS)
 
     def exported(self, platforms: tuple[str, ...]) -> export.Exported:
@@ -118,8 +118,8 @@ class Program:
             differentiable: whether the bundle contains the gradients of the programs. Default False.
             kernels: the platforms ("cuda", "tpu") for which the bundle also contains a program with handwritten
                 attention kernels. Default: none.
-            about: a dict of JSON data about the model, such as the data set and the accuracy. It is added to the
-                provenance in the manifest (manifest.json in the bundle). Default None.
+            about: a dict of JSON data about the model, such as the data set and the accuracy. The dict `about` is added
+                to the provenance in the manifest (manifest.json in the bundle). Default None.
 
         Raises:
             ValueError: an argument is not valid, or a weight has a dtype that safetensors files cannot hold.
@@ -196,8 +196,8 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
         program.save("digits.fnet")
         program.onnx("digits.onnx")
 
-    The function is traced once. It becomes the entry point "predict" of the program; `Program.entry` adds further entry
-    points (functions).
+    The function is traced once. The traced function becomes the entry point "predict" of the program; `Program.entry`
+    adds further entry points (functions).
 
     Args:
         f: a model, or any JAX function f(params, *inputs), for example of Flax, Equinox or Haiku.
@@ -207,8 +207,8 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
             return (output, new state). Only the output is exported. A function that does not accept `state` is called
             without `state`.
         specs: the type of each input, `name=export.spec(...)`. If an input is a tree of arrays, its type is a tree of
-            such types. If f has parameters with the names in `specs`, inputs are passed by name. Otherwise, they are
-            passed by position, in the order of `specs`.
+            such types. If f has parameters with the names in `specs`, inputs are passed by name. If f does not have
+            such parameters, the inputs are passed by position, in the order of `specs`.
 
     Returns:
         A `Program`.
@@ -274,8 +274,8 @@ def _constant(x):
 
 
 def _called(f, names) -> tuple[bool, bool]:
-    """Returns two bools: whether f has parameters with these names after its first parameter, and whether f accepts a
-    state."""
+    """Returns two bools: whether f has parameters with the names of the inputs after its first parameter, and whether f
+    accepts a state."""
     forward = isinstance(f, nn.Layer)
     try:
         parameters = list(inspect.signature(type(f).forward if forward else f).parameters.values())

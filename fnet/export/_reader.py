@@ -1,7 +1,7 @@
 """Reads the file of a bundle: a zip archive with checksums. Every bundle contains a copy of this module as reader.py.
 
-This module imports only NumPy. It treats the file as untrusted: it checks every size before it allocates memory, and it
-executes and unpickles nothing in the file.
+This module imports only NumPy. The reader treats the file as untrusted: it checks every size before it allocates
+memory, and it executes and unpickles nothing in the file.
 """
 
 import hashlib
@@ -124,8 +124,8 @@ class Archive:
         return data
 
     def tensors(self, name):
-        """Returns the arrays of a safetensors file in the bundle, {key: array}. They are views of the memory-mapped
-        bundle."""
+        """Returns the arrays of a safetensors file in the bundle, {key: array}. The arrays are views of the
+        memory-mapped bundle."""
         if name not in self._entries:
             raise self.error(f"there is no {name}")
         info, start = self._entries[name]

@@ -24,8 +24,8 @@ def renew(path: str | os.PathLike, output: str | os.PathLike | None = None) -> N
 
     The new programs are created from the stable form of the old programs. The stable form is JSON data that describe a
     program independently of JAX's version. The outputs of the new programs are compared with the outputs in the old
-    bundle. The new bundle has the same weights, labels and tokenizer. It contains no programs with handwritten kernels,
-    because the stable form contains no kernels.
+    bundle. The new bundle has the same weights, labels and tokenizer. The new bundle contains no programs with
+    handwritten kernels, because the stable form contains no kernels.
 
     Args:
         path: the path of the bundle.

@@ -90,8 +90,8 @@ def save(program: Any, path: str | os.PathLike, *, labels: Iterable[Any] | None 
 def write(path: Path, manifest: dict, files: Mapping[str, bytes], tensors: Mapping[str, Mapping[str, Any]]) -> None:
     """Writes the archive atomically.
 
-    The archive contains the small files, the tensors, and the manifest with the digests of all files. It ends with the
-    digest of the whole archive.
+    The archive contains the small files, the tensors, and the manifest with the digests of all files. The archive ends
+    with the digest of the whole archive.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial, sums = path.with_name(f".{path.name}.{os.getpid()}.partial"), {}
@@ -143,8 +143,9 @@ def _data(x) -> np.ndarray:
 
 
 def _inputs(path, name, description, given) -> list | None:
-    """Returns the leaves of test inputs for an entry point: those of `given`, or random arrays of small sizes if
-    `given` is None. Returns None if no small sizes satisfy the constraints."""
+    """Returns the leaves of test inputs for an entry point (a function of the program): those of `given`, or random
+    arrays of small sizes if `given` is None. Returns None if no small sizes satisfy the constraints on the size
+    variables of the program."""
     if given is not None:
         return _signature.bound(path, name, description, (), dict(given))[0]
     sizes = _small_sizes(description)
@@ -222,7 +223,7 @@ def _info(name: str, kind: int) -> zipfile.ZipInfo:
 
 
 def _tensors(archive, name, arrays) -> dict:
-    """Writes a safetensors file to the archive. It is uncompressed and aligned, so that a reader can map it into
+    """Writes a safetensors file to the archive. The file is uncompressed and aligned, so that a reader can map it into
     memory."""
     order = sorted(arrays, key=lambda key: (-arrays[key].dtype.itemsize, key))
     header, end = {}, 0

@@ -166,7 +166,7 @@ class Chip:
         power_watts: the published thermal design power in watts, or None if unknown.
         power_source: where `power_watts` was published.
         prices: the prices of the chip, `Price` objects.
-        quoted: further published peaks, `Quote` objects. These peaks may differ from `peaks`.
+        quoted: further published peaks, `Quote` objects. The peaks in `quoted` may differ from those in `peaks`.
         explained: the reasons why some values of `peaks` differ from the peaks computed from `units`, {dtype: reason}.
         units: the figures from which peaks are computed, {name: figure}: for example, the number of multiprocessors, of
             matrix units or of cores, and the clock in GHz.

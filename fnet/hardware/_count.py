@@ -18,7 +18,7 @@ class Cost:
     """The FLOPs and bytes of a named scope, or of several scopes together.
 
     Attributes:
-        matmul: the FLOPs of matrix products and convolutions. A multiply-add counts as 2. The number is exact for
+        matmul: the FLOPs of matrix products and convolutions. A multiply-add counts as 2. `matmul` is exact for
             products. In convolutions, multiplications by padding also count.
         elementwise: the FLOPs of elementwise operations, 1 for each element of the result.
         reduction: the FLOPs of reductions, 1 for each element of the operand.
@@ -26,8 +26,8 @@ class Cost:
             these evaluations.
         recomputed: the FLOPs of the products in `matmul` that rematerialization repeats. `flops` includes these FLOPs,
             but `model_flops` does not.
-        bytes: the bytes of the inputs and outputs of every operation, as if nothing were fused. This is an upper bound
-            of the memory traffic.
+        bytes: the bytes of the inputs and outputs of every operation, as if nothing were fused. `bytes` is an upper
+            bound of the memory traffic.
         fused_bytes: an estimate of the bytes of the memory traffic if elementwise operations are fused with their
             neighbors.
 
@@ -274,8 +274,8 @@ def fused_traffic(frame: Frame) -> list[tuple[Op, int]]:
     """Returns the memory traffic of the operations of a frame as [(operation, bytes)]. Elementwise operations are
     assumed to be fused with neighbors of the same scope.
 
-    A value that enters or leaves the frame, or that another scope reads, is written to memory. Each scope that uses the
-    value reads it once.
+    A value that enters or leaves the frame, or that another scope reads, is written to memory. Each scope that uses
+    such a value reads the value from memory once.
     """
     kept = Kept(frame, by_scope=True)
     moved: dict[tuple[str, int, str], tuple[Op, int]] = {}
@@ -298,8 +298,8 @@ class Kept:
     neighbors.
 
     A value is written to memory if a product, reduction, loop, gather or another operation that is not elementwise
-    produces or reads the value. There is one exception: an elementwise operation that alone reads the result of a
-    product is fused with the product, as its epilogue. Reshapes, broadcasts and transposes need no memory traffic.
+    produces or reads the value. An elementwise operation that alone reads the result of a product is an exception: it
+    is fused with the product, as its epilogue. Reshapes, broadcasts and transposes need no memory traffic.
 
     Args:
         frame: the operations and their values.

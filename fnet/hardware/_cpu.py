@@ -26,8 +26,8 @@ class CPU:
             may be a fraction.
         threads: the number of hardware threads in the affinity mask, or None.
         quota: CPU seconds per second that the cgroup allows, or None if there is no limit.
-        isa: the instruction set, such as "avx2", or None. It is a key of the table in chips.json that contains the FLOP
-            per cycle.
+        isa: the instruction set, such as "avx2", or None. The instruction set is a key of the table in chips.json that
+            contains the FLOP per cycle.
         flags: the vector and matrix extensions of the CPU, such as "amx_bf16".
         clock_ghz: the clock that the system reports, or None.
         virtual: whether this is a virtual machine. In a virtual machine, the reported clock may be wrong by a factor of
@@ -148,7 +148,8 @@ def _memory(root: Path) -> float | None:
 
 
 def _cgroups(root: Path) -> Iterator[tuple[list[str], Path]]:
-    """Yields (controllers, relative path) of the cgroups of this process. In version 2 there are no controllers."""
+    """Yields (controllers, relative path) of the cgroups of this process. In cgroups of version 2, `controllers` is
+    empty."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         yield list(filter(None, controllers.split(","))), Path(*Path(path).parts[1:])

@@ -51,8 +51,9 @@ def detect(device: Any = None) -> Chip:
 
 
 def cpu_chip(cpu: CPU, *, devices: int = 1) -> Chip:
-    """Returns the chip of a CPU. If the CPU is in the catalog, its entry is scaled to the available cores. Otherwise,
-    the peaks are estimated from the instruction set if possible, or the chip is unknown."""
+    """Returns the chip of a CPU. If the CPU is in the catalog, its entry is scaled to the available cores. If the CPU
+    is not in the catalog, the peaks are estimated from the instruction set if possible; otherwise the chip is
+    unknown."""
     common = dict(jax_devices_per_chip=devices, memory_bytes=cpu.memory_bytes)
     flags = ", ".join(cpu.flags)
     for row in chips.values():
@@ -137,8 +138,8 @@ def _fit_gpu(chip: Chip, device: Any) -> Chip:
 
 
 def _fit_tpu(chip: Chip, device: Any) -> Chip:
-    """Sets the number of JAX devices per chip from the number of cores of the device. On a TPU v4, this number depends
-    on settings."""
+    """Sets the number of JAX devices per chip from the number of cores of the device. On a TPU v4, the number of JAX
+    devices per chip depends on settings."""
     cores, per_device = chip.units.get("cores"), getattr(device, "num_cores", None)
     if cores and per_device and cores % per_device == 0:
         return dataclasses.replace(chip, jax_devices_per_chip=cores // per_device)

@@ -19,8 +19,8 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
     """Measures the rates of matrix products and the memory bandwidth of a device.
 
     For each dtype, two matrices [size, size] are multiplied many times, in several batches. One product needs 2 size^3
-    FLOPs, and the rate of the dtype is the rate of the fastest batch. The bandwidth is measured by multiplying an array
-    by a constant, which reads and writes each element once. The results are the rates of XLA's code on this machine at
+    FLOPs. The rate of the dtype is the rate in the fastest batch. The bandwidth is measured by multiplying an array by
+    a constant, which reads and writes each element once. The results are the rates of XLA's code on this machine at
     this time, not the limits of the chip. If you use these rates as peaks, an MFU (model FLOPs utilization) compares a
     step with a plain matrix product.
 
@@ -38,7 +38,7 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
 
     Returns:
         The `Chip` that `detect` returns, with `known=True` and with the measured `peaks` and `bandwidth` of the whole
-        chip. The basis of these figures is "measured". Dtypes that were not measured have no peak.
+        chip. The basis of the measured figures is "measured". Dtypes that were not measured have no peak.
 
     >>> chip = measure(dtypes=("float32",), size=64, copy_bytes=2**16, seconds=0.01)
     >>> chip.basis("bandwidth"), chip.peak("float32").flops > 0

@@ -14,7 +14,7 @@ class MFU:
 
     Attributes:
         value: the utilization, a float between 0 and 1, or None if it is unknown.
-        why: if `value` is None, the reason why it is unknown. Otherwise, a remark about the peak, or "".
+        why: if `value` is None, the reason why it is unknown. If `value` is a number, a remark about the peak, or "".
         peak: the peak rate of all devices together in FLOP/s, or None if it is unknown.
         dtype: the dtype for which `peak` is the peak rate.
         basis: how the peak is known, such as "published" (see `Chip.bases`).
@@ -51,9 +51,9 @@ def mfu(flops_per_step: float, seconds_per_step: float, chip: Chip, dtype: Any =
         precision: the `precision` argument of the products, as for `Chip.peak`. Default None.
 
     Returns:
-        An `MFU`. Its value is None if the chip has no peak for the dtype, or if the quotient is greater than 1. A
-        quotient greater than 1 means that the peak, the number of FLOPs or the time is wrong; `why` then states the
-        rate and the peak.
+        An `MFU`. The attribute `value` of the result is None if the chip has no peak for the dtype, or if the quotient
+        is greater than 1. A quotient greater than 1 means that the peak, the number of FLOPs or the time is wrong;
+        `why` then states the rate and the peak.
 
     Raises:
         ValueError: `seconds_per_step` or `devices` is not positive.

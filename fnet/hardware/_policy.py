@@ -29,8 +29,8 @@ class Policy:
             computed.
         output: the dtype of the function's floating-point outputs.
         loss_scale: the initial dynamic loss scale, or None if gradients fit the range of `compute`.
-        rules: pairs (pattern of a scope path, dtype) that override `compute`. The first pair whose pattern matches is
-            used.
+        rules: pairs (pattern of a scope path, dtype) that override `compute`. If several patterns match, the first of
+            these pairs is used.
         reason: why these dtypes were selected.
         convolution: the dtype of the operands of convolutions. Default: `compute`.
         activations: the dtype in which GPUs and TPUs store large activations. A large activation is the result of a
@@ -77,8 +77,8 @@ class Policy:
 
 
 class _Family(NamedTuple):
-    """The dtypes of a chip family in order of preference. The first dtype is the default. The others are used if a
-    policy must suit several chips."""
+    """The dtypes of a chip family in order of preference. The first dtype in the table is the default of the chip
+    family. The other dtypes are used if a policy must suit several chips."""
 
     name: str
     train: tuple[str, ...]
@@ -148,10 +148,10 @@ _FROM_NAME = (      # (pattern of a chip's name, family), for chips whose archit
 def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) -> Policy:
     """Selects the dtypes for fast and numerically safe training or inference on a chip, and states the reason.
 
-    The dtypes are taken from a table, except for the CPU of this process. For this CPU, a probe (a short measurement)
-    compares bfloat16 with float32. The probe measures the operations that `transforms.autocast` uses, which takes about
-    one second. The result of the probe is cached on the machine (see docs/precision.md). Dtypes with fewer than 16 bits
-    are never selected, because fp8, int8 and fp4 need scales or calibration.
+    The dtypes are taken from a table, except for the CPU of this process. For the CPU of this process, a probe (a short
+    measurement) compares bfloat16 with float32. The probe measures the operations that `transforms.autocast` uses,
+    which takes about one second. The result of the probe is cached on the machine (see docs/precision.md). Dtypes with
+    fewer than 16 bits are never selected, because fp8, int8 and fp4 need scales or calibration.
 
     Args:
         chip: a `Chip`, a `jax.Device`, a device kind ("NVIDIA H100 80GB HBM3", "TPU v5 lite"), or a sequence of these.
@@ -164,7 +164,7 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
             is not tracing a function.
 
     Returns:
-        A `Policy`. Its `reason` states whether the dtypes are from the table or from a probe.
+        A `Policy`. The attribute `reason` of the policy states whether the dtypes are from the table or from a probe.
 
     Raises:
         ValueError: an unknown mode, or an empty sequence of chips.
@@ -196,8 +196,8 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
 
 
 def _here(given: Any) -> bool:
-    """Whether `given` is the CPU of this process. Returns False for the name of a CPU, even if it is the name of this
-    CPU."""
+    """Whether `given` is the CPU of this process. Returns False if `given` is the name of a CPU, even if it is the name
+    of this CPU."""
     if given is None:
         return True
     if isinstance(given, Chip):      # only the result of `detect` contains the flags of this CPU

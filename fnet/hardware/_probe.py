@@ -78,11 +78,12 @@ def unfit() -> str | None:
 
 
 def probe(mode: str) -> Probe | None:
-    """Returns the cached measurement of this CPU for the mode "train" or "inference". If there is none, measures for
-    about a second.
+    """Returns the cached measurement of this CPU for the mode "train" or "inference". If no measurement is cached,
+    measures for about a second.
 
-    Measurements are cached in the file probe.json of `cache_folder()`. If this file cannot be written, they are cached
-    only in this process. Returns None if no measurement is cached and JAX is tracing a function.
+    Measurements are cached in the file probe.json of `cache_folder()`. If the file probe.json cannot be written,
+    measurements are cached only in this process. Returns None if no measurement is cached and JAX is tracing a
+    function.
     """
     cpu = read_cpu()
     flags = hashlib.sha256(repr((cpu.flags, os.environ.get("XLA_FLAGS", ""))).encode()).hexdigest()[:12]
@@ -176,7 +177,7 @@ def timings(calls: Mapping[Any, Callable[[], Any]], clock: Callable[[], float]) 
 
 def ratios(times: Mapping[tuple[str, str], Sequence[float]]) -> tuple[float, float]:
     """Returns the ratios (dot, conv) of the time with bfloat16 to the time with float32. A ratio is the median over
-    rounds, rounded to two decimals. It is infinite if no times with bfloat16 were measured."""
+    rounds, rounded to two decimals. The ratio is infinite if no times with bfloat16 were measured."""
     def ratio(name):
         pairs = zip(times[name, "float32"], times.get((name, "bfloat16"), ()))
         return round(statistics.median([low / full for full, low in pairs if full > 0] or [math.inf]), 2)

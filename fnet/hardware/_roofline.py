@@ -30,7 +30,7 @@ class Bound:
         compute: the time of the arithmetic at the peak rate in seconds, or None if the rate is unknown.
         memory: the time of the memory traffic at the peak bandwidth in seconds, or None if the bandwidth is unknown.
         bound: "compute" or "memory", whichever takes longer. If one of the two rates is unknown, `bound` is "compute or
-            memory". If both rates are unknown, it is "unknown".
+            memory". If both rates are unknown, `bound` is "unknown".
         seconds: the maximum of `compute` and `memory`, or None if both are unknown.
 
     >>> x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
@@ -59,8 +59,8 @@ class Roofline:
         chip: the `Chip` for which the bounds are computed.
         devices: the number of JAX devices that share the work.
         scopes: a `Bound` for each scope.
-        total: the `Bound` of the whole function. Its time is the sum of the times of all scopes, because scopes run one
-            after another.
+        total: the `Bound` of the whole function. The time of the whole function is the sum of the times of all scopes,
+            because scopes run one after another.
         count: the FLOPs and bytes of the function, a `Count`.
         ridge: the FLOPs per byte of memory traffic above which compute is the bound, or None if a rate is unknown.
         measured: the median time of a call on this machine in seconds, or None if it was not measured.
@@ -101,8 +101,9 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
     time is measured only for the whole function, because XLA fuses operations across scopes.
 
     Args:
-        step: a JAX function. A jitted function is called with copies of its arguments, because it may donate them.
-        *args: the arguments of the function. If they are `jax.ShapeDtypeStruct`s, the function does not run.
+        step: a JAX function. A jitted function is called with copies of the arguments, because the call may donate the
+            arguments.
+        *args: the arguments of the function. If the arguments are `jax.ShapeDtypeStruct`s, the function does not run.
         chip: a `Chip`, a device or a device kind. Default None: the chip on which the arguments are.
         devices: the number of JAX devices that share the work. Default None: the number of devices on which the
             arguments are.

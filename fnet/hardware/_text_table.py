@@ -6,11 +6,12 @@ from collections.abc import Container, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
-    """Returns the lines of a table. Its columns are separated by two spaces.
+    """Returns the lines of a table. The columns of the table are separated by two spaces.
 
     Args:
         rows: the cells of each row.
-        left: the indices of the columns that are aligned to the left. The other columns are aligned to the right.
+        left: the indices of the columns that are aligned to the left. All columns that are not in `left` are aligned to
+            the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.ljust(width) if i in left else cell.rjust(width)

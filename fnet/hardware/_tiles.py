@@ -168,10 +168,10 @@ def stored(array: Any, chip: Chip) -> Stored:
 def stored_bytes(shape: tuple[int, ...], itemsize: int, chip: Chip) -> int:
     """Returns the number of bytes that an array with elements of `itemsize` bytes occupies in a chip's memory.
 
-    A TPU stores two axes of an array in tiles of 128 columns and up to 8 rows. It selects the two axes that need the
-    least padding. The number of rows is a power of two, and each column of a tile occupies at least 4 bytes (8 bytes on
-    v2 and v3). Vectors have tiles of 128 to 1,024 elements. The total is a multiple of 512 bytes (1,024 on v2 and v3).
-    Other chips do not pad.
+    A TPU stores two axes of an array in tiles of 128 columns and up to 8 rows. The TPU selects the two axes that need
+    the least padding. The number of rows of a tile is a power of two, and each column of a tile occupies at least 4
+    bytes (8 bytes on TPU v2 and v3). Vectors have tiles of 128 to 1,024 elements. The number of bytes of an array is a
+    multiple of 512 (1,024 on TPU v2 and v3). Other chips do not pad.
 
     Source: argument sizes of programs compiled by libtpu 0.0.52 (tests/hardware/test_tiles.py).
     """

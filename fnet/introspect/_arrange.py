@@ -1,10 +1,11 @@
 """Arranges the children of each scope in layers, from top to bottom.
 
-The method is that of Sugiyama. The layer of an item is the length of the longest path that leads to the item. The order
-in each layer is improved by repeatedly sorting the items by the mean position of their neighbors. Each item is aligned
-with the median of its neighbors (Brandes and Köpf 2001). If an edge skips layers, each skipped layer contains a narrow
-item for the edge, called a lane. Therefore, a residual connection is drawn beside its block, not across it. Sizes are
-computed later, because they depend on which scopes are expanded.
+The method is that of Sugiyama for drawing directed graphs in layers. The layer of an item (a scope or operation) is the
+length of the longest path that leads to the item. The order of the items in a layer is improved by repeatedly sorting
+the items by the mean position of their neighbors. Each item is aligned with the median of its neighbors (Brandes and
+Köpf 2001). If an edge skips layers, each skipped layer contains a narrow item for the edge, called a lane. Therefore, a
+residual connection is drawn beside its block, not across it. The sizes of the boxes are computed later, because they
+depend on which scopes are expanded.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Arrangement:
         lines: for each item, the index of the vertical line on which the item is centered.
         edges: a list of (from item, to item, the indices of the values).
         lanes: {item: (first lane, layer of the first lane, number of lanes)} for each item from which an edge skips
-            layers. The item has one lane in each skipped layer.
+            layers. An item has one lane in each layer that its edge skips.
     """
 
     children: int
@@ -73,7 +74,7 @@ class _Part:
 
 
 def _project(parts, source: Node, reader: Node, value: int) -> None:
-    """Adds the edge from `source` to `reader` to the `_Part` of each scope in which a piece of the edge is drawn."""
+    """Adds the edge from `source` to `reader` to the `_Part` of each scope in which a segment of the edge is drawn."""
     up, down = chain(source), chain(reader)
     inside = set(map(id, down))
     top = next(i for i, node in enumerate(up) if id(node) in inside)
@@ -180,7 +181,8 @@ def route(made: Arrangement, layer: dict[int, int], a: int, b: int) -> list[int]
 
 
 def neighbors(made: Arrangement) -> tuple[dict[int, int], list[tuple[int, int]]]:
-    """Returns ({item: its layer}, pieces). The pieces are the pairs of items in adjacent layers that edges connect."""
+    """Returns ({item: its layer}, pieces). The result contains the pairs of items in adjacent layers that edges connect
+    (pieces of edges)."""
     layer = {i: r for r, items in enumerate(made.layers) for i in items}
     pieces = {}
     for a, b, _ in made.edges:
@@ -221,7 +223,7 @@ def _order(made) -> None:
 
 
 def count_crossings(layers: list[list[int]], pieces: list[tuple[int, int]]) -> int:
-    """Returns the number of crossings between the pieces that `neighbors` returns."""
+    """Returns the number of crossings between the pieces of edges that `neighbors` returns."""
     at = {i: n for items in layers for n, i in enumerate(items)}
     layer = {i: r for r, items in enumerate(layers) for i in items}
     rows: list[list[tuple[int, int]]] = [[] for _ in layers]

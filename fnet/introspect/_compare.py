@@ -96,15 +96,17 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
         print(introspect.compare(model, ft.autocast(model, "bfloat16"), params, x, tolerance=0.05))
         print(introspect.compare(partial(model, params), partial(twin.apply, variables), x))
 
-    The sites of the two programs are paired in three steps. First, sites with the same name form pairs. Then, sites
-    with nearly equal values form pairs. Finally, sites with the same shape form pairs if they are computed between the
-    same two pairs of nearly equal values. A model can be compared with its port to another library without a list of
-    names, because sites with different names can form pairs. The argument `names` specifies pairs explicitly.
+    `compare` pairs the sites (named values) of the two programs in three steps. First, sites with the same name form
+    pairs. Second, sites with nearly equal values form pairs. Third, sites with the same shape form pairs if they are
+    computed between the same two pairs of nearly equal values. A model can be compared with its port to another library
+    without a list of names, because sites with different names can form pairs. The argument `names` specifies pairs
+    explicitly.
 
     Args:
         f: a function with named sites: see `transforms.sites`.
         g: the reference, a function of the same arguments.
-        args: the arguments. Both functions run once on these arguments, and the values of all sites are kept in memory.
+        args: the arguments. Both functions run once on the arguments `args`, and the values of all sites are kept in
+            memory.
         names: {regular expression: replacement}, as in `re.sub`. If an expression matches the whole name of a site in
             f, the replacement is the name of the site in g. Default: none.
         tolerance: the largest relative error with which two values count as equal. Default: 1e-5 for float32, a value

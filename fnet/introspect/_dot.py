@@ -11,7 +11,7 @@ from fnet.introspect._place import LIGHT, STEPS
 
 
 def dot(flow: Flow, expanded: set[Node], line: Callable[[Node], str], share: Callable[[Node], float]) -> str:
-    """Returns the program in DOT with these scopes expanded."""
+    """Returns the program in DOT, with the given scopes expanded."""
     lines = ["digraph program {", "  rankdir=TB; compound=true;",
              '  node [shape=box, style="rounded,filled", fontname="Helvetica", fontsize=11, color="#8593a3"];',
              '  edge [color="#8593a3", fontname="Helvetica", fontsize=9, fontcolor="#52606f"];']

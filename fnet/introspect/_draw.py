@@ -91,8 +91,8 @@ class Drawing:
             + text("b" if node.children else "", 20, name) + (text("l", 36, escape(line)) if line else "") + "</g>")
 
     def _inside(self, node, x, y, top, bottom, flip=False) -> None:
-        """Draws the children of a scope. The upper left corner of their area is (x, y), and the scope's box extends
-        from `top` to `bottom`."""
+        """Draws the children of a scope. The upper left corner of the area of the children is (x, y), and the scope's
+        box extends from `top` to `bottom`."""
         made, placed = self.made[node], self.placed[node]
         layer, _ = neighbors(made)
         turn = (lambda v: y + placed.height - v) if flip else (lambda v: y + v)
@@ -141,7 +141,8 @@ class Drawing:
                               f'{escape(self._text(sorted(carried)))}</text>')
 
     def port(self, node: Node, value: int, leaving: bool) -> float:
-        """Returns the horizontal offset, from the center of an expanded scope, at which a value enters or leaves it."""
+        """Returns the horizontal offset of the point at which a value enters or leaves an expanded scope, from the
+        center of the scope."""
         made, placed = self.made[node], self.placed[node]
         ports, first = (made.leaving, made.children + len(made.entering)) if leaving else (made.entering, made.children)
         if not ports or (value not in ports and -1 not in ports):
@@ -209,7 +210,7 @@ class Drawing:
 
 
 def rounded(corners: list[tuple[float, float]], radius: float = 9) -> str:
-    """Returns the SVG path through these corners, which are rounded."""
+    """Returns the SVG path through the given corners, which are rounded."""
     path = f"M{corners[0][0]:.1f} {corners[0][1]:.1f}"
     for (px, py), (x, y), (nx, ny) in zip(corners, corners[1:], corners[2:]):
         a, b = abs(px - x) + abs(py - y), abs(nx - x) + abs(ny - y)

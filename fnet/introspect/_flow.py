@@ -92,7 +92,7 @@ class Flow:
         counted: the `Count` of the program. The path of each of its scopes begins with the index of an operation in
             `ops`.
         ops: all operations.
-        hidden: the parameters and constants, which are not drawn as inputs, {name: (type, reader)}. The reader is the
+        hidden: the parameters and constants, which are not drawn as inputs, {name: (type, reader)}. `reader` is the
             first node that reads the array, or None.
         notes: the reasons why some costs are not exact.
     """
@@ -258,8 +258,8 @@ class _Reader:
         """Reads a frame into the children of `owner`, which is at the path `base`.
 
         Args:
-            env: {id of a value: (sources, names of hidden arrays)}. A source is a pair (node, index of its output). The
-                values that the frame computes are added to `env`.
+            env: {id of a value: (sources, names of hidden arrays)}. Each source is a pair (node, index of the output of
+                this node). The function adds the values that the frame computes to `env`.
             outermost: the names of the results, if this is the whole program.
 
         Returns:

@@ -33,8 +33,8 @@ class Graph:
     """The result of `graph`. In a Jupyter notebook, the graph is shown as SVG.
 
     Attributes:
-        root: the whole program as a tree. Its nodes are scopes, operations, loops, branches, arguments and results. A
-            node has `name`, `path`, `kind`, `children`, `cost`, `parameters`, `kept_bytes` and `seconds`.
+        root: the whole program as a tree. The nodes of the tree are scopes, operations, loops, branches, arguments and
+            results. A node has `name`, `path`, `kind`, `children`, `cost`, `parameters`, `kept_bytes` and `seconds`.
         nodes: all nodes; a node precedes the nodes that it contains.
         edges: pairs (value, node that reads the value). `value.source` is the node that computes the value.
         chip: the chip for which `seconds`, the roofline time, is computed.
@@ -113,8 +113,8 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
     Args:
         f: a layer, a `flax.nnx.Module`, or a function. Scopes in a function come from models of fnet, Flax, Equinox or
             Haiku, or from `jax.named_scope`.
-        args: the arguments of f, arrays or `jax.ShapeDtypeStruct`s. They may be followed by the path of a file to
-            which the graph is written. The path must end in .html, .svg or .dot.
+        args: the arguments of f, arrays or `jax.ShapeDtypeStruct`s. After the arguments of f, the path of a file may
+            follow, to which the graph is written. The path of the file must end in .html, .svg or .dot.
         depth: the number of levels of scopes that are expanded at first. Default: the largest number for which at most
             28 boxes are shown.
         color: the quantity that determines the color of a box: "flops" (default), "bytes" (after fusion) or "time" (the
@@ -218,8 +218,8 @@ def _results(traced, of_layer) -> list[str]:
 
 
 def _add_parameters(flow: Flow) -> None:
-    """Counts each parameter in the scope whose path is a part of the parameter's path. If there is no such scope,
-    counts it in the first node that reads it."""
+    """Counts each parameter in the scope whose path is a part of the parameter's path. If no scope has such a path,
+    counts the parameter in the first node that reads it."""
     by_path: dict[str, Node] = {}
     for node in flow.nodes:
         if node.children and node.path:

@@ -25,7 +25,8 @@ class Operation:
     Attributes:
         name: the name of the HLO instruction.
         opcode: the operation code of the instruction, such as "fusion" or "dot".
-        path, phase: the path and phase of the operation. For a fusion, they are those of its root operation.
+        path, phase: the path and phase of the operation. For a fusion, `path` and `phase` are those of its root
+            operation.
         paths: the paths of all parts of a fusion that compute something.
     """
 
@@ -115,8 +116,8 @@ def _inside(each, computations) -> Iterable[_Instruction]:
 def _name_the_nameless(computations, every, roots) -> None:
     """Names the operations that the compiler inserted without a name.
 
-    A fusion gets the name of its root. Other operations get the name of an operation that reads the result, or of an
-    operand.
+    A fusion gets the name of its root. Operations other than fusions get the name of an operation that reads the
+    result, or of an operand.
     """
     for each in every.values():
         if not each.op_name and each.opcode == "fusion":
@@ -141,8 +142,9 @@ def _phases(computations, every, entry) -> None:
     """Sets the phase of every operation.
 
     An operation outside of the differentiated function belongs to the optimizer if it reads the result of a backward
-    pass, or if only the optimizer reads its result. Other operations outside of the differentiated function are
-    "forward" if the program has no derivatives or if they are in a named scope. The remaining operations are "other".
+    pass, or if only the optimizer reads its result. All other operations outside of the differentiated function have
+    the phase "forward" if the program has no derivatives or if they are in a named scope. The remaining operations are
+    "other".
     """
     trained = any(_DIFFERENTIATED.search(each.op_name) for each in every.values())
 

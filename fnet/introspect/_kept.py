@@ -27,7 +27,7 @@ class Kept(NamedTuple):
 def kept_activations(f: Callable, params: Any, *inputs: Any) -> list[Kept]:
     """Returns the values that `f` computes and stores for its derivative with respect to `params`.
 
-    These are the values that `jax.ad_checkpoint.print_saved_residuals` lists as outputs of operations.
+    The returned values are those that `jax.ad_checkpoint.print_saved_residuals` lists as outputs of operations.
     """
     def linear(params, *inputs):
         def inexact(params):

@@ -17,7 +17,8 @@ class Mark(str):
 
 @dataclasses.dataclass(eq=False)
 class Item:
-    """A node, the names of the groups around the node, and the indices of the items that the node reads."""
+    """An operation to be placed: its node, the names of the groups around the node, and the indices of the items that
+    the node reads."""
 
     node: Any
     segments: tuple[str, ...]

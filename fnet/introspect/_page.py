@@ -1,4 +1,5 @@
-"""HTML pages that load no other files: one file contains style, script and data. Names and texts are never executed."""
+"""HTML pages that load no other files: one file contains style, script and data. The pages never execute names and
+texts that they contain."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 def phases(frame: Frame, results: Sequence[str] | None, hidden: Mapping[int, Sequence[str]]
            ) -> list[tuple[str, tuple[str, ...] | None]]:
     """Returns (phase, segments) for each operation of a frame. The segments replace those of the path of the
-    operation's scope, unless they are None.
+    operation's scope, unless the segments are None.
 
     The update consists of the operations after the backward pass that depend on it. An operation outside any scope,
     such as the computation of a learning rate, also belongs to the update if only the update reads its result.

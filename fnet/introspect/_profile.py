@@ -62,7 +62,7 @@ class Profile:
         spanning: the fraction of the operations' time that is spent in fusions whose parts belong to several paths.
         operations: pairs (operation, seconds in a step), the longest first.
         chip: the chip for which the roofline time (`TimedRow.bound`) is computed.
-        trace: the recorded events. `trace.save(path)` writes them to a file for ui.perfetto.dev.
+        trace: the recorded events. The method `trace.save(path)` writes these events to a file for ui.perfetto.dev.
         notes: the reasons why some figures are not exact.
 
     >>> profile = introspect.profile(lambda x: x @ x, jnp.ones((64, 64)), repeats=2)
@@ -106,7 +106,7 @@ class Profile:
     _repr_html_ = html
 
     def data(self) -> list[dict]:
-        """Returns the rows as dictionaries of numbers and strings. The last row is the total."""
+        """Returns the rows as dictionaries of numbers and strings. The last row contains the totals."""
         return [{"path": row.path, "seconds": row.total, **{phase: row.seconds.get(phase, 0.0) for phase in PHASES},
                  "share": row.total / self.step_seconds, "flops": row.cost and row.cost.flops,
                  "bytes": row.cost and row.cost.fused_bytes, "bound": row.bound} for row in (*self.rows, self.total)]
@@ -153,8 +153,8 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
     pass), and other (operations that precede the forward pass).
 
     Args:
-        step: a function that `jax.jit` can compile, or a compiled function. It is called with copies of the arguments,
-            so it may donate them.
+        step: a function that `jax.jit` can compile, or a compiled function. `step` is called with copies of the
+            arguments, so it may donate them.
         args: the arguments of the step, arrays.
         chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default: the chip on which
             the arguments are stored.
@@ -260,7 +260,7 @@ def attributed(events: Iterable[_trace.Event], windows: Iterable[tuple[float, fl
     """Returns for each operation the time in nanoseconds that it ran within the windows.
 
     While several operations run at the same time, the elapsed time is divided equally among them. An operation that
-    contains other operations, such as a loop, counts only while none of these runs.
+    contains other operations, such as a loop, counts only while none of the contained operations runs.
     """
     marks = []
     for start, end in windows:

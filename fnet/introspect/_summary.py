@@ -101,7 +101,7 @@ class Summary:
     _repr_html_ = html
 
     def data(self) -> list[dict]:
-        """Returns the rows as dictionaries of numbers and strings. The last row is the total."""
+        """Returns the rows as dictionaries of numbers and strings. The last row contains the totals."""
         return _render.data(self)
 
 
@@ -114,23 +114,23 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
 
     Args:
         f: a layer, a `flax.nnx.Module`, or a function.
-        args: arrays or `jax.ShapeDtypeStruct`s: the inputs of a layer or module, or the arguments of a function. The
-            first argument of a function is the tree of its parameters.
+        args: arrays or `jax.ShapeDtypeStruct`s: the inputs of a layer or module, or the arguments of a function. If f
+            is a function, its first argument is the tree of its parameters.
         depth: the number of segments of a path to show. The rows of longer paths are not shown, but their figures are
             included in the rows of the paths that contain them. Default None: all segments.
         chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default: this machine's chip.
         train: whether a layer is called with train=True. Default False.
         compile: whether to compile the forward and backward pass for this machine, and to report XLA's temporary memory
             in addition to the kept activations. The temporary memory is larger than the kept activations if the program
-            has other temporary values. It is smaller if XLA recomputes activations or reuses their memory. Default
-            False.
+            has other temporary values. The temporary memory is smaller if XLA recomputes activations or reuses their
+            memory. Default False.
         options: keyword arguments of f.
 
     Returns:
         A `Summary`. FLOPs are exact (see `hardware.count`). The kept activations are the values that
-        `jax.ad_checkpoint.print_saved_residuals` lists for the derivative with respect to the parameters. If this
-        derivative does not exist, for example because f contains a while loop, `notes` states the reason, and the
-        summary describes only the forward pass.
+        `jax.ad_checkpoint.print_saved_residuals` lists for the derivative with respect to the parameters. If f has no
+        derivative with respect to the parameters, for example because f contains a while loop, `notes` states the
+        reason, and the summary describes only the forward pass.
 
     >>> print(summary(nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2)), jnp.ones((3, 5))).total.parameters)
     34

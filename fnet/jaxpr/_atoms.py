@@ -26,7 +26,7 @@ class Atoms:
         return len(self._up) - 1
 
     def axes(self, shape: Iterable[int]) -> tuple[Axis, ...]:
-        """Returns new axes of these sizes."""
+        """Returns new axes with the sizes `sizes`."""
         return tuple((self.new(size),) for size in shape)
 
     def size(self, atom: int) -> int:
@@ -57,8 +57,8 @@ class Atoms:
         return self._frozen.get(self.root(atom))
 
     def tie(self, x: Axis, y: Axis) -> None:
-        """Ties two axes of the same size, so that they share their atoms. Atoms are frozen if neither size is a
-        multiple of the other."""
+        """Ties two axes of the same size, so that they share their atoms (factors). Atoms are frozen if neither size is
+        a multiple of the other."""
         left, right = list(self.expand(x)), list(self.expand(y))
         while left and right:
             a, b = left[-1], right[-1]
@@ -86,7 +86,7 @@ class Atoms:
         return parts
 
     def _join(self, a: int, b: int) -> None:
-        """Joins two atoms. From then on, the older atom represents both."""
+        """Joins two atoms. After two atoms are united, the older atom represents both."""
         a, b = sorted((a, b))
         if a != b:
             self._up[b] = a

@@ -44,8 +44,8 @@ def tie_axes(jaxpr: Any, inputs: Sequence[Axes], atoms: Atoms) -> Frame:
     Args:
         jaxpr: an open jaxpr.
         inputs: the axes of each input of the jaxpr.
-        atoms: the factors of all axes. The function modifies them: axes that an equation requires to have equal sizes
-            are tied, and axes whose size an equation fixes are frozen (see `Atoms`).
+        atoms: the factors of all axes. The function modifies `atoms`: axes that an equation requires to have equal
+            sizes are tied, and axes whose size an equation fixes are frozen (see `Atoms`).
 
     Returns:
         The axes of each value of the jaxpr, and of each jaxpr inside its equations.

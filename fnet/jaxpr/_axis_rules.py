@@ -1,7 +1,7 @@
 """Rules that state for each primitive which axes of its inputs and outputs must have equal sizes.
 
 A rule is a function of (frame, equation, axes of the inputs, atoms) that returns the axes of the outputs. An axis is a
-tuple of atoms, which are its factors. The rule ties atoms whose sizes must stay equal, and freezes atoms whose size
+tuple of atoms, which are its factors. A rule ties atoms whose sizes must stay equal, and freezes atoms whose size
 cannot change (see `Atoms`).
 """
 
@@ -238,7 +238,7 @@ def _tile(frame, eqn, ins, atoms):
 
 def _resized(eqn, axes, atoms, changed, why):
     """Returns the axes of the output of an operation that changes the sizes of the axes for which `changed(i)` is true.
-    The sizes of these axes cannot change further, because of `why`."""
+    The sizes of the changed axes cannot change further, because of `why`."""
     out = list(atoms.axes(_shape(eqn.outvars[0])))
     for i, axis in enumerate(axes):
         if changed(i):

@@ -70,8 +70,8 @@ def _broadcast(eqn, notes):
 
 def _reshaped(eqn, notes):
     """The sizes of the axes before the batch axis have the same product in the input and the output of a reshape. The
-    batch axis may be merged with later axes, or it may be split, for example into microbatches. If it is split, the
-    first part is the batch axis of the output."""
+    batch axis may be merged with later axes, or it may be split, for example into microbatches. If a reshape splits the
+    batch axis, the first part is the batch axis of the output."""
     note = notes[0]
     if note is None:
         return [None]
@@ -108,8 +108,9 @@ def _multiplied(found, notes):
 
 
 def _gathered(eqn, notes):
-    """The batch axis of a gather is the batch axis of the indices if they have one. Otherwise, it is that of the
-    operand if the gathered slices contain this whole axis, or if this axis is a batching dimension of the gather."""
+    """The batch axis of a gather is the batch axis of the indices if they have one. If the indices have no batch axis,
+    the batch axis is that of the operand if the gathered slices contain this whole axis, or if this axis is a batching
+    dimension of the gather."""
     numbers, (operand, indices) = eqn.params["dimension_numbers"], notes[:2]
     rank = len(eqn.outvars[0].aval.shape)
     batch = [i for i in range(rank) if i not in numbers.offset_dims]

@@ -32,8 +32,8 @@ class Body(NamedTuple):
         closed: the closed jaxpr.
         times: how often the body runs: the length of a scan, the number of shards of a shard_map, None for a loop of
             unknown length, and 1 otherwise.
-        inputs: for each input of the jaxpr, the index of the equation's input that it receives. A scan or shard_map
-            passes slices of this input. None if the indices are unknown.
+        inputs: for each input of the jaxpr, the index of the equation's input that it receives. A body of a scan or
+            shard_map receives slices of this input. `inputs` is None if the indices are unknown.
     """
 
     kind: str

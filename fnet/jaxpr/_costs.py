@@ -101,8 +101,8 @@ def _dot(found: Product, ins: list[Any]) -> Cost:
 
 
 def _ragged_dot(eqn: Any, ins: list[Any]) -> Cost:
-    """Each row of the left operand is multiplied by the matrix of one group. The number of FLOPs is
-    2 x (size of the left operand) x (columns of the right operand)."""
+    """In a ragged dot, each row of the left operand is multiplied by the matrix of one group. The number of FLOPs of a
+    ragged dot is 2 x (size of the left operand) x (columns of the right operand)."""
     lhs, rhs = ins[0].shape, ins[1].shape
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contract, rhs_contract), (_, rhs_batch) = numbers.dot_dimension_numbers

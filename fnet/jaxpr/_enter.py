@@ -1,4 +1,4 @@
-"""Evaluates calls, loops and branches with rewritten bodies. The other properties of these equations are preserved.
+"""Evaluates calls, loops and branches with rewritten bodies. Apart from their bodies, the equations do not change.
 
 Each function has the arguments (interpreter, equation, scope, inputs, requirements on the outputs) and returns the
 outputs. The traced dtype of a value is the dtype that the value had when JAX traced the program; rewriting may change
@@ -69,7 +69,8 @@ def _while(self, eqn, scope, inputs, wanted):
 
 
 def _cond(self, eqn, scope, inputs, wanted):
-    """Rewrites a cond. The outputs keep their traced dtypes, because all branches must return the same dtypes."""
+    """Rewrites a cond. The outputs of a cond keep their traced dtypes, because all branches must return the same
+    dtypes."""
     index, *rest = inputs
     branches = [self.body(branch.closed, scope, wanted, [v.note for v in rest]) for branch in bodies(eqn)]
     types = [jax.typeof(value.x) for value in rest]
@@ -97,8 +98,8 @@ def _shard_map(self, eqn, scope, inputs, wanted):
 
 
 def _custom_jvp(self, eqn, scope, inputs, wanted):
-    """Rewrites the function and its JVP rule separately. The dtypes of the outputs are those that the rewritten
-    function returns. The JVP rule is still traced only for tangents that are not symbolic zeros."""
+    """Rewrites the function and its JVP rule separately. The outputs of the equation have the dtypes that the rewritten
+    function returns. As before the rewriting, the JVP rule is traced only for tangents that are not symbolic zeros."""
     notes, types = [value.note for value in inputs], [jax.typeof(value.x) for value in inputs]
     rule = _jax.CustomJvp(eqn.params)
     free = [False] * len(eqn.outvars)
@@ -128,8 +129,8 @@ def _custom_jvp(self, eqn, scope, inputs, wanted):
 
 def _custom_vjp(self, eqn, scope, inputs, wanted):
     """Rewrites the forward and the backward function separately. The inputs of the backward function have their traced
-    dtypes, which the user's rule expects. The user's rule still receives symbolic zeros, and the information which
-    inputs are differentiated."""
+    dtypes, which the user's rule expects. As before the rewriting, the user's rule receives symbolic zeros, and the
+    information which inputs are differentiated."""
     notes, types = [value.note for value in inputs], [jax.typeof(value.x) for value in inputs]
     rule = _jax.CustomVjp(eqn.params)
     free = [False] * len(eqn.outvars)
@@ -168,14 +169,15 @@ def _custom_vjp(self, eqn, scope, inputs, wanted):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Perturbed:
-    """States for each input of a custom_vjp whether it is differentiated. JAX treats this object as a part of the tree
+    """States for each input of a custom_vjp whether it is differentiated. JAX treats the object as a part of the tree
     structure of the residuals."""
 
     inputs: tuple[bool, ...]
 
 
 def _custom_vmap(self, eqn, scope, inputs, wanted):
-    """Rewrites the function and its batching rule separately. Both return outputs of the traced dtypes."""
+    """Rewrites the function and its batching rule separately. The rewritten function and the rewritten rule return
+    outputs of the traced dtypes."""
     notes = [value.note for value in inputs]
     function = jax.custom_batching.custom_vmap(self.body(bodies(eqn)[0].closed, scope, wanted, notes))
 

@@ -1,5 +1,5 @@
-"""Typed access to the parameters of equations. Other packages of fnet use these functions, so that they do not depend
-on JAX's names of the parameters."""
+"""Typed access to the parameters of equations. All packages of fnet use these functions instead of JAX's names of the
+parameters."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Product:
 
     @property
     def dimensions(self) -> Any:
-        """The `dimension_numbers` of `op`. For a dot, this is ((contracted axes of the left operand, of the right
-        operand), (batch axes of the left operand, of the right operand)). For a convolution, it is its
-        `ConvDimensionNumbers`."""
+        """The `dimension_numbers` of `op`. For a dot, the dimensions are ((contracted axes of the left operand, of the
+        right operand), (batch axes of the left operand, of the right operand)). For a convolution, the dimensions are
+        its `ConvDimensionNumbers`."""
         return self.options["dimension_numbers"]
 
     @property
@@ -64,14 +64,14 @@ class Product:
 
     @property
     def summed(self) -> int:
-        """The number of products that are summed in one element of the result."""
+        """The number of multiplications whose results are summed in one element of the result."""
         left, right = (v.aval.shape for v in self.eqn.invars[:2])
         if self.op is DOT:
             return math.prod(left[i] for i in self.dimensions[0][0])
         return math.prod(right) // max(1, right[self.dimensions.rhs_spec[0]])
 
     def without(self, *names: str) -> dict:
-        """Returns the parameters of `op` except those with these names."""
+        """Returns the parameters of `op` except those with the names `names`."""
         return {name: value for name, value in self.options.items() if name not in names}
 
 
@@ -130,11 +130,12 @@ def selects_largest(eqn: Any) -> bool:
 
 
 def lookup_mode(eqn: Any) -> str | None:
-    """Returns the mode of a gather that selects one element of each row: what it returns for an index out of range.
+    """Returns the mode of a gather that selects one element of each row. The mode states what the gather returns for an
+    index out of range.
 
-    A row is a slice along the last axis, and the indices are an array [..., 1, 1]. The mode is "fill", "clip", or
-    "promised" if the program promises that no index is out of range. The mode of a scatter that is the transpose of
-    such a gather is determined in the same way. For all other equations, the result is None.
+    In such a gather, a row is a slice along the last axis, and the indices are an array [..., 1, 1]. The mode is
+    "fill", "clip", or "promised" if the program promises that no index is out of range. The mode of a scatter that is
+    the transpose of such a gather is determined in the same way. For all other equations, the result is None.
     """
     params, (x, indices) = eqn.params, (v.aval for v in eqn.invars[:2])
     numbers, rows, last = params["dimension_numbers"], tuple(range(x.ndim - 1)), (x.ndim - 1,)

@@ -1,7 +1,7 @@
 """Constant folding: values that depend only on constants are computed once.
 
-Affine maps (a scale and a shift) with constant coefficients are merged into the product (dot_general or convolution)
-before them.
+An affine map (a scale and a shift) with constant coefficients is merged into the product (dot_general or convolution)
+whose result it changes.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _Known:
 class _Pending:
     """A value that is not yet computed: the result of a product with a known kernel, times `scale`, plus `shift`.
 
-    `scale` and `shift` are None, or arrays of the result's rank. They have length 1 on all axes except those that come
-    from the kernel.
+    `scale` and `shift` are None, or arrays of the result's rank. `scale` and `shift` have length 1 on all axes except
+    those that come from the kernel.
     """
 
     eqn: Any

@@ -1,7 +1,9 @@
-"""Two classes for parameters that are computed from several arrays, such as a quantized matrix from codes and scales.
+"""Defines `ImplicitArray` and `View`, two classes for parameters that are computed from several arrays, such as a
+quantized matrix from codes and scales.
 
-`ImplicitArray` is the base class of such parameters. A `View` represents an implicit array that a program has cast,
-transposed or reshaped. The view only records these operations, so that the array need not be computed.
+`ImplicitArray` is the base class of parameters that are computed from several arrays. A `View` represents an implicit
+array that a program has cast, transposed or reshaped. The view only records these operations, so that the array need
+not be computed.
 """
 
 from __future__ import annotations
@@ -43,16 +45,16 @@ class ImplicitArray:
     scales.
 
     A subclass must be a registered pytree whose leaves are plain arrays, and must have the properties `shape` and
-    `dtype`. Its constructor must not validate the leaves, because JAX also calls the constructor with placeholders.
-    `ft.use_implicit_arrays(f)` evaluates f with implicit arrays as parameters. If an operation of f reads an implicit
-    array, `use_implicit_arrays` calls the method `dot`, `convolve` or `lookup` of the array. If the method returns
-    `NotImplemented`, the method `materialize` is called instead.
+    `dtype`. The constructor of a subclass must not validate the leaves, because JAX also calls the constructor with
+    placeholders. `ft.use_implicit_arrays(f)` evaluates f with implicit arrays as parameters. If an operation of f reads
+    an implicit array, `use_implicit_arrays` calls the method `dot`, `convolve` or `lookup` of the array. If the method
+    returns `NotImplemented`, the method `materialize` is called instead.
 
     Attributes:
         shape, dtype: the shape and dtype of the array that the object represents.
-        beside: {name of a field: name of another field}. The first field contains one element for each block of
-            elements of the other field, for example the scale of each block of codes. `parallel.plan` splits both
-            fields along the same axes.
+        beside: {name of a field: name of another field}. The first of these fields contains one element for each block
+            of elements of the other field, for example the scale of each block of codes. `parallel.plan` splits both
+            fields of a pair in `beside` along the same axes.
 
     >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
     >>> isinstance(params["kernel"], compress.ImplicitArray), params["kernel"].materialize().shape
@@ -86,7 +88,8 @@ class ImplicitArray:
         The result is an array [..., *the other axes of this array].
 
         Args:
-            x: the other operand, an array [..., *contracted axes]. Its last axes correspond to `axes`, in this order.
+            x: the other operand, an array [..., *contracted axes]. The last axes of x correspond to `axes`, in this
+                order.
             axes: the positions of the contracted axes of this array.
             dot: a function `dot(x, w, axes)` that computes the same product for a plain array w, with the precision of
                 the program.
@@ -94,7 +97,8 @@ class ImplicitArray:
         return NotImplemented
 
     def convolve(self, x: jax.Array, convolution: Convolution) -> Any:
-        """Returns the convolution of x with this kernel. For a plain array `kernel`, it is `convolution(x, kernel)`."""
+        """Returns the convolution of x with this kernel. For a plain array `kernel`, the result is `convolution(x,
+        kernel)`."""
         return NotImplemented
 
     def lookup(self, take: Callable) -> Any:

@@ -29,9 +29,9 @@ class Inspector(Interpreter):
             iteration, or None if all iterations are captured.
         changes: {site: change}. A change is a function `change(leaves, indices) -> leaves` that computes the new value
             of the site. The argument `indices` contains the current iteration of each scan around the site.
-        offsets: {site: offsets}. The change of such a site has a third argument: `change(leaves, indices, offsets)`.
-            The offsets are a list with an array or None for each leaf. Each array has a leading axis for each scan
-            around the site.
+        offsets: {site: offsets}. A site in `offsets` has a change with a third argument: `change(leaves, indices,
+            offsets)`. The argument `offsets` of a change is a list with an array or None for each leaf. Each array in
+            `offsets` has a leading axis for each scan around the site.
     """
 
     def __init__(self, level: Level, captured: Sequence[Site] = (), changes: Mapping[Site, Callable] | None = None,
@@ -133,8 +133,8 @@ class Inspector(Interpreter):
     def _apart(self, body, level):
         """Returns (run, collect, sites).
 
-        `run` computes `body`, and also returns the values that are captured inside it. `collect` stores these values in
-        `_found`. `sites` are the captured sites."""
+        `run` computes `body`, and also returns the values that are captured inside it. `collect` stores the captured
+        values in `_found`. `sites` are the captured sites."""
         sites = [site for site in level.sites if site in self._captured] if level else []
 
         def run(*arrays):

@@ -1,4 +1,5 @@
-"""Passes flax.nnx modules to a traced function as arrays, and returns the changes that the function makes to them.
+"""Passes flax.nnx modules to a traced function as arrays, and returns the changes that the function makes to the
+modules.
 
 An nnx module is updated in place. A traced function receives a copy of the module, so updates would otherwise be lost.
 """
@@ -30,8 +31,8 @@ class Modules:
         structure: the tree structure of the state that these arrays form (static).
         graph: the structure of the modules and their attributes that are not variables (static).
         changed: whether a function has changed `graph` (static).
-        written: for each array, whether a function has replaced it (static). Other arrays need no update, which would
-            fail in a scan or branch around the call.
+        written: for each array, whether a function has replaced it (static). An array that was not replaced needs no
+            update; an update would fail in a scan or branch around the call.
     """
 
     arrays: list
@@ -49,8 +50,8 @@ def _kinds() -> tuple:
 def extract(tree: Any) -> tuple[Any, Modules | None, tuple]:
     """Returns (the tree with nnx modules replaced by placeholders, the `Modules`, a tuple of the modules).
 
-    If the tree contains no modules, the second element is None. Modules that share variables still share them after
-    `insert`.
+    If the tree contains no nnx modules, the `Modules` are None. Modules that share variables in the caller also share
+    them after `insert`.
     """
     kinds, found = _kinds(), []
     if not kinds:

@@ -109,7 +109,8 @@ def traits(name: str) -> Traits:
 def unsupported() -> tuple[str, ...]:
     """Returns one line for each feature that fnet uses and that this version of JAX lacks.
 
-    The result is empty for the versions with which fnet is tested. A primitive that JAX has renamed is treated as
+    The result is an empty list for the versions of JAX with which fnet is tested. A primitive that JAX has renamed is
+    treated as
     unknown: transforms do not change it, and `hardware.count` reports its name.
     """
 
@@ -140,8 +141,8 @@ class Description:
     Attributes:
         traits: the `Traits` of the primitive.
         lower: `lower(params, compute, out)` returns the new values of those parameters that autocast must change. With
-            them, operands are rounded to the dtype `compute`, and results have the dtype `out`. The result is None if
-            autocast must not change the equation, for example because the user has set its precision.
+            the new values, operands are rounded to the dtype `compute`, and results have the dtype `out`. The result is
+            None if autocast must not change the equation, for example because the user has set its precision.
         explain: `explain(*avals, **params)` returns a description of the implementation on this machine.
         plain: `plain(eqn)` returns an open jaxpr that computes the outputs of the equation with JAX's primitives.
         refusal: `refusal(platform, eqn)` returns the reason why "cuda" or "tpu" has no kernel for the equation, or None

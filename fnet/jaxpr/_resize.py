@@ -24,7 +24,7 @@ class TiedProgram:
 
     Args:
         closed: the program.
-        changing: for each input, whether its axes may change. This is True for parameters and state.
+        changing: for each input, whether its axes may change. `changing` is True for parameters and state.
         parameters: for each input, whether it is a parameter. Removing indices from the program has the same effect as
             setting all parameters to zero at these indices.
         returned: {index of an output: index of an input} for the state: the new state has the same axes as the old
@@ -33,7 +33,7 @@ class TiedProgram:
             products of factors.
 
     Attributes:
-        closed, parameters: the arguments with these names.
+        closed, parameters: the arguments `closed` and `parameters` of the constructor.
         inputs: the axes of each input.
         frame: the axes of all values of the program, as a `Frame`.
     """

@@ -1,8 +1,8 @@
 """The jaxpr interpreter: a function is traced, then evaluated equation by equation, and a rule may replace equations.
 
-`rewrite(f, rule)` is the public form. The other transforms (autocast, tune, ...) use subclasses of `Interpreter`. A
-subclass can also attach a note (any hashable information) to each value, analyze each jaxpr before its evaluation, and
-change the dtypes of values.
+`rewrite(f, rule)` is the public form. Transforms such as autocast and tune use subclasses of `Interpreter`. A subclass
+can also attach a note (any hashable information) to each value, analyze each jaxpr before its evaluation, and change
+the dtypes of values.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Interpreter:
     def equation(self, eqn, at: Scope, inputs: list[Value], plan) -> Any:
         """Returns the outputs of an equation, a list of `Value`s, or NotImplemented.
 
-        If the result is NotImplemented, the equation is evaluated with rewritten bodies (the jaxprs inside it). An
+        If the method returns NotImplemented, the equation is evaluated with rewritten bodies (the jaxprs inside it). An
         equation without bodies is evaluated unchanged.
         """
         return NotImplemented
@@ -230,8 +230,8 @@ class _Rewriter(Interpreter):
 
 
 class Evaluator(Interpreter):
-    """Evaluates jaxprs on arrays of any dtype, with a rule `rule(eqn, arrays) -> arrays or NotImplemented`. The rule is
-    not called for equations inside loops, branches and calls."""
+    """Evaluates jaxprs on arrays of any dtype, with a rule `rule(eqn, arrays) -> arrays or NotImplemented`. Inside
+    loops, branches and calls, the rule is not called."""
 
     def equation(self, eqn, at, inputs, plan):
         arrays = [value.x for value in inputs]

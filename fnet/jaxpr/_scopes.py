@@ -2,7 +2,8 @@
 
 JAX records the named scopes of an operation together with marks of the transformations that created it, such as
 "transpose(jvp(block))/fc". The path without the marks, "block/fc", is the same in the forward and backward pass. The
-marks determine the phase. This module parses these strings, which jaxprs and compiled HLO contain.
+marks determine the phase. This module parses the name stacks that jaxprs and compiled HLO contain, such as
+"transpose(jvp(block))/fc".
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Scope(NamedTuple):
         path: the named scopes, joined by "/"; "" outside of all scopes.
         phase: "forward", "backward", or "recomputed" (computed again for the backward pass).
         transposes: how often the operation was transposed. Inside a differentiated jax.checkpoint, only transpositions
-            within the innermost one are counted. The number is needed because for each transposition, JAX may write the
-            scopes of a jax.checkpoint twice if it is in a loop, call or branch.
+            within the innermost one are counted. The number of transpositions is needed because for each transposition,
+            JAX may write the scopes of a jax.checkpoint twice if it is in a loop, call or branch.
     """
 
     path: str = ""

@@ -1,4 +1,4 @@
-"""Sites: the named values of a program. They are found in the program's jaxpr, which is not evaluated.
+"""Sites: the named values of a program. Sites are found in the program's jaxpr, which is not evaluated.
 
 A site is a tagged value (see `_tags`), the outputs of a named scope that is not tagged, or a value inside one of fnet's
 own primitives, such as the weights of an attention.
@@ -68,14 +68,14 @@ class Site:
 
 
 class Level:
-    """The sites of one jaxpr. If several calls share a jaxpr, each call has its own level.
+    """The sites of one jaxpr. If several calls share a jaxpr, each call has its own `Level`.
 
     Attributes:
         made: {id of an equation: [(index of an output, site, index of a leaf)]} for the outputs that are leaves of
             sites.
         complete: {id of an equation: [site]} for the sites whose last leaf this equation computes.
         inner: {id of an equation: the level of its body}.
-        sites: all sites in this jaxpr and in its bodies, in the order in which they are computed.
+        sites: all sites in the jaxpr and in its bodies, in the order in which they are computed.
     """
 
     def __init__(self):
@@ -177,8 +177,8 @@ class _Run:
 
 
 def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int, list[Site]]:
-    """Does the same as `_tagged` for scopes without a tag. The site of such a scope contains the values that are
-    computed inside the scope and used outside of it.
+    """Finds the sites of scopes without a tag, as `_tagged` finds the tagged sites. The site of such a scope contains
+    the values that are computed inside the scope and used outside of it.
     """
     runs, open_runs = [], []
     for i in forward:

@@ -1,7 +1,7 @@
 """A program as plain data: lists, numbers and strings that mean the same in every later version of JAX.
 
-The documentation of `fnet.export` lists the operations. Their names and options are independent of JAX. If JAX renames
-a primitive or a parameter, only this file must change, and existing programs remain valid.
+The documentation of `fnet.export` lists the operations. The names and options of these operations are independent of
+JAX. If JAX renames a primitive or a parameter, only this file must change, and existing programs remain valid.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ class _Writer:
                 "outputs": [self.atom(a) for a in jaxpr.outvars]}
 
     def closed(self, closed, at) -> dict:
-        """Returns the body of a loop or branch. Its constants become constants of the whole program."""
+        """Returns the body of a loop or branch. The constants of the body become constants of the whole program."""
         closed = _jax.close(closed)
         self.more += [self.constant(v, x) for v, x in zip(closed.jaxpr.constvars, closed.consts)]
         return self.body(closed.jaxpr, at)
 
 
 def _number(x) -> int | float | bool | str:
-    """Returns a number as JSON. Infinity and NaN become strings, because JSON cannot represent them."""
+    """Returns a number as JSON. Infinity and NaN become strings in the data, because JSON cannot represent them."""
     number = np.asarray(x).item()
     if isinstance(number, complex):
         raise Unsupported("complex", "", "complex numbers")

@@ -31,11 +31,12 @@ class Static:
 
 
 def boxed(tree: Any) -> Any:
-    """Wraps in `Static`s the leaves of a tree that must not be traced. Such leaves are bools, all leaves that are
-    neither arrays nor numbers, and Python numbers inside objects, such as the options of an Equinox module.
+    """Wraps in `Static`s the leaves of a tree that must not be traced. The leaves that must not be traced are bools,
+    all leaves that are neither arrays nor numbers, and Python numbers inside objects, such as the options of an Equinox
+    module.
 
     Raises:
-        TypeError: such a leaf is not hashable.
+        TypeError: a leaf that must not be traced is not hashable.
     """
     return jax.tree.map_with_path(lambda path, x: x if _traced(path, x) else _box(path, x), tree)
 
@@ -57,7 +58,7 @@ def results_boxed(tree: Any, arguments: Any = ()) -> Any:
 
 
 def unboxed(tree: Any) -> Any:
-    """Replaces the `Static`s in a tree by the leaves that they contain."""
+    """Replaces the `Static`s in a tree by the leaves that they wrap."""
     return jax.tree.map(lambda x: x.value if _static(x) else x, tree, is_leaf=_static)
 
 
@@ -75,7 +76,7 @@ def is_array(x: Any) -> bool:
 def array_leaves(tree: Any, wanted: Callable[[Any], bool] = is_array) -> tuple[list, Callable[[Iterable], Any]]:
     """Returns a list of the leaves of a tree that are `wanted`, and a function that rebuilds the tree from such a list.
 
-    The other leaves (None, bools, strings, functions) stay Python values, so that a traced function can branch on them.
+    Unwanted leaves (None, bools, strings, functions) stay Python values, so that a traced function can branch on them.
     """
     leaves, structure = jax.tree.flatten(tree)
     where = [i for i, leaf in enumerate(leaves) if wanted(leaf)]

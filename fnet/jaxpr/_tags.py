@@ -1,7 +1,7 @@
-"""Tags: identity operations that mark values for inspection. Only programs that are traced for inspection contain them.
+"""Tags: identity operations that mark values for inspection. Only programs that are traced for inspection contain tags.
 
-`tag` creates tags only while `tagging` is True. This setting is a part of the key of JAX's caches of traced functions.
-Tags therefore do not affect the speed of other programs.
+`tag` creates tags only while `tagging` is True. The setting `tagging` is a part of the key of JAX's caches of traced
+functions. Tags therefore do not affect the speed of other programs.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ def wraps(f: Callable, who: str = "", *, signature: bool = True) -> Callable:
 class Compiled:
     """A compiled function with its own methods `lower` and `trace`, like those of `jax.jit`.
 
-    `lower` and `trace` are stored in slots, not in `__dict__`. `jax.jit` and `functools.wraps` copy the `__dict__` of
-    the function that they wrap. If `lower` and `trace` were in `__dict__`, a wrapper would call the methods of the
-    wrapped function instead of its own.
+    `lower` and `trace` are stored in slots, not in `__dict__`. `jax.jit` and `functools.wraps` copy the `__dict__` of a
+    function that they wrap. If `lower` and `trace` were in `__dict__`, a wrapper would call the methods of the wrapped
+    function instead of its own.
 
     Args:
         f: the original function, from which the names and the signature are copied.

@@ -1,9 +1,10 @@
 """Dot-product attention as a primitive whose implementation is selected when the program is compiled.
 
 There are three primitives. `attention` computes the output. `attention_tangent` computes the tangent of the output, and
-is used by the JVP of `attention`. It is linear in the tangents of query, key and value. Its transpose is
-`attention_backward`, which computes the cotangents in a backward pass. `attention_tangent` and `attention_backward` are
-differentiated by JAX: their derivatives are those of equivalent operations of `jax.lax`.
+is used by the JVP of `attention`. The primitive `attention_tangent` is linear in the tangents of query, key and value.
+The transpose of `attention_tangent` is `attention_backward`, which computes the cotangents in a backward pass.
+`attention_tangent` and `attention_backward` are differentiated by JAX: their derivatives are those of equivalent
+operations of `jax.lax`.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
             these positions. Default None: 0.
         causal: whether a query attends only to keys at its own and earlier positions. Default False.
         window: the size of a sliding window (Beltagy et al., 2020). With `causal`, a query attends to the last `window`
-            keys, including the key at its own position. Without `causal`, it attends to all keys that are less than
-            `window` positions away. Default None: no limit.
+            keys, including the key at its own position. Without `causal`, a query attends to all keys that are less
+            than `window` positions away. Default None: no limit.
         scale: the factor by which the logits are multiplied. Default None: 1 / sqrt(d).
         softcap: a bound on the logits. Scaled logits are replaced by softcap * tanh(logits / softcap), as in Gemma 2.
             Default None: no bound.
@@ -264,7 +265,8 @@ def _axes(eqn):
     """Describes the axes of an attention equation, as documented for `jaxpr.Description.axes`.
 
     The letters are those of `dot_product_attention`, and "o" for axes of length 1. The axis of the h query heads is
-    written "gr", because each of the g key/value heads serves r query heads. Only the sizes of g and r may change.
+    written "gr", because each of the g key/value heads serves r query heads. In these letters, only the sizes of g and
+    r may change.
     """
     (b, t, h, d), (_, s, g, _) = (v.aval.shape for v in eqn.invars[:2])
     sizes = {"b": b, "t": t, "s": s, "g": g, "r": h // g, "d": d, "o": 1}

@@ -88,8 +88,8 @@ def _splash(form, compute, t, s, d):
 
 @functools.cache
 def _nvidia() -> tuple[float, int]:
-    """Returns (compute capability, cuDNN version). If there is no GPU, these are the values of an Ampere GPU and cuDNN
-    9.5."""
+    """Returns (compute capability, cuDNN version). If the machine has no GPU, returns the values of an Ampere GPU and
+    cuDNN 9.5."""
     try:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:
@@ -123,8 +123,8 @@ def backward(platform: str, form: Form, compute, partitioning: str, q, k, v, *re
 def _operands(form, compute, q, k, v, where):
     """Returns (the operands of a kernel, the axes of each operand, (mask, lengths)).
 
-    Mask and lengths are those that the kernel uses, or None. If the caller passed both, they are combined into one
-    mask.
+    Mask and lengths are those that the kernel uses, or None. If the caller passed a mask and lengths, they are combined
+    into one mask.
     """
     given = dict(zip(form.given, where))
     mask, lengths = given.get("mask"), given.get("lengths")
@@ -168,7 +168,7 @@ def _silent(blind, x):
 def _named(kinds, arrays):
     """Splits `arrays`, the operands after query, key and value, into (bias, lengths, list of the others).
 
-    Bias and lengths are None if they were not passed.
+    `bias` and `lengths` are None if they were not passed.
     """
     rest = list(arrays)
     bias = rest.pop(0) if len(kinds) > 3 and kinds[3].endswith("ts") else None

@@ -23,8 +23,8 @@ class Form:
 
     Attributes:
         causal, window, scale, softcap: as in `dot_product_attention`.
-        given: the names of the optional arrays that were passed, in the order "mask", "lengths", "starts". These arrays
-            follow query, key and value in the operands.
+        given: the names of the optional arrays that were passed, in the order "mask", "lengths", "starts". The optional
+            arrays follow query, key and value in the operands.
         precision: the precision of the products, as in `jax.default_matmul_precision`. None: the platform's default.
     """
 
@@ -36,8 +36,8 @@ class Form:
     softcap: float | None = None
 
     def blind(self, t: int, s: int) -> bool:
-        """Whether there may be queries that attend to no key. If t or s is symbolic, t is assumed to be larger unless
-        both are equal."""
+        """Whether the options allow queries that attend to no key. If t or s is symbolic, t is assumed to be larger
+        unless both are equal."""
         more = t > s if sized(t, s) else t != s
         return bool(self.given) or (self.window is not None and more)
 
@@ -164,7 +164,7 @@ def weights(form: Form, products: Products, q, k, *where):
 
 
 def mixed(products: Products, weights, v):
-    """Returns the output [b, t, h, d] for these weights [b, h, t, s]."""
+    """Returns the output [b, t, h, d] for the attention weights `weights` [b, h, t, s]."""
     b, h, t, _ = weights.shape
     g = v.shape[2]
     y = products.mix(_grouped(weights, g), _split(v, g)[:, :, 0])
@@ -180,8 +180,8 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
         v' = w^T y',  w' = y' v^T,  logits' = w (w' - sum(w w')),  q' = logits' k,  k' = logits'^T q
 
     sum(w w') equals sum(y y'), which is faster to compute (Dao et al., 2022, FlashAttention, appendix B.4). But in
-    16-bit dtypes y is rounded. With sum(y y'), the cotangents of a row of logits would not sum to exactly 0, as they
-    should. Therefore sum(w w') is computed here.
+    16-bit dtypes, y is rounded. With sum(y y'), the cotangents of a row of logits would not sum to exactly 0, as they
+    should. Therefore this function computes sum(w w').
     """
     *where, _, peak, total, y = rest
     b, t, h, d = q.shape
@@ -226,8 +226,8 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
 
 
 def tangent(form: Form, products: Products, blocks: list[Span], moving, q, k, v, *rest):
-    """Returns the tangent of out. `moving` contains one boolean each for q, k and v: whether it has a tangent. These
-    tangents are at the end of `rest`."""
+    """Returns the tangent of out. `moving` contains one boolean each for q, k and v: whether it has a tangent. The
+    tangents of q, k and v are at the end of `rest`."""
     tangents = iter(rest[len(form.given):])
     return jax.jvp(lambda q, k, v: forward(form, products, blocks, q, k, v, *rest[:len(form.given)])[0], (q, k, v),
                    tuple(_cast(next(tangents), x.dtype) if moves else jnp.zeros_like(x)

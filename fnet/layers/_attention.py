@@ -115,8 +115,8 @@ class Attention(Layer):
         causal: whether a query attends only to keys at its own and earlier positions. Default False.
         rotary: a `Rotary` for queries and keys. Default None: no rotation.
         window: the size of a sliding window (Beltagy et al., 2020). With `causal`, a query attends to the last `window`
-            keys, including the key at its own position. Without `causal`, it attends to all keys that are less than
-            `window` positions away. Default None: no limit.
+            keys, including the key at its own position. Without `causal`, a query attends to all keys that are less
+            than `window` positions away. Default None: no limit.
         scale: the factor by which the logits are multiplied. Default: 1 / sqrt(head_dim).
         softcap: a bound on the logits. Scaled logits are replaced by softcap * tanh(logits / softcap), as in Gemma 2.
             Default None: no bound.

@@ -153,12 +153,13 @@ class Stack(Layer):
     """Applies `depth` copies of a block one after another, as one `lax.scan` over stacked parameters.
 
     The time for tracing and compilation does not grow with the depth. Every parameter and state array of the block gets
-    a leading axis of length `depth`. This axis has the logical name "layers", which is a hint for sharding. The initial
-    values are the same as those of `Sequential(*[block] * depth)`, but stacked along the new axis. `Stack` does not add
-    a name to the paths of the block's arrays.
+    a leading axis of length `depth`. The leading axis has the logical name "layers", which is a hint for sharding. The
+    initial values are the same as those of `Sequential(*[block] * depth)`, but stacked along the new axis. `Stack` does
+    not add a name to the paths of the block's arrays.
 
     Args:
-        block: the layer that is copied. Its output must have the shape and dtype of its first input.
+        block: the layer that is copied. The output of the block must have the shape and dtype of the first input of the
+            block.
         depth: the number of copies.
         unroll: the number of copies that one iteration of the scan applies, as in `lax.scan`. Default 1.
 

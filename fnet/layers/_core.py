@@ -142,7 +142,7 @@ class Layer:
         """Checks that `params` (and `state`, if passed) contain exactly the arrays that the model uses for the inputs.
 
         Raises:
-            ValueError: arrays are missing, have the wrong shape, or are not used; the message lists these arrays.
+            ValueError: arrays are missing, have the wrong shape, or are not used; the message lists the arrays.
         """
         record = self._record(inputs, options, False)
         wrong = _differences("params", record["params"], params)

@@ -2,8 +2,8 @@
 
 Most of the compile time of `he_normal(key, (3, 3, 64, 64))` is spent on the random bits. In JAX's threefry, a random
 bit depends on the key and on the index of the bit, not on the number of bits. Therefore the same compiled program draws
-the bits for many shapes. Only the conversion of these bits to values is compiled separately for each shape. The values
-are bit-identical to those of the initializer.
+the bits for many shapes. Only the conversion of the random bits to values is compiled separately for each shape. The
+values are bit-identical to those of the initializer.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _numbers(init, shape, dtype, bits):
 
 @functools.cache
 def _drawn(size):
-    """Returns a PRNG implementation for random bits that are already drawn. Each of its keys contains such bits, and
-    drawing from the key returns them."""
+    """Returns a PRNG implementation for random bits that are already drawn. Each key of the implementation contains
+    random bits, and drawing from the key returns these bits."""
     def draw(bits, width, shape):
         return bits[:math.prod(shape)].reshape(shape)
 

@@ -24,7 +24,7 @@ class Embed(Layer):
         vocab_size: number of tokens.
         features: length of each vector.
         embedding_init: initializer of the table. Default: normal with standard deviation 0.02 (Radford et al., 2018).
-            This value is also suitable if `attend` computes logits with the same table.
+            This standard deviation is also suitable if `attend` computes logits with the same table.
 
     Input: integers [...] in 0 .. vocab_size - 1. For any other token, the output is NaN. Output: [..., features], in
     the dtype of the table.

@@ -202,8 +202,8 @@ def _tiles(starts, sizes, pairs):
 
     Returns:
         (expert, index). `expert`, an array [tiles], contains the expert of each tile. `index`, an array [tiles, rows],
-        contains for each row the index of its pair among the sorted pairs, or `pairs` if the row is empty. There are
-        enough tiles for any distribution of the pairs among the experts.
+        contains for each row the index of its pair among the sorted pairs, or `pairs` if the row is empty. The number
+        of tiles is sufficient for any distribution of the pairs among the experts.
     """
     experts = sizes.shape[0]
     if isinstance(pairs, int):

@@ -1,7 +1,7 @@
 """Arrays on meshes with explicit axes (`jax.sharding.AxisType.Explicit`), whose sharding is a part of their type.
 
-JAX derives the sharding of most results from the operands. Where it requires an `out_sharding` (gathers, reshapes,
-random numbers, constants), layers state that the result is sharded like their input.
+JAX derives the sharding of most results from the operands. Where JAX requires an `out_sharding` (gathers, reshapes,
+random numbers, constants), layers state that the result is sharded like the input of the layer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def automatic(f: Callable, shardings: Any) -> Callable:
     """Returns a function that computes `f` with automatic axes: XLA selects the shardings inside of `f`.
 
     Args:
-        f: a function of arrays. It must not use arrays of the mesh that are not arguments.
-        shardings: the sharding of each result, as returned by `like`. If they are None, `f` is returned.
+        f: a function of arrays. `f` must not use arrays of the mesh that are not arguments.
+        shardings: the sharding of each result, as returned by `like`. If the shardings are None, `f` is returned.
     """
     meshes = [sharding.mesh for sharding in jax.tree.leaves(shardings)]
     if not meshes:

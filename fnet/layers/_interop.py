@@ -113,7 +113,7 @@ def from_nnx(constructor: Callable[..., nnx.Module], *args: Any, **kwargs: Any) 
     Args:
         constructor: the module's class, or a function that returns a module. `rngs=` is passed if the constructor has
             this argument.
-        args, kwargs: the arguments of the constructor. They must be hashable, like a layer's fields.
+        args, kwargs: the arguments of the constructor. The arguments must be hashable, like a layer's fields.
 
     Returns:
         A layer that takes the inputs of the module.
@@ -188,7 +188,7 @@ def update_nnx(module: nnx.Module, params: dict, state: dict | None = None) -> N
 
     Raises:
         ValueError: arrays of the module are missing in `params` or `state`, or these dicts contain arrays that have
-            another shape or are not in the module; the message lists these arrays.
+            another shape or are not in the module; the message lists the paths of these arrays.
 
     >>> from flax import nnx
     >>> module = nnx.Linear(4, 3, rngs=nnx.Rngs(0))

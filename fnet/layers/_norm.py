@@ -255,8 +255,8 @@ def _own(x):
     the norm's operations are summed first, and this sum is added to the gradients of other uses of `x`, such as a
     residual connection. Without the copy, the gradient of the norm's mean, which is a broadcast, would be added last to
     the gradient of the residual stream. XLA:CPU would then recompute the gradient of the residual stream in each
-    operation that reads it, together with the gradients of all later blocks. This would double the time of a ViT's
-    training step.
+    operation that reads it, together with the gradients of all later blocks. This recomputation would double the time
+    of a ViT's training step.
     """
     return jnp.copy(wide(x))
 

@@ -25,7 +25,8 @@ _orthogonal = initializers.orthogonal()
 
 
 def orthogonal_gates(key, shape, dtype=jnp.float32):
-    """An initializer of arrays [features, gates * features]. It concatenates one orthogonal matrix for each gate.
+    """An initializer of arrays [features, gates * features]. The array is a concatenation of one orthogonal matrix for
+    each gate.
 
     Source: Saxe, McClelland and Ganguli (2014), Exact solutions to the nonlinear dynamics of learning in deep linear
     neural networks.
@@ -48,8 +49,8 @@ def open_forget_gate(key, shape, dtype=jnp.float32):
 class _Recurrent(Layer):
     """The common base of RNN, LSTM and GRU: a projection of all inputs, then a scan with one matrix product per step.
 
-    There is a separate array of projected inputs for each gate. If the gates were slices of one array, XLA:CPU would
-    not vectorize the elementwise operations of a step.
+    The projected inputs of each gate are a separate array. If the gates were slices of one array, XLA:CPU would not
+    vectorize the elementwise operations of a step.
     """
 
     gates: typing.ClassVar[int] = 1
@@ -101,7 +102,7 @@ class _Recurrent(Layer):
         """Returns the initial carry, which contains zeros.
 
         For RNN and GRU, the carry is an array [batch, features]. For LSTM, the carry is `(hidden, cell)`, both [batch,
-        features]. For a bidirectional layer, it is a dict with one carry for "forward" and one for "backward".
+        features]. For a bidirectional layer, the carry is a dict with one carry for "forward" and one for "backward".
         """
         one = self._one_carry(jnp.zeros((batch, self.features), dtype))
         return {"forward": one, "backward": one} if self.bidirectional else one
@@ -175,8 +176,8 @@ class RNN(_Recurrent):
     For 16-bit inputs, the operands of the matrix products are also 16-bit. The gates and the carry are float32, because
     small changes would be lost if the carry were rounded to 16 bits in each time step.
 
-    Parameters: kernel [i, f], recurrent_kernel [f, f], bias [f]. A bidirectional layer has these arrays for each
-    direction, at the paths "forward" and "backward".
+    Parameters: kernel [i, f], recurrent_kernel [f, f], bias [f]. A bidirectional layer has these parameters for each
+        direction, at the paths "forward" and "backward".
 
     Source: Elman (1990), Finding Structure in Time.
 

@@ -1,4 +1,5 @@
-"""Scope: a node of a model's params and state, with the arrays of one layer. It is an ordinary argument of `forward`.
+"""Scope: a node of a model's params and state, with the arrays of one layer. A scope is an ordinary argument of the
+method `forward`.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ class Scope:
         return quote(self._place.path)
 
     def __getitem__(self, name: str) -> Scope:
-        """Returns the scope of the child `name` (a layer in this layer). One call may use each name only once."""
+        """Returns the scope of the child `name` (a layer in this layer). Within one call of a model, a name may be used
+        only once for each scope."""
         self._use(name, "scope")
         return Scope(self._place.child(name), self._owner)
 
@@ -184,7 +186,7 @@ class Scope:
     def state(self, name: str, shape: Sequence[int], init: Callable, kind: str = "stats", *,
               dtype: Any = jnp.float32) -> jax.Array | None:
         """Returns the state `name` of this layer. If `update` has set a new value in this call of the model, the result
-        is the new value. Otherwise, the result is the value that the caller of the model passed.
+        is the new value. If `update` has set no value, the result is the value that the caller of the model passed.
 
         Args:
             name: the last segment of the array's path in the state tree.
@@ -242,8 +244,8 @@ class Scope:
         the model passed, from the path of this scope, and from a counter.
 
         Raises:
-            RuntimeError: the call is inside a JAX transform that `forward` applies, such as `lax.scan`. All iterations
-                would then use the same key.
+            RuntimeError: the call is inside a JAX transform that `forward` applies, such as `lax.scan`. Inside
+                `lax.scan`, all iterations would use the same key.
             ValueError: the caller passed no key.
         """
         place = self._place
@@ -267,7 +269,7 @@ class Scope:
                 scope.update(name, state[name])
 
         Args:
-            layer: the layer. Its arrays are stored at the path of this scope.
+            layer: the layer. The arrays of the layer are stored at the path of this scope.
             inputs: example inputs of the layer, or of one copy of the layer if `copies` is set. Only the shapes and
                 dtypes of arrays are used.
             copies: the number of stacked copies of the layer. Every array of params, state and key then has a leading

@@ -1,9 +1,9 @@
 """Matrix products for a mixture of experts, as two primitives that are each other's transposes.
 
 The rows of each expert (one row for each of its tokens) are divided into tiles. The primitive `tile_dot` multiplies
-each tile by the kernel of its expert. It is a scan over the tiles, and each iteration reads one kernel without copying
-it. If JAX transposed this scan, each iteration would add an array of the size of all kernels to the gradient. The
-primitive `tile_outer` adds only the gradient of one kernel in each iteration. `lax.ragged_dot` computes the same
+each tile by the kernel of its expert. `tile_dot` is a scan over the tiles, and each iteration reads one kernel without
+copying it. If JAX transposed this scan, each iteration would add an array of the size of all kernels to the gradient.
+The primitive `tile_outer` adds only the gradient of one kernel in each iteration. `lax.ragged_dot` computes the same
 results, but on CPUs it multiplies all rows by all kernels.
 """
 
@@ -104,8 +104,8 @@ def _outer_transpose(cotangent, x, y, expert, *, experts, out):
 
 
 def _batch(primitive, f, args, axes, **params):
-    """The batching rule of both primitives. For `tile_dot` with kernels that have no batch axis, the tiles of all
-    examples are concatenated. In all other cases, `f` is mapped with vmap."""
+    """The batching rule of `tile_dot` and `tile_outer`. For `tile_dot` with kernels that have no batch axis, the tiles
+    of all examples are concatenated. In all other cases, `f` is mapped with vmap."""
     x, kernel, expert = args
     if primitive is not dot_p or axes[1] is not None:
         return jax.vmap(functools.partial(f, **params), axes)(*args), 0

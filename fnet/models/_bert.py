@@ -33,7 +33,7 @@ class Encoded(NamedTuple):
     Attributes:
         hidden: [batch, time, width], the features of each token.
         pooled: [batch, width], the features of each example. `Bert` computes them from the first token with its pooler.
-            None if the model does not compute features of an example.
+            `pooled` is None if the model does not compute features of an example.
 
     >>> model = models.Bert(vocab_size=8, depth=1, heads=2, width=4, hidden=8, context=8)
     >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 3), jnp.int32))
@@ -86,7 +86,8 @@ def heads_of(dense: str, norm: str, logits: str, bias: str, *others: str) -> tup
 
     Args:
         dense, norm, logits, bias: the keys of the layers of the masked LM head in a file.
-        others: the names of other layers that a file may contain although the model does not need them.
+        others: the names of layers other than those of the masked LM head that a file may contain although the model
+            does not need them.
     """
     words = (torch.dense("masked_lm/dense", dense), torch.norm("masked_lm/norm", norm), Rule("masked_lm/bias", bias),
              Tied(f"{logits}.weight", "embed/words/embedding"), Tied(f"{logits}.bias", "masked_lm/bias"))
@@ -97,7 +98,8 @@ def heads_of(dense: str, norm: str, logits: str, bias: str, *others: str) -> tup
 def architectures(prefix: str, without: str = "Model") -> dict:
     """Returns {name of a class of the library transformers: {field of the model: value}}.
 
-    The class in config.json determines these fields. For the value `...`, another field of config.json does.
+    The class in config.json determines these fields. If the value of a field is `...`, another field of config.json
+    determines this field.
     """
     return {
         f"{prefix}{without}": dict(head=None), f"{prefix}ForMaskedLM": dict(head="masked_lm"),

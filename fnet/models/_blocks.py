@@ -20,7 +20,7 @@ class Blocks(nn.Layer):
     """Applies `depth` copies of a block one after another.
 
     Args:
-        block: the layer. Its output has the shape and dtype of its input.
+        block: the layer. The output of the block has the shape and dtype of its input.
         depth: number of copies.
         stacked: if True, the copies are one `nn.Stack`. Compile time does not grow with the depth, and every parameter
             has a leading axis of length depth. If False, the copies are unrolled in the scopes "0", "1", .... Text
@@ -77,9 +77,9 @@ class Blocks(nn.Layer):
 def periods(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
     """Splits kinds into periodic parts, and returns (start, period, count) for each part.
 
-    Part (start, period, count) begins at block `start`, and repeats a period of `period` blocks `count` times. It is
-    compiled as one scan, each iteration of which applies one period. Each period is selected so that few blocks are
-    compiled.
+    Part (start, period, count) begins at block `start`, and repeats a period of `period` blocks `count` times. Each
+    part is compiled as one scan, each iteration of which applies one period. Each period is selected so that few blocks
+    are compiled.
 
     >>> periods((0, 0, 1, 0, 0, 1, 0, 2, 2, 2))
     [(0, 3, 2), (6, 1, 1), (7, 1, 3)]

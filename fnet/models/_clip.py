@@ -131,8 +131,8 @@ class CLIPText(_Encoder):
         activation: "gelu", or "quick_gelu", which is x * sigmoid(1.702 x).
         epsilon: epsilon of the norms.
 
-    Input: integers [batch, time]. Output: an `Encoded`. Its `hidden` contains the features of all tokens, and its
-    `pooled` contains the features of each text. The shape of `pooled` is [batch, dim], or [batch, width] without a
+    Input: integers [batch, time]. Output: an `Encoded`. `hidden` of the `Encoded` contains the features of all tokens,
+    and `pooled` contains the features of each text. The shape of `pooled` is [batch, dim], or [batch, width] without a
     projection.
 
     Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language Supervision.
@@ -180,8 +180,8 @@ class CLIPVision(_Encoder):
         patch: height and width of a patch in pixels.
         size: height and width of the images in pixels.
 
-    Input: [batch, size, size, 3]. Output: an `Encoded`. Its `hidden` contains the features of all tokens, and its
-    `pooled` contains the features of each image. The shape of `pooled` is [batch, dim], or [batch, width] without a
+    Input: [batch, size, size, 3]. Output: an `Encoded`. `hidden` of the `Encoded` contains the features of all tokens,
+    and `pooled` contains the features of each image. The shape of `pooled` is [batch, dim], or [batch, width] without a
     projection.
 
     Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language Supervision.

@@ -67,8 +67,8 @@ class ConvNeXt(Model):
 
     Input: [batch, height, width, 3]. Height and width are multiples of 32. For pretrained weights, both are 224.
     Output: logits [batch, classes], or an `Encoded` if `classes` is None. The attribute `hidden` of the `Encoded`,
-    [batch, height / 32, width / 32, features], is the output of the last block. Its attribute `pooled`, [batch,
-    features], is the last norm of the mean of `hidden` over positions.
+    [batch, height / 32, width / 32, features], is the output of the last block. The attribute `pooled` of the
+    `Encoded`, [batch, features], is the last norm of the mean of `hidden` over positions.
 
     Source: Liu et al. (2022), A ConvNet for the 2020s, table 9.
 

@@ -82,12 +82,12 @@ class Decoder(LanguageModel):
         rotary_base: base of the rotary embedding. In a tuple, the value None means that a block has no position
             embedding (SmolLM 3).
         interleaved: whether the rotary embedding pairs the features (0, 1), (2, 3), ..., as in the weights of Meta and
-            llama2.c. If False, it pairs (i, i + head_dim / 2), as in the weights of Hugging Face.
+            llama2.c. If False, the rotary embedding pairs (i, i + head_dim / 2), as in the weights of Hugging Face.
         tied: whether the logits are computed with the embedding table.
         epsilon: epsilon of the norms.
         head_dim: number of features of a head. Default: width / heads.
-        window: the maximum number of tokens to which a query attends. These are its own token and the tokens directly
-            before it (Mistral 7B v0.1). Default: no maximum.
+        window: the maximum number of tokens to which a query attends. A query attends to its own token and to the
+            tokens directly before it (Mistral 7B v0.1). Default: no maximum.
         rope_scaling: `LinearScaling`, `Llama3Scaling`, `YarnScaling`, `DynamicScaling` or `LongScaling`, for models
             whose context was extended after training. Default: no scaling.
         stacked: whether the parameters of all blocks are stacked and a scan applies the blocks (`nn.Stack`). See also

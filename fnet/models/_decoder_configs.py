@@ -204,7 +204,8 @@ GEMMA2 = sizes(256000, 2304, 26, 8, 9216, 8192, tied=True) | {
 
 
 def _gemma3_rope(config):
-    """Returns `rope_parameters`. Like transformers, derives them from the fields of older versions if necessary."""
+    """Returns `rope_parameters`. Like transformers, derives `rope_parameters` from the fields of older versions of
+    config.json if necessary."""
     held = config.get("rope_parameters") or {}
     full = {"rope_theta": config.get("rope_theta", 1e6), **(held.get("full_attention") or {"rope_type": "default"}),
             **(config.get("rope_scaling") or {})}

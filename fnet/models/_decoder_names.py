@@ -37,7 +37,8 @@ def ends(block_rules):
 
 def norms(model, ours, theirs):
     """Returns the rules for the norms of a block. The key post_attention_layernorm belongs to the norm after the
-    attention if the model has `post_norm`. Otherwise, it belongs to the norm before the MLP."""
+    attention if the model has `post_norm`. If the model has no `post_norm`, this key belongs to the norm before the
+    MLP."""
     second = "pre_feedforward_layernorm" if model.post_norm else "post_attention_layernorm"
     return torch_layers(ours, theirs, {}, {
         "norm1": "input_layernorm", "norm2": second, "post_norm1": "post_attention_layernorm",

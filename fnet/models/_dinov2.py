@@ -58,8 +58,8 @@ def bicubic(old: int, new: int) -> np.ndarray:
 
 
 def _size(config):
-    """Returns the fields `hidden` and `gated`. `hidden` is `mlp_ratio` times the width, or two thirds of that if the
-    hidden layer is gated."""
+    """Returns the fields `hidden` and `gated`. `hidden` is `mlp_ratio` times the width, or two thirds of this product
+    if the hidden layer is gated."""
     width, ratio, gated = (config.get(name, default) for name, default in (
         ("hidden_size", 768), ("mlp_ratio", 4), ("use_swiglu_ffn", False)))
     if not isinstance(gated, bool) or any(isinstance(each, bool) or not isinstance(each, int | float)
@@ -92,8 +92,8 @@ class DINOv2(ViT):
         classes: number of logits. None: the model has no last layer, and its output is an `Encoded`.
         hidden: number of features between the two dense layers of a block's MLP.
         gated: whether the MLPs have a gate with SiLU.
-        interpolate: whether the model accepts images of other sizes than `size`. For these images, the position
-            embeddings are interpolated as in PyTorch.
+        interpolate: whether the model accepts images of other sizes than `size`. For images of other sizes, the
+            position embeddings are interpolated as in PyTorch.
 
     Input: [batch, size, size, 3]. With `interpolate`, height and width may be any multiples of `patch`. Output: logits
     [batch, classes]. If `classes` is None, the output is an `Encoded`, with all tokens as `hidden` and the class token

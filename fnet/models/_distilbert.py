@@ -25,8 +25,8 @@ def _rules(ours, theirs="transformer.layer.{i}"):
 
 
 class DistilBert(Bert):
-    """DistilBERT: a text encoder distilled from BERT. It is the encoder of `Bert` with half as many blocks, without
-    segments and without a pooler.
+    """DistilBERT: a text encoder distilled from BERT. DistilBERT is the encoder of `Bert` with half as many blocks,
+    without segments and without a pooler.
 
     Args:
         vocab_size, width, depth, heads, hidden, context, classes, dropout, epsilon, stacked: as in `Bert`.

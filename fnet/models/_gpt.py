@@ -40,7 +40,8 @@ def gpt_block(scope, x, lengths=None, kind=0, *, heads, hidden, dropout, epsilon
 
 
 def _rules(ours, theirs="h.{i}"):
-    """Rules for a block. Files of GPT-2 have kernels [in, out]. One array contains query, key and value."""
+    """Rules for a block. Files of GPT-2 have kernels [in, out]. In GPT-2's files, one array contains query, key and
+    value."""
     # The causal mask, which old files contain.
     masks = (Spare(f"{theirs}.attn.{name}", f"{ours}/norm1/scale") for name in ("bias", "masked_bias"))
     return (fused(qkv(ours), f"{theirs}.attn.c_attn", SAME), torch_layers(

@@ -68,7 +68,8 @@ class ImageInput:
         return cls(**_fields_of(path, config, _timm))
 
     def at(self, size: int) -> ImageInput:
-        """Returns the preprocessing for another input size. Its crop covers the same fraction of the photo."""
+        """Returns the preprocessing for another input size. The crop for the other size covers the same fraction of the
+        photo."""
         resize = None if self.resize is None else max(size, round(self.resize * size / self.size))
         return dataclasses.replace(self, size=size, resize=resize)
 
@@ -92,7 +93,7 @@ class ImageInput:
     def normalize(self, pixels: np.ndarray) -> np.ndarray:
         """Converts uint8 pixels [..., 3] to the network's input, a float32 array.
 
-        `pixels` is a NumPy or JAX array. Its channels are in the order red, green, blue.
+        `pixels` is a NumPy or JAX array. The channels of `pixels` are in the order red, green, blue.
         """
         pixels = (pixels if self.order == "rgb" else pixels[..., ::-1]).astype(np.float32)
         lead = (1,) * (pixels.ndim - 1)

@@ -72,7 +72,8 @@ def _padding_written(model):
 
 
 def _rope(config):
-    """Returns `rope_parameters`. Like transformers, derives them from the fields of older versions if necessary."""
+    """Returns `rope_parameters`. Like transformers, derives `rope_parameters` from the fields of older versions of
+    config.json if necessary."""
     held, scaling = ({} if not isinstance(config.get(name), dict) else config[name]
                      for name in ("rope_parameters", "rope_scaling"))
     return {kind: {"rope_theta": config.get(older, base), **(held.get(kind) or {"rope_type": "default"}), **scaling}
@@ -109,8 +110,8 @@ class ModernBert(Model):
         pooling: the input of the head "sequence". "cls": the features of the first token. "mean": the mean of the
             features of all valid tokens.
         activation: the activation of the MLPs: "gelu", "gelu_tanh", "silu" or "relu".
-        head_activation: the activation of the dense layer with which every head begins. It has the same possible values
-            as `activation`.
+        head_activation: the activation of the dense layer with which every head begins. `head_activation` has the same
+            possible values as `activation`.
         norm_bias, attention_bias, mlp_bias, head_bias, decoder_bias: whether these layers have biases: the norms
             (`norm_bias`); the projections of the attention (`attention_bias`); the MLPs (`mlp_bias`); the dense layer
             with which every head begins (`head_bias`); the logits of the head "masked_lm" (`decoder_bias`).

@@ -140,7 +140,8 @@ class ResNet(Model):
 
 
 class ResNet9(Model):
-    """A small residual network for 32 × 32 images. Its accuracy on CIFAR-10 is 94 % after a few dozen epochs.
+    """A small residual network for 32 × 32 images. The accuracy of ResNet9 on CIFAR-10 is 94 % after a few dozen
+    epochs.
 
     Each of the four stages has a 3 × 3 convolution, BatchNorm and ReLU. All stages except the first also have
     max-pooling. The second and the last stage end with a residual block, which contains two more convolutions with

@@ -136,8 +136,8 @@ def growth(factor: float, strength: float = 1.0) -> float:
 class DynamicScaling:
     """Dynamic scaling of a rotary embedding: the base grows with the length of the text.
 
-    The base grows only for texts that are longer than the original context. It is computed for each example from the
-    length of this example, so examples of one batch are independent.
+    The base grows only for texts that are longer than the original context. The base is computed for each example from
+    the length of this example, so examples of one batch are independent.
 
     Args:
         factor: a number > 0. With a larger factor, the base grows faster.
@@ -173,10 +173,10 @@ class DynamicScaling:
 class LongScaling:
     """LongRoPE's scaling of a rotary embedding, as in Phi-3.
 
-    The rotation rate of each pair of features is divided by a divisor of this pair. There is one list of divisors for
-    texts within the original context, and another list for longer texts. The list is selected for each example by the
-    length of this example, so examples of one batch are independent. The rotated features are multiplied by an
-    amplitude.
+    The rotation rate of each pair of features is divided by a divisor of this pair. `LongScaling` has one list of
+    divisors for texts within the original context, and another list for longer texts. The list is selected for each
+    example by the length of this example, so examples of one batch are independent. The rotated features are multiplied
+    by an amplitude.
 
     Args:
         short: the divisors for texts within the original context, one for each pair of rotated features.

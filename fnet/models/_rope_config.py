@@ -136,8 +136,8 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
          spread: Callable = lambda config, base: base, original: int | None = None) -> dict[str, Fields]:
     """Returns entries for the fields of config.json that describe rotary positions.
 
-    These fields are the base of the rotary frequencies, their scaling, and the fraction of each head's features that is
-    rotated.
+    The fields of config.json are the base of the rotary frequencies, their scaling, and the fraction of each head's
+    features that is rotated.
 
     Versions of transformers before 5 write `rope_theta` and `rope_scaling`. Later versions write both values in
     `rope_parameters`. If a config.json has `rope_scaling` and `rope_parameters`, `rope_scaling` is used, as in

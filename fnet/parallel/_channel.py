@@ -49,9 +49,9 @@ class Channel:
     """Lets the processes of a plan agree on each step.
 
     Before a step, each process writes its status to JAX's key-value store. The first process in `processes` reads the
-    status of every process and writes the common verdict. The other processes wait for the verdict. The first process
-    sends at least three requests to the store for each step, and each other process sends two. One more request deletes
-    the entries of the previous step.
+    status of every process and writes the common verdict. All processes except the first wait for the verdict. The
+    first process sends at least three requests to the store for each step, and each other process sends two. One more
+    request deletes the entries of the previous step.
 
     Args:
         processes: the indices of all processes, including this one.
@@ -165,7 +165,8 @@ class Channel:
 
     def _behind(self, missing, late):
         """Returns the error about the processes `missing`, which have not written a status. The error names those that
-        have left. If none has left, it names all of them if `late` is True; otherwise the result is None."""
+        have left. If no process has left, the error names all processes in `missing` if `late` is True; otherwise the
+        result is None."""
         left = self._list("left")
         if early := [p for p in missing if p in left]:
             return self.gone(early, left[early[0]])
@@ -222,7 +223,7 @@ class Channel:
 
     def _last(self, seconds=_LINGER, *, stay=False):
         """Waits up to `seconds` for the other processes to end. Only the first process waits, because it runs the
-        store, unless `stay` is True."""
+        key-value store, unless `stay` is True."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._set(f"ended/{self.me}", "")
             end = time.monotonic() + seconds

@@ -42,7 +42,7 @@ def time(counted: Count, target: Target, state: int, persistent: int, sent: floa
         counted: FLOPs and bytes of the whole step.
         target: the devices.
         state: bytes of the state of one copy of the model.
-        persistent: bytes of the state in each chip's memory. Each chip is assumed to read and write them once in a
+        persistent: bytes of the state in each chip's memory. Each chip is assumed to read and write the state once in a
             step.
         sent, between: bytes that a chip sends within its group (a slice or a machine), and between groups.
         alike: the number of devices that repeat the same work, because no rule uses the mesh axis along which they lie.
@@ -69,8 +69,8 @@ class Units(NamedTuple):
 
 
 def units(batch: Any) -> Units:
-    """Returns the size of a batch. It is counted in tokens if a leaf is an integer array [rows, time], otherwise in
-    images if a leaf is an array [rows, height, width, channels], and otherwise in rows."""
+    """Returns the size of a batch. The size is counted in tokens if a leaf is an integer array [rows, time], otherwise
+    in images if a leaf is an array [rows, height, width, channels], and otherwise in rows."""
     leaves = jax.tree.leaves(batch)
     rows = max((x.shape[0] for x in leaves if x.ndim), default=1)
     tokens = max((x.size for x in leaves if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer)), default=0)

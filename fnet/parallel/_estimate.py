@@ -1,4 +1,4 @@
-"""Estimates the memory and the transfers of a step on each chip from its jaxpr. This takes seconds and needs no
+"""Estimates the memory and the transfers of a step on each chip from its jaxpr. The estimate takes seconds and needs no
 compiler.
 
 The estimate determines for each operation how its outputs are split over the chips, from how its inputs are split. A
@@ -66,7 +66,7 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
 
     Args:
         closed: the jaxpr of the step.
-        arguments: how each input of the jaxpr is split. The first inputs are the leaves of the state.
+        arguments: how each input of the jaxpr is split. The first inputs of the jaxpr are the leaves of the state.
         mesh: sizes of the mesh's axes: "data", "slice" if there are several slices, and the axes named by rules.
         whole: whether parameters are replicated between steps although the optimizer's state is split (ZeRO-1). Default
             False.

@@ -55,8 +55,8 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
 
     Raises:
         ValueError: a batch has more rows than the share of the process, or the leaves, shapes or dtypes of a batch
-            differ from those of the plan's batch. It is also raised if a batch must be padded but the step does not
-            read `batch["weight"]`. The message names the leaf, its shape and the share.
+            differ from those of the plan's batch. The error is also raised if a batch must be padded but the step does
+            not read `batch["weight"]`. The message names the leaf, its shape and the share.
         PeersGone: another process did not answer within `timeout` seconds, has ended or has left the loop. The message
             names the other process. A process that is blocked in a step cannot raise this error, and therefore prints
             the message to stderr and exits.

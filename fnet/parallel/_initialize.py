@@ -15,7 +15,8 @@ from fnet import _jax
 def initialize(coordinator_address: str | None = None, num_processes: int | None = None,
                process_id: int | None = None, *, local_device_ids: int | Sequence[int] | None = None,
                initialization_timeout: int = 600, heartbeat_timeout: int = 100, shutdown_timeout: int = 300) -> None:
-    """Connects this process with the other processes of a run. `jax.devices()` then lists the devices of all of them.
+    """Connects this process with the other processes of a run. After the call, `jax.devices()` lists the devices of all
+    processes.
 
         parallel.initialize()                                    # on TPU slices, with Slurm, Open MPI or Kubernetes
         parallel.initialize("10.0.0.1:1234", 16, process_id)     # elsewhere: each process passes its index

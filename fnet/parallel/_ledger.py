@@ -50,8 +50,8 @@ class Transfer(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """The number of bytes that one chip sends for this collective in one run of the program. It is assumed that the
-        chips use the algorithm that sends the fewest bytes (Chan et al., 2007, Collective communication, section 4).
+        """The number of bytes that one chip sends for this collective in one run of the program. The chips are assumed
+        to use the algorithm that sends the fewest bytes (Chan et al., 2007, Collective communication, section 4).
         """
         n = self.group
         share = {"all-reduce": 2 * (n - 1) / n, "all-gather": (n - 1) / n, "reduce-scatter": n - 1,
@@ -164,8 +164,8 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
 
 
 def _trips(line, bodies) -> int:
-    """Returns the number of iterations of a loop. It is read from XLA's annotation or, without an annotation, from the
-    constant in the loop's condition. If neither exists, returns 1.
+    """Returns the number of iterations of a loop. The number of iterations is read from XLA's annotation or, without an
+    annotation, from the constant in the loop's condition. If neither exists, returns 1.
     """
     if found := _TRIPS.search(line):
         return int(found[1])

@@ -18,7 +18,8 @@ class LocalBatches:
     """The part of a plan's batch that is on this process's devices.
 
     Attributes:
-        weighted: whether the step reads `batch["weight"]`. Only then can short batches be padded.
+        weighted: whether the step reads `batch["weight"]`. Short batches can be padded only if the step reads
+            `batch["weight"]`.
         drop: whether short batches are omitted instead of padded.
         why: the reason why batches cannot be padded, a part of error messages.
         choices: what the user can do then, a part of error messages.
@@ -103,8 +104,8 @@ class LocalBatches:
         return leaves
 
     def nothing(self) -> list:
-        """Returns a batch in which every row has weight 0. It contains the rows of the previous batch, or zeros if
-        there is none."""
+        """Returns a batch in which every row has weight 0. The batch contains the rows of the previous batch, or zeros
+        if no batch came before."""
         leaves = self.last or [np.zeros(x.shape if share is None else (share, *x.shape[1:]), _dtype(x))
                                for x, share in zip(self.wanted, self.shares)]
         return [np.zeros_like(x) if i == self.at else x for i, x in enumerate(leaves)]

@@ -43,7 +43,8 @@ def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
 
 
 def make(target: Target, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
-    """Creates the mesh, with axes of type Auto. It is an `AbstractMesh` if there are no devices to compile for."""
+    """Creates the mesh, with axes of type Auto. The mesh is an `AbstractMesh` if there are no devices to compile
+    for."""
     names, shape, types = tuple(axes), tuple(axes.values()), (AxisType.Auto,) * len(axes)
     if target.devices is None:
         return AbstractMesh(shape, names, axis_types=types)

@@ -1,11 +1,13 @@
 """Activation pins: sharding constraints that keep the activations of a step split over the batch.
 
 If parameters are sharded and activations are unconstrained, XLA may gather activations and sum them over all chips,
-although gathering the weights would send far less. This module determines the batch axis of each value in the jaxpr. It
-adds sharding constraints to the results of products, convolutions and gathers. The model's code does not change.
+although gathering the parameters would send far fewer bytes. This module determines the batch axis of each value in the
+jaxpr. The module adds sharding constraints to the results of products, convolutions and gathers. The model's code does
+not change.
 
 In a loop, XLA also reduces a sum over the batch in every iteration, for example the gradient of a weight that all
-iterations use. This module accumulates such sums on each chip, and reduces them over the chips once, after the loop.
+iterations use. This module accumulates sums over the batch on each chip, and reduces them over the chips once, after
+the loop.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, bat
     accumulates are reduced over the chips once, after the loop.
 
     Args:
-        step: a complete training step, a function of arrays. It contains the backward pass, so that this pass is
+        step: a complete training step, a function of arrays. The step contains the backward pass, so that this pass is
             constrained as well.
         mesh: a mesh with axes of type Auto.
         axis: the mesh axis or axes over which the batch is split. Default "data".
@@ -256,7 +258,8 @@ def _wanted(summed, outvars) -> tuple:
 def _linear(eqn) -> bool:
     """Whether the cast of a sum equals the sum of the casts, up to rounding.
 
-    The two differ for casts to 16 bits and for casts from floating point to integers.
+    The cast of a sum and the sum of the casts differ for casts to 16 bits and for casts from floating point to
+    integers.
     """
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     return after.itemsize >= 4 and (jnp.issubdtype(after, jnp.inexact) or jnp.issubdtype(before, jnp.integer))

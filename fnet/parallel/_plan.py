@@ -58,14 +58,14 @@ class Candidate:
 
     @property
     def peak(self) -> int:
-        """The peak memory of each chip in bytes. It is read from the compiled program if the step was compiled with
-        this strategy. Otherwise, it is estimated."""
+        """The peak memory of each chip in bytes. The peak is read from the compiled program if the step was compiled
+        with this strategy. Otherwise, it is estimated."""
         return self.compiled.peak if self.compiled and self.compiled.peak is not None else self.estimate.peak
 
     @property
     def ledger(self) -> Ledger:
-        """The transfers between chips. They are read from the compiled program if the step was compiled with this
-        strategy. Otherwise, they are estimated."""
+        """The transfers between chips. The transfers are read from the compiled program if the step was compiled with
+        this strategy. Otherwise, they are estimated."""
         return self.compiled.ledger if self.compiled and self.compiled.ledger is not None else self.estimate.ledger
 
 
@@ -76,7 +76,8 @@ class Plan:
 
     Attributes:
         target: the devices for which the plan was made, with their chip and number.
-        mesh: the mesh of the devices, a `Mesh`. It is an `AbstractMesh` if programs cannot be compiled for the devices.
+        mesh: the mesh of the devices, a `Mesh`. The mesh is an `AbstractMesh` if programs cannot be compiled for the
+            devices.
         options: the selected strategy, a `Strategy` object. The property `strategy` is the name of the strategy.
         state, batch: the shardings of the state and of the batch, trees of `NamedSharding`s.
         candidates: a `Candidate` for each strategy that was compared.
@@ -174,10 +175,10 @@ class Plan:
             step: the step that was passed to `parallel.plan`.
 
         Returns:
-            The compiled step, a function with the methods `lower` and `trace` of a `jax.jit` function. Its batches may
-            be NumPy arrays. A call of the compiled step raises ValueError if the devices are not attached, if the
-            number of rows is not a multiple of the number of devices that share the batch, or if the sharding of an
-            array differs from the plan's sharding.
+            The compiled step, a function with the methods `lower` and `trace` of a `jax.jit` function. The batches that
+            are passed to the compiled step may be NumPy arrays. A call of the compiled step raises ValueError if the
+            devices are not attached, if the number of rows is not a multiple of the number of devices that share the
+            batch, or if the sharding of an array differs from the plan's sharding.
         """
         compiled = jax.jit(self.options.applied(step, self.mesh, self.axes), in_shardings=(self.state, self.batch),
                            out_shardings=(self.state, NamedSharding(self.mesh, P())), donate_argnums=0)

@@ -81,11 +81,11 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
         strategy: "auto", or one of `parallel.STRATEGIES`, optionally followed by "+remat" and "+microbatches=N". With
             "auto", all strategies are compared. With "fsdp", "fsdp" and "fsdp+pins" are compared. Default "auto".
         mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}. The batch is split over the axis
-            "data". One length may be -1; it is then computed from the number of devices. If "data" is omitted, its
-            length is -1. By default, all devices of a TPU slice or GPU machine lie along "data", and the slices or
-            machines lie along another axis, "slice". The state is split over the devices of a slice or machine, and
-            each slice or machine has a complete state. Between slices or machines, only sums over the batch, such as
-            gradients, are sent.
+            "data". One length may be -1, which means that the length is computed from the number of devices. If "data"
+            is omitted, its length is -1. By default, all devices of a TPU slice or GPU machine lie along "data", and
+            the slices or machines lie along another axis, "slice". The state is split over the devices of a slice or
+            machine, and each slice or machine has a complete state. Between slices or machines, only sums over the
+            batch, such as gradients, are sent.
         rules: rules for tensor parallelism, a dict. A key is a regular expression that matches the complete path of a
             parameter, such as "blocks/fc/kernel". A value is a tuple with an entry for each axis of the parameter: the
             name of the mesh axis over which this axis is split, or None. `parallel.rules` creates such a dict from the
@@ -314,8 +314,8 @@ def needs(plan: Plan, step: Callable, state: Any, batch: Any) -> Estimate:
     Args:
         plan: the plan.
         step: the step that was passed to `parallel.plan`.
-        state, batch: trees of shapes. The number of rows must be a multiple of the number of devices times the number
-            of microbatches.
+        state, batch: trees of shapes. The number of rows of the batch must be a multiple of the number of devices times
+            the number of microbatches.
     """
     return _estimated(plan, jax.make_jaxpr(plan.options.applied(step))(state, batch), state, batch)
 

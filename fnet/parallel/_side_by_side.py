@@ -76,15 +76,15 @@ class OnChips:
         return None if self.memory is None else self.peak <= ROOM * self.memory
 
     def watt_hours(self, steps: float) -> float | None:
-        """Returns the energy of `steps` steps in watt-hours. It is assumed that each step takes the minimum time and
-        that the chips use their full power. The result is None if the power or the time is unknown."""
+        """Returns the energy of `steps` steps in watt-hours. Each step is assumed to take the minimum time, and the
+        chips are assumed to use their full power. The result is None if the power or the time is unknown."""
         if self.watts is None or not self.time.seconds:
             return None
         return self.watts * self.time.seconds * steps / 3600
 
     def dollars(self, steps: float) -> float | None:
-        """Returns the rent for `steps` steps in dollars. It is assumed that each step takes the minimum time. The
-        result is None if the price per hour or the time is unknown."""
+        """Returns the rent for `steps` steps in dollars. Each step is assumed to take the minimum time. The result is
+        None if the price per hour or the time is unknown."""
         hourly = next((value.price.usd for value in self.values if value.price.per == "hour"), None)
         if hourly is None or not self.time.seconds:
             return None
@@ -153,7 +153,7 @@ class SideBySide:
 
     def table(self) -> list[list[str]]:
         """Returns the rows of the table as lists of text. A row contains the name of a quantity, its basis (such as
-        "estimated"), and its value for each column of `columns`. The first row is the heading."""
+        "estimated"), and its value for each column of `columns`. The first row of the table is the heading."""
         figures = [column.figures(self.steps, self.period) for column in self.columns]
         rows = [["", "basis", *(column.name for column in self.columns)]]
         quantities = list(dict.fromkeys(name for each in figures for name in each))

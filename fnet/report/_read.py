@@ -1,7 +1,7 @@
 """Reads the folder of a run. The run may be finished or in progress.
 
-Files are untrusted: they may be damaged, written by another program, or malicious. They are read as text or JSON of a
-limited size, and no content is executed. Content that cannot be used is omitted, and `Run.notes` lists it.
+Files are untrusted: they may be damaged, written by another program, or malicious. The files are read as text or JSON
+of a limited size, and no content is executed. Content that cannot be used is omitted, and `Run.notes` lists it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step in the logs or checkpoints."""
+        """The number of the last step in the logs or checkpoints of the run."""
         return max([0, *(steps[-1] for steps, _ in self.metrics.values() if steps),
                     *(step for step, _, _ in self.checkpoints)])
 

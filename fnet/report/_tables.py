@@ -84,8 +84,8 @@ def summary(run: Run, name: str) -> str:
 
 
 def profiles(run: Run, name: str) -> str:
-    """Returns one table for each profile of a run. It lists the time of each path of the model in each phase, such as
-    forward and backward."""
+    """Returns one table for each profile of a run. The table lists the time of each path of the model in each phase,
+    such as forward and backward."""
     parts = []
     for steps, rows in run.profiles.items():
         present = [key for key in ("forward", "backward", "recomputed", "optimizer", "other")

@@ -24,11 +24,11 @@ _FIRST = ("loss", "accuracy")      # metrics that are shown first
 def write(folders: str | os.PathLike | Iterable[str | os.PathLike], path: str | os.PathLike | None = None) -> Path:
     """Writes a report of one or several training runs.
 
-    The report is a single HTML file that loads no other files and executes no content of the runs. It shows learning
-    curves, speed, predictions, text samples, the model, profiles, differences between configurations, the environment,
-    the sharding plan, checkpoints and events. The curves of runs that differ only in their seed are shown as one band.
-    If a run has not recorded the data of a part, the report omits this part. The report lists the files of the runs
-    that cannot be used.
+    The report is a single HTML file that loads no other files and executes no content of the runs. The report shows
+    learning curves, speed, predictions, text samples, the model, profiles, differences between configurations, the
+    environment, the sharding plan, checkpoints and events. The curves of runs that differ only in their seed are shown
+    as one band. If a run has not recorded the data of a part, the report omits this part. The report lists the files of
+    the runs that cannot be used.
 
     Args:
         folders: the folder, or the folders, of the runs, as they were passed to `training.fit(workdir=)`.

@@ -16,7 +16,7 @@ _FIELDS = ("step", "members", "hyper", "diverged")
 
 
 class Population:
-    """The state of a population of n members (training runs). It is a state for `tr.fit`, and is immutable.
+    """The state of a population of n members (training runs). A `Population` is a state for `tr.fit`, and is immutable.
 
     With the method "loop" (see `population`), each member has its own arrays between the steps. When `members` or the
     leaves of the population are read, for example for an evaluation or a checkpoint, these arrays are copied to arrays

@@ -92,7 +92,8 @@ class Step:
 
         Args:
           state, batch: the arguments of a step. The state is not donated.
-          known: None, or the result of `prepare` in an earlier process. Then the method of this result is used.
+          known: None, or the result of `prepare` in an earlier process. If `known` is such a result, the method of this
+              result is used.
 
         Returns:
           The fields of `Methods`, a dict of JSON types.
@@ -241,7 +242,8 @@ def marked(diverged: jax.Array, metrics: Any) -> tuple[jax.Array, Any]:
 
     A member has diverged if one of its metrics is NaN or infinite, or was so in an earlier step. The leaves of
     `metrics` have a leading axis of members. The states are not checked: this would take a third of the time of a small
-    MLP's step. It is not necessary either, because a member with NaN or infinite values does not affect the others.
+    MLP's step. A check is not necessary either, because a member with NaN or infinite values does not affect the
+    others.
     """
     for leaf in jax.tree.leaves(metrics):
         diverged = diverged | ~jnp.isfinite(leaf).reshape(len(leaf), -1).all(1)

@@ -18,9 +18,9 @@ def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, frac
 
     The m members with the lowest scores are replaced (truncation selection). Each replaced member becomes a copy of a
     member that is drawn at random from the m best members. The parameters, the optimizer state and the hyperparameters
-    are copied. Then each hyperparameter of the copy is changed. With probability `resample`, the new value is drawn
-    from the space. Otherwise, the value is multiplied by one of the two factors and clipped to its range. A member that
-    has diverged counts as a member with the lowest score.
+    are copied. After copying a member, each hyperparameter of the copy is changed. With probability `resample`, the new
+    value is drawn from the space. Otherwise, the value is multiplied by one of the two factors and clipped to its
+    range. A member that has diverged counts as a member with the lowest score.
 
     Args:
       state: a population, whose `hyper` is a dict.

@@ -53,7 +53,7 @@ def population(init: Callable, step: Callable, *, method: str = "auto", devices:
     shows the times. `tr.fit` stores the selected method in its checkpoints, so a resumed run uses the same method.
 
     If a metric of a member is NaN or infinite, the member is marked in `state.diverged`, and the later metrics of this
-    member are ignored. The other members are not affected, and `tr.fit` continues.
+    member are ignored. Other members of the population are not affected, and `tr.fit` continues.
 
     Args:
       init: the init function of one member, `init(key, hyper) -> state`.
@@ -66,8 +66,8 @@ def population(init: Callable, step: Callable, *, method: str = "auto", devices:
 
     Returns:
       Two functions, (init_n, step_n). `init_n(key, hyper)` returns a `Population`. The leaves of `hyper` must have a
-      leading axis [n]. `step_n(state, batch)` returns (state, metrics). It is compiled on its first call, and donates
-      the state. Each metric is a `tr.MemberMean`, whose `result()` is an array [n].
+      leading axis [n]. `step_n(state, batch)` returns (state, metrics). The function `step_n` is compiled on its first
+      call, and donates the state. Each metric is a `tr.MemberMean`, whose `result()` is an array [n].
 
     Raises:
       TypeError: init or step is not a function.

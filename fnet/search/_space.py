@@ -86,7 +86,7 @@ class Uniform:
         return float(self.low + u * (self.high - self.low))
 
     def where(self, value: float) -> float:
-        """Maps a value of the hyperparameter to [0, 1]. This is the inverse of `at`."""
+        """Maps a value of the hyperparameter to [0, 1]. The method is the inverse of `at`."""
         return (value - self.low) / ((self.high - self.low) or 1)
 
 

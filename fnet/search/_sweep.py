@@ -65,7 +65,8 @@ class Sweep:
 
     Args:
       folder: the path of the folder, which is created if necessary.
-      settings: the settings that determine the trials. They must equal the settings of an existing sweep in the folder.
+      settings: the settings that determine the trials. The settings must equal those of an existing sweep in the
+          folder.
 
     Raises:
       ValueError: the folder contains a sweep with other settings.

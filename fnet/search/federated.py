@@ -125,7 +125,7 @@ class Local(NamedTuple):
 
     Attributes:
       init: a function `init(params) -> carry`. The carry is a tuple of the values that change during the local
-        training. Its first item contains the parameters.
+        training. The first item of the carry contains the parameters.
       step: a function for one update, `step(carry, batch, weight, key, server) -> (carry, metrics)`. `weight`, an array
         [batch], is 1 for an example and 0 for padding. `server` contains the parameters of the server.
 
@@ -219,9 +219,9 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
         parameters do not change. A client with a NaN or infinite loss is treated like a client that does not answer.
       method: the method by which the clients of a round run, as for `search.population`.
       devices: the devices over which the clients of a round are distributed; None: the default device. `sampled` must
-        be a multiple of the number of devices. The devices may belong to several processes (`parallel.initialize`). In
-        this case, each process must call the round with the same data and the same state. Each process runs the clients
-        of its own devices, and all processes return the same result.
+        be a multiple of the number of devices. The devices may belong to several processes (`parallel.initialize`). If
+        the devices belong to several processes, each process must call the round with the same data and the same state.
+        Each process runs the clients of its own devices, and all processes return the same result.
 
     Returns:
       `round(state, batch) -> (state, metrics)`, which ignores the batch. The metrics contain the metrics of the local

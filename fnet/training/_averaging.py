@@ -113,9 +113,10 @@ def batch_statistics(f: Callable, params: Any, state: Any, batches: Iterable[Any
             (output, new state).
         params: the parameters.
         state: the state of the model, for example from the training run. The function does not use the old values of
-            the running averages. It returns leaves that are not running averages, such as counters, unchanged.
-        batches: the batches, all of the same size. A batch is a tuple of the arguments of f after `params`. If there is
-            only one such argument, a batch may also be this argument itself.
+            the running averages. The function returns leaves that are not running averages, such as counters,
+            unchanged.
+        batches: the batches, all of the same size. A batch is a tuple of the arguments of f after `params`. If the
+            function has only one such argument, a batch may also be this argument itself.
         key: a PRNG key for f. Default None.
 
     Returns:

@@ -111,7 +111,7 @@ def read(cls: type[Config], values: FlagValues, presets: Mapping[str, Mapping[st
 def check(config: Any) -> None:
     """Raises ConfigError if a field of a configuration has a value that its `option` does not allow.
 
-    Such a value is outside the interval `within`, or is not one of the `choices`.
+    An invalid value is outside the interval `within`, or is not one of the `choices`.
     """
     for field in dataclasses.fields(config):
         value, choices = getattr(config, field.name), field.metadata.get("choices")

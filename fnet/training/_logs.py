@@ -94,9 +94,9 @@ class Logger:
       workdir: the folder of the run, as a path or a URL. In an object store, each call of `write` writes the complete
         log object again. When an object has 256 KiB, a new object is started, such as metrics.jsonl.0001.
       step: the step from which the run is resumed. Lines of later steps are removed, because the resumed run writes
-        them again. Such lines exist if the earlier process was killed after its last checkpoint. Damaged lines are also
-        removed, with a `LogWarning`, and the original file is kept as metrics.jsonl.damaged. Default 0: all existing
-        lines are removed.
+        them again. Lines of later steps exist if the earlier process was killed after its last checkpoint. Damaged
+        lines are also removed, with a `LogWarning`, and the original file is kept as metrics.jsonl.damaged. Default 0:
+        all existing lines are removed.
       tensorboard: whether to write TensorBoard's event files, too. Default True.
       again: the values that the resumed run computes again at `step`: names of values, such as "validation/loss", or
         names of evaluations, such as "validation". Lines of this step that contain such values are removed. Default ().

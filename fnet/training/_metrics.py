@@ -130,8 +130,8 @@ def confusion(
 ) -> Total:
     """Counts how often each pair (label, prediction) occurs.
 
-    Returns the confusion matrix as a `Total` of shape [classes, classes]. Its rows are the labels, and its columns are
-    the predictions.
+    Returns the confusion matrix as a `Total` of shape [classes, classes]. The rows of the matrix are the labels, and
+    its columns are the predictions.
 
     Args:
       label: the true classes, integers [batch].
@@ -170,7 +170,7 @@ def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def real(value: Any) -> bool:
-    """Whether a value is a real number or a bool, or an array of them."""
+    """Whether a value is a real number or a bool, or an array of real numbers or bools."""
     try:
         dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
     except ValueError:                                     # a list of rows of different lengths
@@ -197,14 +197,15 @@ def add(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zeros(shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns metrics of these shapes whose values are all zero. They are the initial values for sums with `add`."""
+    """Returns metrics of these shapes whose values are all zero. The zeros are the initial values for sums with
+    `add`."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), dict(shapes))
 
 
 def results(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Fetches the values of a dict of metrics: floats for scalars, NumPy arrays for other shapes.
 
-    This function waits for the device.
+    The function waits until the device has computed the metrics.
     """
     out = {}
     for name, metric in jax.device_get(dict(metrics)).items():

@@ -51,7 +51,8 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
     of b examples, the anchor is usually refreshed every 2n / b steps for a convex f, and every 5n / b steps otherwise.
     SVRG does not improve the training of deep networks (Defazio and Bottou 2019).
 
-    Call `refresh_anchor` before the first update. Otherwise, `full` is zero, and the optimizer receives zero gradients.
+    Call `refresh_anchor` before the first update. Before the first call of `refresh_anchor`, `full` is zero, and the
+    optimizer receives zero gradients.
 
     Args:
         optimizer: an Optax optimizer, to which g is passed.

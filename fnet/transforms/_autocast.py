@@ -48,7 +48,7 @@ def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, 
         policy: a `hardware.Policy`, "float32", "bfloat16", "float16", the name of a chip, or "auto" (default). "auto"
             is the policy that suits the chip of this machine.
         rules: {pattern: dtype}, dtypes for parts of `f`. A pattern is a regular expression that must match the whole
-            path of a named scope, or the beginning of the path up to a `/`. The first rule that matches is used.
+            path of a named scope, or the beginning of the path up to a `/`. The first matching rule is used.
             `rules` take precedence over the rules of the policy. Default None: no rules.
 
     Returns:

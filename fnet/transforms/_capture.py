@@ -36,8 +36,8 @@ def sites(f: Callable) -> Callable:
         f: any function.
 
     Returns:
-        A function with f's arguments that returns `Sites`, a tuple of `SiteInfo` in the order of computation. This
-        function only traces f, so its arguments may be `jax.ShapeDtypeStruct`s.
+        A function with f's arguments that returns `Sites`, a tuple of `SiteInfo` in the order of computation. `sites`
+        only traces f, so its arguments may be `jax.ShapeDtypeStruct`s.
 
     >>> def f(x):
     ...     with jax.named_scope("double"):
@@ -306,8 +306,8 @@ def _check_original(who, site) -> None:
 
 
 def _changed(site, steps) -> Callable:
-    """Returns the function `change(leaves, indices)`. It applies all changes of a site, in order, to the leaves of its
-    value at the iterations `indices`, and returns the new leaves."""
+    """Returns the function `change(leaves, indices)`. The returned function applies all changes of a site, in order, to
+    the leaves of its value at the iterations `indices`, and returns the new leaves."""
 
     def change(leaves, indices):
         rest = iter(leaves)

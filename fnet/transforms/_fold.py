@@ -101,8 +101,8 @@ def fold(f: Callable, params: Any, state: Any = None) -> Callable:
 
     Returns:
         A function of the other arguments (`*args` and `**kwargs`) that returns the output of f. This function is
-        already jitted. It can be differentiated with respect to its arguments, batched, and called inside other
-        functions.
+        already jitted. The folded function can be differentiated with respect to its arguments, batched, and called
+        inside other functions.
 
     Source: Jacob et al. (2018), Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
     Inference, section 3.2 (folding of batch normalization).

@@ -44,11 +44,12 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
                axis_name: str | tuple[str, ...] | None = None) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer for gradients of a loss that is multiplied by a dynamic scale.
 
-    The gradients are divided by the scale. If all gradients are finite, `inner` updates the parameters. Otherwise, the
-    update is zero, the state of `inner` does not change, the skipped step is counted, and the scale is reduced. After
-    `interval` consecutive steps with finite gradients, the scale grows. Transformations that need unscaled gradients
-    (clipping, weight decay, all groups of `optax.multi_transform`) must be part of `inner`. Keep parameters in float32:
-    an unscaled gradient has the dtype of its parameter, and in float16 small gradients would underflow again.
+    The gradients are divided by the scale. If all gradients are finite, `inner` updates the parameters. If a gradient
+    is not finite, the update is zero, the state of `inner` does not change, the skipped step is counted, and the scale
+    is reduced. After `interval` consecutive steps with finite gradients, the scale grows. Transformations that need
+    unscaled gradients (clipping, weight decay, all groups of `optax.multi_transform`) must be part of `inner`. Keep
+    parameters in float32: an unscaled gradient has the dtype of its parameter, and in float16 small gradients would
+    underflow again.
 
         policy = hw.policy()
         tx = ft.loss_scale(optax.adamw(1e-3), policy)            # optax.adamw itself if the policy needs no scale

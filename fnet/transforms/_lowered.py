@@ -1,4 +1,5 @@
-"""A primitive for bilinear operations in low precision. Its derivatives of every order also use low precision.
+"""A primitive for bilinear operations in low precision. The derivatives of every order of the primitive also use low
+precision.
 
 A dot_general of JAX with bfloat16 operands has one of two disadvantages. If its result is float32, the products in its
 backward pass have one float32 operand. If its result is bfloat16, weight gradients are rounded to bfloat16. The

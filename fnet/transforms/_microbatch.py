@@ -206,7 +206,7 @@ def _slices(args, where, n):
 
 def batch_leaves(args, where):
     """Returns the leaves of the batched arguments that have rows, and a function `rebuild(i, leaves)` that returns the
-    arguments with other leaves in their place. It folds i into random keys."""
+    arguments with other leaves in their place. The function folds i into random keys."""
     leaves, structure = jax.tree.flatten([args[i] for i in where])
 
     def rebuild(i, arrays):

@@ -222,7 +222,7 @@ class _Mapped:
         return where
 
     def check_same(self, body, leaves, axes):
-        """Raises an error if a result with out_axes=None may differ between devices. This method must run inside
+        """Raises an error if a result with out_axes=None may differ between devices. The method must run inside
         shard_map."""
         closed, results = jax.make_jaxpr(body, return_shape=True)(*leaves)
         differ = may_differ(closed.jaxpr, [axis is not None for axis in axes], self.axis)

@@ -1,8 +1,8 @@
 """Rematerialization of a complete step: its backward pass recomputes activations instead of reading stored ones.
 
-`jax.checkpoint` must be applied before a function is differentiated. Here, the step is already differentiated: its
-jaxpr contains the residuals that the forward pass stores for the backward pass. This module removes some of these
-residuals.
+`jax.checkpoint` must be applied before a function is differentiated. When this transform runs, the step is already
+differentiated: its jaxpr contains the residuals that the forward pass stores for the backward pass. This module removes
+    some of the residuals.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class _Rematerialize(Interpreter):
         return piece.made[v]
 
     def source(self, eqn, at, inputs, plan):
-        """Evaluates the scan of a forward pass. It is changed to store the inputs of its iterations instead of inner
-        values."""
+        """Evaluates the scan of a forward pass. The forward loop is changed to store the inputs of its iterations
+        instead of inner values."""
         pair, parts = plan.sources[eqn], scan(eqn)
         carry = parts.carry
         plan.seen(eqn, inputs)
@@ -123,8 +123,8 @@ class _Rematerialize(Interpreter):
         return [*map(Value, carried), *(Value(outputs.get(i)) for i in range(len(eqn.outvars) - carry))]
 
     def sink(self, eqn, at, inputs, plan):
-        """Evaluates the scan of a backward pass. It is changed to recompute the values that the forward pass did not
-        store."""
+        """Evaluates the scan of a backward pass. The backward loop is changed to recompute the values that the forward
+        pass did not store."""
         pair, parts = plan.pairs[eqn], scan(eqn)
         piece, source = pair.piece, scan(pair.source)
         fixed, saved, sliced = source.split(source.jaxpr.invars)

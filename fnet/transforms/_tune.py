@@ -104,7 +104,8 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
 
 
 class _Tuned:
-    """A tuned step. It is not a function with attributes `trace` and `lower`, because jax.jit would copy these."""
+    """A tuned step. A `Tuned` is not a function with attributes `trace` and `lower`, because jax.jit would copy these
+    attributes."""
 
     def __init__(self, step, chip, rules, measure):
         wraps(step)(self)
@@ -281,7 +282,8 @@ def _version(text) -> tuple[int, ...]:
 
 
 def _compiled(inner, tuner, args, kwargs, *, name):
-    """Returns a jitted function that runs the tuned program. It donates the arguments that `inner` donates."""
+    """Returns a jitted function that runs the tuned program. The compiled function donates the arguments that `inner`
+    donates."""
     try:
         traced = inner.trace(*args, **kwargs)
     except _NOT_TRACED as error:

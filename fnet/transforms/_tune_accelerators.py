@@ -27,8 +27,8 @@ _ALIKE = ("alias", "layout", "cast")    # kinds of primitives whose output has t
 
 
 def unrolled_layers(eqn, inputs):
-    """Unrolls a loop over layers. This is a scan in which products read slices of its inputs (the weights of one
-    layer), but no constants.
+    """Unrolls a loop over layers. A loop over layers is a scan in which products read slices of its inputs (the weights
+    of one layer), but no constants.
 
     The forward loop stores the results of every elementwise operation that the backward loop reads. In code without
     loops, XLA recomputes these results from the results of the products. A loop that recomputes activations
@@ -58,8 +58,8 @@ def separate_layers(eqn, inputs):
 
 
 def separate_gradients(eqn, outputs):
-    """Computes the gradient of each layer's weights in an array of its own before the gradients are stacked. These are
-    stacked outputs with the shape of stacked weights."""
+    """Computes the gradient of each layer's weights in an array of its own before the gradients are stacked. The
+    gradients are stacked outputs with the shape of stacked weights."""
     parts = jaxpr.scan(eqn)
     shapes = {eqn.invars[i].aval.shape for i in _weights(parts)}
     return [Value(_separated(y.x), y.note) if i >= parts.carry and y.x.shape in shapes and _separable(y.x) else y

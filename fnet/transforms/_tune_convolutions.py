@@ -78,9 +78,9 @@ def grouped_convolution(eqn, inputs):
 def small_input(eqn, inputs):
     """Computes a convolution whose window is larger than its input along each spatial axis as a matrix product.
 
-    Such a convolution occurs in the last layers of a network for small images. Its window covers the input for each
-    element of the output, so the matrix of the inputs is at most as many times larger than the input as the window has
-    positions.
+    Such a convolution occurs in the last layers of a network for small images. The window of such a convolution covers
+    the input for each element of the output, so the matrix of the inputs is at most as many times larger than the input
+    as the window has positions.
     """
     product = jaxpr.product(eqn)
     if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16) or product.groups != (1, 1):
@@ -146,8 +146,8 @@ def dilated_input(eqn, inputs):
 
 def _kind(product, x, w) -> str | None:
     """Returns the kind of a depthwise convolution, or None for other products. The kind is "kernel" for the gradient
-    with respect to the kernel. It is "forward" for the convolution itself and for the gradient with respect to its
-    input."""
+    with respect to the kernel. The kind is "forward" for the convolution itself and for the gradient with respect to
+    its input."""
     (lhs, rhs, _), (features, batches) = product.dimensions, product.groups
     if batches == 1 and 1 < features == x[lhs[1]] == w[rhs[0]]:
         return "forward"

@@ -1,9 +1,9 @@
 """Rules of tune for CPUs, which rewrite equations into forms for which XLA:CPU generates fast code, with equal results
 up to rounding.
 
-A rule receives an equation and its inputs. It returns the outputs, or None if the rule does not apply. The note of an
-input is True if the input can be read without a computation: it is an argument of the function, a view of an argument,
-or a broadcast scalar. For other notes, see `_tune_layout`.
+A rule receives an equation and its inputs. A rule returns the outputs, or None if the rule does not apply. The note of
+an input is True if the input can be read without a computation: it is an argument of the function, a view of an
+argument, or a broadcast scalar. For other notes, see `_tune_layout`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ VIEWS = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze"))
 
 
 class Rule(NamedTuple):
-    """A rule of tune. It applies to equations with `primitives`. With the jaxlib version `below` and later versions, it
-    is disabled by default.
+    """A rule of tune. The rule applies to equations with `primitives`. With the jaxlib version `below` and later
+    versions, it is disabled by default.
 
     `apply` returns the outputs of an equation. `prepare` returns (equation, inputs) to be evaluated instead, and
     `finish(equation, outputs)` then returns the outputs in another form. `apply` and `prepare` return None if the rule
@@ -189,7 +189,7 @@ def _ends_swapped(x):
 
 
 def convolution_gradient(eqn, inputs):
-    """Computes the weight gradient of a convolution in the layout of a forward convolution. This includes bfloat16
+    """Computes the weight gradient of a convolution in the layout of a forward convolution. The rule includes bfloat16
     operands, for which XLA would compute in float32 anyway. With strides or small sizes, XLA's own form is as fast."""
     product = jaxpr.product(eqn)
     dtype = product.dtype

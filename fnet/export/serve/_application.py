@@ -100,8 +100,8 @@ class _Server:
         return {"Connection": "close"} if self.draining else {}
 
     def endpoint(self, path: str, function: Callable) -> Callable:
-        """Returns a function that responds to the requests for a path. It performs the checks that all paths share,
-        calls `function`, and converts errors to responses."""
+        """Returns a function that responds to the requests for a path. The returned function performs the checks that
+        all paths of the server share, calls `function`, and converts errors to responses."""
         from starlette.requests import ClientDisconnect
         from starlette.responses import JSONResponse, Response
 
@@ -261,7 +261,7 @@ class _Server:
 
     async def _started(self, request):
         """Returns (the generator, an asynchronous iterator of tokens, a function that ends the generation). The first
-        token is already computed."""
+        token is computed before the function returns."""
         generator = self._found(request, "generators")
         self._check_ready()
         asked = generator.read(_protocol.read_json(await self._body(request)))

@@ -18,8 +18,8 @@ _LARGEST = 1 << 12      # the maximum number of tokens of a prompt that are comp
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A request to continue a text. Its fields are the tokens of the text, and options for the selection of the next
-    tokens."""
+    """A request to continue a text. The fields of the request are the tokens of the text, and options for the selection
+    of the next tokens."""
 
     tokens: list[int]
     max_tokens: int
@@ -33,8 +33,8 @@ class Generator:
 
     Attributes:
         characters: the character of each token, or None if the bundle has no characters.json.
-        context: the maximum number of tokens of a text, according to the constraint on the tokens of "prefill". None if
-            there is no constraint.
+        context: the maximum number of tokens of a text, according to the constraint on the tokens of "prefill".
+            `context` is None if the bundle has no constraint on the number of tokens.
     """
 
     def __init__(self, name: str, version: str, bundle: Bundle):

@@ -20,8 +20,8 @@ _WARMED = 32        # programs that are compiled at the start
 
 
 def leaves(name: str, tree: Any) -> list[tuple[str, dict]]:
-    """Returns a list of (name, {"dtype", "shape"}) for the arrays in a described tree. Their names are paths such as
-    cache/keys."""
+    """Returns a list of (name, {"dtype", "shape"}) for the arrays in a described tree. The names of the arrays are
+    paths such as cache/keys."""
     if tree is None:
         return []
     if "dtype" in tree and "shape" in tree:
@@ -37,9 +37,9 @@ class Model:
     Attributes:
         name, version: the name and the version of the model, strings that occur in the URLs of the server.
         inputs, outputs: the types of the arrays, [(name, {"dtype", "shape"})].
-        batched: whether the first axis of all inputs and outputs is a batch of independent rows. This is assumed if the
-            size of this axis is the same variable in all inputs and outputs, and this variable occurs in no other axis
-            and in no constraint.
+        batched: whether the first axis of all inputs and outputs is a batch of independent rows. Rows are assumed to be
+            independent if the size of the first axis is the same variable in all inputs and outputs, and this variable
+            occurs in no other axis and in no constraint.
     """
 
     def __init__(self, name: str, version: str, bundle: Bundle, entry: str, max_batch: int,
@@ -64,7 +64,8 @@ class Model:
                 raise ValueError(f"serve: {self.name}: outputs have sizes computed from {name!r}; it cannot be padded")
 
     def bound(self, arrays: list[np.ndarray]) -> list:
-        """Checks the inputs against the signature, and returns them converted to its dtypes.
+        """Checks the inputs against the signature of the entry point, and returns them converted to the dtypes of the
+        signature.
 
         Raises:
             BundleError: the inputs do not match the signature.

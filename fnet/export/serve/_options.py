@@ -25,8 +25,8 @@ class Options:
             Default 512.
         timeout: the maximum time in seconds for a request, including its time in the queue. A request that takes longer
             gets status 504. Default 30.
-        read_timeout: the maximum time in seconds until the head of a request has arrived. The same limit applies to the
-            time from the end of the head to the end of the body. Default 10.
+        read_timeout: the maximum time in seconds until the head of a request has arrived. The limit `read_timeout` also
+            applies to the time from the end of the head to the end of the body. Default 10.
         drain: the time in seconds during which the server still accepts connections after SIGTERM. During this time,
             its responses ask the clients to close their connections. Default 1.
         token: a secret string of at least 8 characters, or None (the default). If a token is set, requests need the

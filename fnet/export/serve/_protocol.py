@@ -64,7 +64,7 @@ def read(model: Model, body: bytes, length: str | None) -> tuple[dict, list[np.n
 
     Args:
         length: the header Inference-Header-Content-Length, the number of bytes of JSON before the bytes of the tensors.
-            None if the whole body is JSON.
+            The header is None if the whole body is JSON.
 
     Raises:
         Invalid: the request is not valid for the model.
@@ -124,8 +124,8 @@ def _tensor(name, tensor, dtype, rest):
 
 
 def write(model: Model, request: dict, outputs: list[np.ndarray]) -> tuple[bytes, int | None]:
-    """Returns (the body of the response, the number of bytes of JSON at its start). The number is None if the whole
-    body is JSON.
+    """Returns (the body of the response, the number of bytes of JSON at its start). The number of bytes is None if the
+    whole body is JSON.
 
     Raises:
         Invalid: the request asks for outputs that do not exist.
@@ -174,7 +174,8 @@ def _wanted(model, request, everything) -> dict[str, bool]:
 
 
 def _numbers(array):
-    """Returns the elements as a flat list. NaN and infinities become None, because JSON cannot represent them."""
+    """Returns the elements as a flat list. NaN and infinite elements become None, because JSON cannot represent
+    them."""
     if array.dtype.kind in "fV":
         numbers = array.astype(np.float64).ravel()
         finite = np.isfinite(numbers)

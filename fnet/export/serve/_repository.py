@@ -30,8 +30,8 @@ class Repository:
         models: {name: {version: (model, batcher)}}, where the batcher combines waiting requests into batches. For the
             bundle NAME.fnet, the model of the entry point "predict" is called NAME, and the models of other entry
             points are called NAME.ENTRY.
-        generators: the text generators, {name: {version: generator}}. There is one for each bundle with the entry
-            points "prefill" and "decode".
+        generators: the text generators, {name: {version: generator}}. Each bundle with the entry points "prefill" and
+            "decode" has a text generator.
         ready: whether the programs of all models have been compiled.
         error: the error that occurred when the programs were compiled, or None.
     """
@@ -85,7 +85,8 @@ class Repository:
         return versions[version or max(versions, key=int)]
 
     def warm(self) -> None:
-        """Compiles the programs of all models. Then sets `ready` or, if a program cannot be compiled, `error`."""
+        """Compiles the programs of all models. After the compilation, sets `ready` or, if a program cannot be compiled,
+        `error`."""
         try:
             for model, _ in self.all():
                 model.warm()

@@ -29,9 +29,10 @@ class ChatTemplate:
         template = models.ChatTemplate.read(folder)
         text = template.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
 
-    Chat templates are programs in the template language Jinja (`pip install 'fnet[chat]'`). They run in a sandbox
-    without access to Python, files or the network, and with limits on iterations and on the lengths of texts. As in
-    transformers, templates may use loop controls, `raise_exception`, `strftime_now`, `tojson` and `{% generation %}`.
+    Chat templates are programs in the template language Jinja (`pip install 'fnet[chat]'`). Chat templates run in a
+    sandbox without access to Python, files or the network, and with limits on iterations and on the lengths of texts.
+    As in transformers, templates may use loop controls, `raise_exception`, `strftime_now`, `tojson` and `{% generation
+    %}`.
 
     Args:
         template: the template as a string, or several templates as {name: template}. `render` then selects "default" or
@@ -58,8 +59,8 @@ class ChatTemplate:
         """Reads the chat template from a folder of weights.
 
         If the folder contains a chat_template.jinja, the template is read from this file, and further named templates
-        are read from the subfolder additional_chat_templates. Otherwise, templates are read from the field
-        chat_template of tokenizer_config.json. The special tokens are always read from tokenizer_config.json.
+        are read from the subfolder additional_chat_templates. If this file does not exist, templates are read from the
+        field chat_template of tokenizer_config.json. The special tokens are always read from tokenizer_config.json.
 
         Raises:
             FileNotFoundError: the folder has no chat template.
@@ -88,7 +89,7 @@ class ChatTemplate:
             variables: other variables of the template, such as enable_thinking=False for Qwen3.
 
         Returns:
-            The text. It already contains the special tokens, so pass `special_tokens=False` when you encode it.
+            The text. The text already contains the special tokens, so pass `special_tokens=False` when you encode it.
 
         Raises:
             ValueError: the messages are not of the expected form, or the template rejects the messages, fails, or
@@ -168,7 +169,7 @@ def chat(model: nn.Layer, params: dict, tokenizer: Any, messages: Sequence[Mappi
 
     The answer ends before the first token of `tokenizer.stop`. If the content of a message contains the string of a
     special token, this string is encoded as that token, as in transformers. Remove such strings from the messages of
-    untrusted users. Otherwise, these users could imitate other roles.
+    untrusted users. A string of a special token would let a user imitate another role.
 
     Args:
         model, params: as for `generate`.

@@ -22,7 +22,7 @@ _SMALLEST = 16    # programs are compiled for lengths that are powers of two; th
 
 
 class Generated(NamedTuple):
-    """The output of `generate`. It is registered with `jax.export` as "fnet.models.Generated".
+    """The output of `generate`. `Generated` is registered with `jax.export` as "fnet.models.Generated".
 
     Attributes:
         tokens: [batch * samples, max_tokens], the generated tokens. Elements after the end of an example are 0.
@@ -73,11 +73,12 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
     """Continues each prompt token by token.
 
     First, one call of the model processes all prompts except their last tokens, and stores the keys and values in a
-    cache. Then a `lax.while_loop` generates one token of every example in each iteration, until all examples have
-    stopped. The call and the loop are one compiled program. The prompt length and `max_tokens` are rounded up to about
-    a power of two, so the program is reused for similar lengths. It is also reused for other values of the sampling
-    options. Before the loop, the program copies the parameters, to cast them to `dtype` and to unstack the blocks of a
-    stacked model (see `unstack`). Each iteration then reads every weight once and updates the cache in place.
+    cache. After the prompt, a `lax.while_loop` generates one token of every example in each iteration, until all
+    examples have stopped. The call and the loop are one compiled program. The prompt length and `max_tokens` are
+    rounded up to about a power of two, so the program is reused for similar lengths. The compiled program is also
+    reused for other values of the sampling options. Before the loop, the program copies the parameters, to cast them to
+    `dtype` and to unstack the blocks of a stacked model (see `unstack`). Each iteration then reads every weight once
+    and updates the cache in place.
 
         out = models.generate(model, params, [tokenizer.encode("Once upon a time")], max_tokens=200, temperature=0)
         print(tokenizer.decode(out.tokens[0, :out.lengths[0]]))

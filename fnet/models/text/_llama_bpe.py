@@ -20,7 +20,8 @@ _FIRST = _BYTES + 256             # the first piece of text
 
 
 class LlamaBPE:
-    """The tokenizer of llama2.c, a byte-pair encoding. It repeatedly merges the pair of pieces with the best score.
+    """The tokenizer of llama2.c, a byte-pair encoding. The tokenizer repeatedly merges the pair of pieces with the best
+    score.
 
     If several pairs have equal scores, the leftmost pair is merged first. A space is added before the text. A character
     that is not in the vocabulary is encoded as the bytes of its UTF-8 encoding.
@@ -30,8 +31,8 @@ class LlamaBPE:
 
     Args:
         pieces: all tokens in the order of their indices: <unk>, <s>, </s>, 256 tokens for the bytes, then the pieces of
-            text. The tokens for the bytes are named <0x00> to <0xFF>. In old files, they are named by the characters
-            with the code points 0 to 255.
+            text. The tokens for the bytes are named <0x00> to <0xFF>. In old files, such tokens are named by the
+            characters with the code points 0 to 255.
         scores: for each piece, the score of a merge that results in this piece.
 
     Raises:

@@ -32,7 +32,7 @@ class Sampling(NamedTuple):
 
 
 def sampling(caller: str, **options) -> Sampling:
-    """Checks the options and returns them as `Sampling`.
+    """Checks the sampling options and returns them as `Sampling`.
 
     Raises:
         TypeError: there is no option of this name.
@@ -94,8 +94,9 @@ def candidates(logits: jax.Array, options: Sampling) -> jax.Array:
 def likeliest(logits: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array:
     """Keeps the largest logits, as few as possible, whose weights add up to at least `enough`. Sets the others to -inf.
 
-    The smallest logit that is kept is determined bit by bit. This takes 32 sums over the vocabulary, and on a CPU a
-    tenth of the time of a sort. `logits` and `weights` are [batch, vocab_size], and `enough` is a scalar.
+    The smallest logit that is kept is determined bit by bit. Determining the smallest kept logit takes 32 sums over the
+    vocabulary, and on a CPU a tenth of the time of a sort. `logits` and `weights` are [batch, vocab_size], and `enough`
+    is a scalar.
     """
     bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.uint32)    # -0 becomes 0
     keys = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)                   # integers in the order of the logits

@@ -66,8 +66,8 @@ class _Counted(visitor.NodeTransformer):
 
 
 class _Dict:
-    """The object `dict` in templates. It supports `dict(...)` and `dict.fromkeys`, but no other attributes of
-    `dict`."""
+    """The object `dict` in templates. In templates, `dict` supports `dict(...)` and `dict.fromkeys`, but no other
+    attributes of `dict`."""
 
     def __call__(self, *args, **kwargs):
         return dict(*args, **kwargs)
@@ -77,8 +77,8 @@ class _Dict:
 
 
 class _Namespace(utils.Namespace):
-    """The class `namespace` in templates. It rejects names of attributes that start with an underscore, because Python
-    itself reads some of these."""
+    """The class `namespace` in templates. In templates, `namespace` rejects names of attributes that start with an
+    underscore, because Python itself reads some of these attributes."""
 
     def __init__(*args, **kwargs):    # without a named argument, so that a template can write namespace(self=1)
         self, values = args[0], dict(*args[1:], **kwargs)

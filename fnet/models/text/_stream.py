@@ -58,14 +58,14 @@ def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key:
         for piece in models.stream_text(model, params, tokenizer, "Once upon a time", max_tokens=200, temperature=0):
             print(piece, end="", flush=True)
 
-    Each piece ends with a complete character. Characters that may be the start of a stop string are held back. They are
-    yielded when the following characters show that they do not belong to a stop string.
+    Each piece ends with a complete character. Characters that may be the start of a stop string are held back. The held
+    characters are yielded when the following characters show that they do not belong to a stop string.
 
     Args:
         model, params: as for `generate`.
-        tokenizer: a tokenizer, such as the result of `models.read_tokenizer`. It has the methods `encode` and `decode`,
-            and its attribute `stop` contains the tokens that end a text.
-        prompt: the text to continue. It must have at least one token.
+        tokenizer: a tokenizer, such as the result of `models.read_tokenizer`. The tokenizer has the methods `encode`
+            and `decode`, and its attribute `stop` contains the tokens that end a text.
+        prompt: the text to continue. The prompt must have at least one token.
         key: a `jax.random.key`, not needed for temperature 0.
         stop: strings that end the text. The text ends before the stop string that is completed first.
         options: `max_tokens` and other options of `generate`, except `samples` and `lengths`.

@@ -151,7 +151,7 @@ def values(folder: Path, table: Config) -> dict[str, Any]:
     """Returns the options that the tokenizer_config.json of a folder sets, or {} if there is no such file.
 
     Raises:
-        ValueError: fields are not supported or not known; the message lists them.
+        ValueError: the file contains fields that are not supported or not known; the message lists these fields.
     """
     path = folder / NAME
     if not os.path.lexists(path):
@@ -163,7 +163,7 @@ def values(folder: Path, table: Config) -> dict[str, Any]:
 
 
 def _flag(option, *more):
-    """Returns a `Fields` entry that sets `option`. It accepts true, false and the values in `more`."""
+    """Returns a `Fields` entry that sets `option`. The entry accepts true, false and the values in `more`."""
     def check(value, config):
         if not isinstance(value, bool) and value not in more:
             raise ValueError(f"expected {' or '.join(['true', 'false', *('null' for _ in more)])}")

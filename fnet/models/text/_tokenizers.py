@@ -121,9 +121,9 @@ class CharTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer that uses Hugging Face's library tokenizers (`pip install tokenizers`).
 
-    Use `HuggingFaceTokenizer` for vocabularies that fnet does not read itself. It ignores padding and truncation
-    settings of the file, so `encode` returns the tokens of the whole text. If a text contains the string of a special
-    or added token, this string is encoded as that token.
+    Use `HuggingFaceTokenizer` for vocabularies that fnet does not read itself. `HuggingFaceTokenizer` ignores padding
+    and truncation settings of the file, so `encode` returns the tokens of the whole text. If a text contains the string
+    of a special or added token, this string is encoded as that token.
 
     Args:
         path: one of the following files. Related files in the same folder are also read.

@@ -1,7 +1,8 @@
-"""Categories of characters for BERT's tokenizer. Unlike those of Python, they do not depend on the version of Python.
+"""Categories of characters for BERT's tokenizer. Unlike the categories in Python's unicodedata, these categories do not
+depend on the version of Python.
 
 Published models were used with Hugging Face's library tokenizers, so this module follows the tables of this library.
-They are those of Unicode 8 for categories, Unicode 9 for decompositions and Unicode 17 for lowercase letters. The
+The tables are those of Unicode 8 for categories, Unicode 9 for decompositions and Unicode 17 for lowercase letters. The
 tables of Python are those of Unicode 14 to 17.
 """
 

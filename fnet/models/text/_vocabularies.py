@@ -263,7 +263,7 @@ def _sentencepiece(path, config):
 def _llama(path, config, model, pieces, prefix):
     """Returns the fields of tokenizer.json for Llama's BPE.
 
-    Its merges are all pairs of pieces that form another piece, in the order of the formed pieces.
+    The merges of the vocabulary are all pairs of pieces that form another piece, in the order of the formed pieces.
     """
     scores = [piece.score for piece in model.pieces if piece.type == _NORMAL]
     if scores != sorted(scores, reverse=True):

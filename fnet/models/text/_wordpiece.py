@@ -128,7 +128,7 @@ class WordPiece:
     def decode(self, tokens: Iterable[int]) -> str:
         """Converts tokens to words with spaces between them, without special tokens. Case is not restored.
 
-        There is no space before a period, comma, question mark or exclamation mark.
+        The text has no space before a period, comma, question mark or exclamation mark.
 
         Raises:
             ValueError: a token is outside the vocabulary.

@@ -91,9 +91,9 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
         path: the folder to write.
         base: the name of the base model on Hugging Face's hub, which is written to adapter_config.json. Default: null
             is written.
-        prefix: the prefix of the names of modules. It depends on the class of transformers to which PEFT applies the
-            adapter: "transformer." for GPT2LMHeadModel, "" for GPT2Model. Default: the prefix for the class with a
-            head.
+        prefix: the prefix of the names of modules. The prefix depends on the class of transformers to which PEFT
+            applies the adapter: "transformer." for GPT2LMHeadModel, "" for GPT2Model. Default: the prefix for the class
+            with a head.
         names: as for `load_adapter`.
 
     Returns:

@@ -52,8 +52,8 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Must:
-    """States that a field of config.json must have one of the values that the model supports. It sets no field of the
-    model.
+    """States that a field of config.json must have one of the values that the model supports. A `Must` sets no field of
+    the model.
 
     Args:
         values: the supported values.
@@ -78,11 +78,12 @@ class Fields:
     """A field of config.json that sets several fields of the model.
 
     Args:
-        read: function of the field's value and of config.json that returns {field of the model: value}. It raises
-            ValueError with a description of the expected value.
+        read: function of the field's value and of config.json that returns {field of the model: value}. The function
+            raises ValueError with a description of the expected value.
         absent: as in `Use`.
         write: the inverse of `read`: function of the model that returns the value in config.json, or SKIP to write no
-            value. It raises ValueError if config.json cannot describe this model. Default: nothing is written.
+            value. The function raises ValueError if config.json cannot describe this model. Default: nothing is
+            written.
         partial: whether these fields may also be None in the model, for example in a model without a head.
         others: further values of these fields that a model may have, such as other heads. No two heads may share the
             names of arrays, so that a file with the arrays of another head raises an error.
@@ -119,7 +120,7 @@ class Config:
         """Returns {field of the model: the value that config.json sets}.
 
         Raises:
-            ValueError: fields are not supported or not known; the message lists them.
+            ValueError: config.json contains fields that are not supported or not known; the message lists these fields.
         """
         wanted, problems = self._wanted(config)
         self._raise(problems)
@@ -208,7 +209,8 @@ def check(model, folder: Path) -> Config | None:
     """Compares a model with the config.json of a folder.
 
     Returns:
-        The `Config` that was used. None if the folder has no config.json, or has one that describes a training run.
+        The `Config` that was used. The result is None if the folder has no config.json, or has one that describes a
+        training run.
 
     Raises:
         ValueError: config.json is damaged, or describes another model.
@@ -329,7 +331,8 @@ IRRELEVANT = frozenset("""
 
 def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str, Mapping], irrelevant: str = "",
                  other_heads: tuple[str, ...] = (), **options) -> Config:
-    """Returns a `Config` for transformers' config.json. It contains `fields` and the fields that all families have.
+    """Returns a `Config` for transformers' config.json. The `Config` contains `fields` and the fields that all families
+    have.
 
     Args:
         fields: {field: Use, Must or Fields}, the fields of one family.

@@ -99,7 +99,7 @@ def snapshots(cache: Path, repository: str) -> Path:
 
 
 def complete(snapshot: Path) -> bool:
-    """Whether a snapshot has all of its weights. This is False after an interrupted download."""
+    """Whether a snapshot has all of its weights. The result is False after an interrupted download."""
     index = snapshot / _tensors.INDEX
     try:
         if index.exists():

@@ -54,8 +54,8 @@ def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
     Args:
         model: the model.
         names: the framework whose names the weights have, a key of the model's `NAMES`.
-        like: another config.json. Its `model_type` is preferred, and its fields that do not affect the output are
-            copied.
+        like: another config.json. The `model_type` of `like` is preferred, and the fields of `like` that do not affect
+            the output are copied.
     """
     kinds = sorted(model.CONFIGS, key=lambda kind: kind != _config.kind_of(like))
     for kind in kinds:
@@ -85,8 +85,8 @@ def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
 
 
 def check(folder: Path, config: Mapping | None) -> None:
-    """Checks whether a model may be saved into a folder. It may not replace the config.json of a training run. If the
-    model has no config.json of its own, the folder must not contain that of another model.
+    """Checks whether a model may be saved into a folder. A model may not replace the config.json of a training run. If
+    the model has no config.json of its own, the folder must not contain that of another model.
 
     Raises:
         ValueError: the config.json in the folder is that of a training run, and `config` is not None. Or the
@@ -138,8 +138,8 @@ def copy_beside(source: Path, folder: Path) -> None:
 def write(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], most: int) -> Path:
     """Writes model.safetensors, or shards and their index if the arrays have more than `most` bytes.
 
-    Existing weights with these names are replaced. If this function is interrupted, the folder contains either the old
-    weights or shards without an index, which `read` does not load.
+    Existing weight files with the same names are replaced. If this function is interrupted, the folder contains either
+    the old weights or shards without an index, which `read` does not load.
 
     Returns:
         The path of the file, or of the index.

@@ -147,7 +147,7 @@ def _model(file, fields, tensors) -> Decoder:
 def _array(file, entry, tensors) -> Any:
     """Returns the array of an entry, from one tensor or from one tensor for each layer.
 
-    It is a `Quantized` if all tensors have the same supported quantized format.
+    The result is a `Quantized` if all tensors have the same supported quantized format.
     """
     (shape,), lead = {spec.shape for spec in entry.specs}, len(entry.copies)
     transposed = entry.rule.layout.name == "dense"

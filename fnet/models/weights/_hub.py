@@ -15,8 +15,8 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 
 
 def cache() -> Path:
-    """Returns fnet's cache of weights and data, $FNET_CACHE or ~/.cache/fnet. It contains one folder for each name of
-    weights or data."""
+    """Returns fnet's cache of weights and data, $FNET_CACHE or ~/.cache/fnet. The folder contains one folder for each
+    name of weights or data."""
     return _expanded(os.environ.get("FNET_CACHE") or "~/.cache/fnet")
 
 

@@ -10,13 +10,13 @@ from fnet.models.weights._config import SKIP, Fields
 def labels(heads: Mapping[str, Mapping], default: str | None = None) -> dict[str, Fields]:
     """Returns entries for the fields of transformers' config.json that set the number of classes.
 
-    These fields are `id2label`, `num_labels` and `_num_labels`.
+    The fields that determine the number of classes are `id2label`, `num_labels` and `_num_labels`.
 
     Args:
         heads: the fields of the model that each architecture sets, {name of the architecture: {field: value}}. The
             names are those in the field `architectures` of config.json. If the value of `classes` is an Ellipsis
             (`...`), the architecture has a classifier, and the number of its classes is read from config.json.
-            Otherwise the fields that set the number of classes are ignored.
+            If the value of `classes` is not an Ellipsis, the fields that set the number of classes are ignored.
         default: the architecture that is used if config.json lacks the field `architectures`.
     """
     def read(value, config):

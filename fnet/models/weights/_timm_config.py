@@ -20,7 +20,7 @@ def timm(architecture: Callable[[str], Mapping[str, Any] | None], write: Callabl
 
     Args:
         architecture: function that returns the fields of the model for the name of a timm architecture, or None.
-        write: the inverse of `architecture`. It may return a name for which `architecture` returns None.
+        write: the inverse of `architecture`. The function may return a name for which `architecture` returns None.
         pool: the supported value of `global_pool`.
         expected: a description of the supported architectures, for error messages.
     """

@@ -134,7 +134,8 @@ class Spare:
 
 @dataclasses.dataclass(frozen=True)
 class Tied:
-    """A second key that a file may contain for the array at the path `ours`. Both keys must have equal arrays.
+    """A second key that a file may contain for the array at the path `ours`. The arrays at both keys of a file must be
+    equal.
 
     If a `Rule` of the model already reads the key `theirs`, `Tied` has no effect. The same rules can therefore be used
     for models with tied and with separate logits.

@@ -26,11 +26,11 @@ from fnet.training.checkpoints._writing import write
 class Checkpoints(Reading):
     """Saves the checkpoints of one run in the background, and keeps the latest and the best checkpoints.
 
-    A checkpoint is a folder whose name is its step. It contains safetensors files with the arrays, and a manifest. The
-    manifest contains checksums of every shard, of every file and of the manifest itself. In a local folder, the
-    checkpoint is written under a temporary name, fsynced and renamed. In an object store, the manifest of the
-    checkpoint is written last. Therefore, if the process is killed while it saves a checkpoint, the earlier checkpoints
-    remain valid. When a checkpoint is read, all of its bytes are verified.
+    A checkpoint is a folder whose name is its step. The folder of a checkpoint contains safetensors files with the
+    arrays, and a manifest. The manifest contains checksums of every shard, of every file and of the manifest itself. In
+    a local folder, the checkpoint is written under a temporary name, fsynced and renamed. In an object store, the
+    manifest of the checkpoint is written last. Therefore, if the process is killed while it saves a checkpoint, the
+    earlier checkpoints remain valid. When a checkpoint is read, all of its bytes are verified.
 
     Args:
       folder: the folder of the checkpoints, a path or a URL (s3://bucket/prefix, gs://bucket/prefix,

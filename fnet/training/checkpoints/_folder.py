@@ -1,5 +1,5 @@
-"""The checkpoints in a local folder. They are committed, renamed and removed in such a way that no complete checkpoint
-is lost if the process is killed."""
+"""The checkpoints in a local folder. Checkpoints are committed, renamed and removed in such a way that no complete
+checkpoint is lost if the process is killed."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def describe(leaf: Mapping[str, Any]) -> str:
 
 
 def mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, cast: bool = False) -> list[str]:
-    """Compares saved leaves with the wanted leaves. Returns one line for each leaf that is missing in one of them, or
-    that differs in shape or dtype. With `cast`, the dtype may differ."""
+    """Compares saved leaves with the wanted leaves. Returns one line for each leaf that is only saved or only wanted,
+    or that differs in shape or dtype. With `cast`, the dtype may differ."""
     lines = []
     for path in sorted(saved.keys() | wanted.keys()):
         if path not in saved:

@@ -60,7 +60,7 @@ def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
 
     Returns:
       A `Snapshot`. If the saved state has a part "params", as a `TrainState` has, `Snapshot.params` is this part.
-      Otherwise, `Snapshot.params` is the complete state.
+      If the saved state has no part "params", `Snapshot.params` is the complete state.
 
     Raises:
       FileNotFoundError: `workdir` contains no run, or the step was not saved.
@@ -88,8 +88,8 @@ def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *,
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
-      like: a state with the same structure, such as `TrainState.create(...)`. Its leaves may be `jax.ShapeDtypeStruct`s
-        instead of arrays.
+      like: a state with the same structure, such as `TrainState.create(...)`. The leaves of `like` may be
+          `jax.ShapeDtypeStruct`s instead of arrays.
       which: "best", "last" or the number of a step, as for `load`. Default "last".
       cast: whether to convert a saved leaf with another dtype than in `like` to the dtype in `like`. Default False: a
         different dtype raises an error.

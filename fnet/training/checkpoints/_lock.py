@@ -22,7 +22,8 @@ class Locked(Exception):
 
 
 class Lock:
-    """The lock of a folder. It is held until `release` is called or the process ends, for example because it is killed.
+    """The lock of a folder. The lock is held until `release` is called or the process ends, for example because it is
+    killed.
 
     Args:
       folder: the folder, which must exist.

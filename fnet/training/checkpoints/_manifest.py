@@ -2,8 +2,9 @@
 
 Each process writes its arrays to one safetensors file, which other frameworks can read. `manifest.json` contains the
 step, each file with its size and CRC-32, and each shard of each leaf with its dtype, shape, index, offset and CRC-32.
-Its last field is a BLAKE2b checksum of all bytes before this field. BLAKE2b is used only for the manifest, which is
-short. For the arrays, CRC-32 is twice as fast, and it detects every error that affects at most 32 neighboring bits.
+The last field of the manifest is a BLAKE2b checksum of all bytes before this field. BLAKE2b is used only for the
+manifest, which is short. For the arrays, CRC-32 is twice as fast, and it detects every error that affects at most 32
+neighboring bits.
 """
 
 from __future__ import annotations
@@ -182,8 +183,8 @@ def read_manifest(folder: Path | StorePath) -> dict[str, Any]:
 
 
 def _check(content):
-    """Checks that a manifest is consistent, because it may be untrusted. After this check, a reader cannot be made to
-    allocate more memory than the files contain."""
+    """Checks that a manifest is consistent, because it may be untrusted. After a manifest has passed the check, a
+    reader cannot be made to allocate more memory than the files contain."""
     def natural(value):
         if type(value) is not int or not 0 <= value < 1 << 62:
             raise ValueError(f"{value!r} is no count")

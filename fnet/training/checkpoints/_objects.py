@@ -15,11 +15,12 @@ from fnet.training.checkpoints._storage import StorageError, StorePath
 
 
 class Objects:
-    """The checkpoints in an object store. Each of them has its own prefix. The methods are those of `_folder.Folder`.
+    """The checkpoints in an object store. Each checkpoint has its own prefix. The methods are those of
+    `_folder.Folder`.
 
     A save first writes the arrays to objects with new names, so the arrays of an existing checkpoint are never
-    overwritten. Then it writes manifest.json with a conditional write, which succeeds only if no other process has
-    created or changed this object in the meantime. A prefix without a manifest is not a checkpoint.
+    overwritten. After the arrays, a save writes manifest.json with a conditional write, which succeeds only if no other
+    process has created or changed this object in the meantime. A prefix without a manifest is not a checkpoint.
 
     Args:
       folder: the prefix of all steps.

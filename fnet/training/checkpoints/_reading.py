@@ -49,7 +49,7 @@ class CheckpointWarning(UserWarning):
 
 
 class Reading:
-    """The methods of `Checkpoints` that read. They change the folder only to rename damaged checkpoints."""
+    """The methods of `Checkpoints` that read. These methods change the folder only to rename damaged checkpoints."""
 
     folder: Path | StorePath
     _where: Folder | Objects
@@ -105,8 +105,8 @@ class Reading:
         """Returns the tree that was saved at `step`, with the structure, shardings and leaf types of `target`.
 
         If this object is saving a checkpoint, `restore` waits until the save is complete. If `step` is None, `restore`
-        returns the newest undamaged checkpoint. It renames the newer, damaged checkpoints to STEP.damaged, and issues a
-        `CheckpointWarning`. It never deletes damaged checkpoints.
+        returns the newest undamaged checkpoint. `restore` renames the newer, damaged checkpoints to STEP.damaged, and
+        issues a `CheckpointWarning`. It never deletes damaged checkpoints.
 
         Args:
           target: a tree with the structure of the saved tree. The leaves of `target` may be `jax.ShapeDtypeStruct`

@@ -48,8 +48,8 @@ def read(folder: Path | StorePath, content: Mapping[str, Any], target: Mapping[s
     """Reads the leaves that `target` names. Returns a dict of leaves by path: an array, or `Shards` if this process
     needs only a part of the leaf.
 
-    A shard is read only if it contains a needed part. It is then read completely, because its checksum covers all of
-    its bytes.
+    A shard is read only if it contains a needed part. Such a shard is read completely, because its checksum covers all
+    of its bytes.
 
     Args:
       folder: the folder of one checkpoint.
@@ -116,7 +116,7 @@ def _verified(file, name, path, piece):
 
 
 def _common(a: Box, b: Box) -> Box | None:
-    """Returns the intersection of two parts, or None if they do not overlap."""
+    """Returns the intersection of two parts of an array, or None if the parts do not overlap."""
     common = tuple((max(low, other), min(high, end)) for (low, high), (other, end) in zip(a, b))
     return common if all(low < high for low, high in common) else None
 

@@ -31,7 +31,8 @@ def snapshot(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Copies the leaves: device arrays on the device, without waiting for the copy, and host arrays on the host.
 
     The copy is necessary because the next step reuses the donated buffers while they are still being written to disk.
-    If the device has too little memory for the copy, the leaves are copied to the host. This copy waits for the device.
+    If the device has too little memory for the copy, the leaves are copied to the host. The copy to the host waits
+    until the device has computed the state.
     """
     copies: dict[str, Any] = {}
     places: dict[Any, list[str]] = {}

@@ -33,8 +33,8 @@ def as_arrays(data: Any, what: str) -> tuple[Any, int]:
     Memory-mapped arrays stay memory-mapped.
 
     Args:
-      data: an array, a data frame, or a tree of them (nested dicts, tuples and lists). A data frame becomes a dict of
-        its columns.
+      data: an array, a data frame, or a tree of arrays and data frames (nested dicts, tuples and lists). A data frame
+        becomes a dict of its columns.
       what: the name of the data in error messages.
 
     Raises:

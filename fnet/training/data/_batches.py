@@ -19,8 +19,8 @@ class Batches:
     batches, without a saved iterator.
 
     Args:
-      data: arrays with one row for each example. They are in a dict such as {"image": [n, ...], "label": [n]}, in a
-        tuple, or in nested dicts and tuples. A pandas DataFrame is treated as a dict of its columns. A batch has the
+      data: arrays with one row for each example. The arrays are in a dict such as {"image": [n, ...], "label": [n]}, in
+        a tuple, or in nested dicts and tuples. A pandas DataFrame is treated as a dict of its columns. A batch has the
         same structure as `data`.
       batch_size: the number of examples in a batch.
       seed: the seed of the permutations. Default 0.

@@ -18,7 +18,8 @@ def local(where: str | os.PathLike) -> Path:
     """Returns a local path unchanged. For a URL, returns the path of a local copy in FNET_DATA or ~/.cache/fnet.
 
     An existing copy is used if the object still has the same version and the checksum of the copy is correct.
-    Otherwise, the object is downloaded again. The download has a temporary name until it is complete.
+    If the version differs or the checksum is wrong, the object is downloaded again. The download has a temporary name
+    until it is complete.
 
     Raises:
       FileNotFoundError: the object or the home directory does not exist.

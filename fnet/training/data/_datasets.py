@@ -127,13 +127,13 @@ def load(
     """Reads a data set from disk, and downloads missing files.
 
     The files must have the names under which the authors publish them. `load` searches for the files in the folder
-    `data_dir/name`, then in the folder `data_dir`. It downloads missing files into `data_dir/name`. A downloaded file
-    gets its final name only if it has the published size and MD5 checksum.
+    `data_dir/name`, then in the folder `data_dir`. `load` downloads missing files into `data_dir/name`. A downloaded
+    file gets its final name only if it has the published size and MD5 checksum.
 
     Args:
         name: "digits", "mnist", "fashion_mnist" or "cifar10".
-        data_dir: the folder of the files. It is not used for "digits", because scikit-learn contains this data set.
-            Default None: the folder that the environment variable FNET_DATA names, or ~/.cache/fnet.
+        data_dir: the folder of the files. The folder is not used for "digits", because scikit-learn contains this data
+            set. Default None: the folder that the environment variable FNET_DATA names, or ~/.cache/fnet.
         split: how to divide the 1,797 images of "digits" into a training set and a test set (see `load_digits`).
             "random" is a fixed 80/20 split, stratified by class. "last20" uses the last 20 % of the images as the test
             set, which is a common choice. All other data sets have the split of their authors. Default "random".

@@ -36,7 +36,7 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
 
     The result is a function: `batches(i)` is the batch of step i. After the last batch of an epoch, the first batch of
     the next epoch follows. The attribute `batches.resume` states which batches a resumed run gets. `fit` logs this
-    guarantee. It is one of three values:
+    guarantee. The value of `batches.resume` is one of three strings:
 
     - "exact": the resumed run gets the batches of an uninterrupted run. Two kinds of sources have this guarantee. The
       first kind is read by index: a sequence, a Grain MapDataset, or a Hugging Face Dataset. The second kind has a

@@ -1,4 +1,5 @@
-"""The compiled function that `fit` calls for each step. It runs the user's step, and checks and sums the results."""
+"""The compiled function that `fit` calls for each step. The compiled function runs the user's step, and checks and sums
+the results."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str]
     Args:
       step: the step function, as in `fit`.
       state: the state before the first step. The new state of every step has the same shardings as this state.
-      keeps: whether to discard the update of a step that produces NaN or infinity. Only the counter `step` then
-        increases.
+      keeps: whether to discard the update of a step that produces NaN or infinity. If the update of a step is
+          discarded, only the counter `step` increases.
       exempt: the paths of the leaves of the state that are not checked, because they are infinite at the start.
       metrics: whether `advance` returns the metrics of the step. If False, it returns None instead.
     """

@@ -147,8 +147,8 @@ class Store:
 
 @functools.cache
 def _cpu() -> str:
-    """Returns the instruction set and the number of cores of the CPU. They are added to JAX's keys, which do not
-    contain them."""
+    """Returns the instruction set and the number of cores of the CPU. The instruction set and the number of cores are
+    added to JAX's keys, which do not contain them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:

@@ -37,8 +37,8 @@ def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
       step: the result of `traced`.
 
     Raises:
-      TypeError: the step returns a state with another structure, shape or dtype, so the run could not be resumed. It is
-        also raised if a leaf of the batch is not an array.
+      TypeError: the step returns a state with another structure, shape or dtype, so the run could not be resumed. The
+          error is also raised if a leaf of the batch is not an array.
     """
     leaves = [((), batch)] if isinstance(batch, Iterator) else jax.tree_util.tree_leaves_with_path(batch)
     for path, leaf in leaves:
@@ -55,7 +55,7 @@ def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
 def check_state(state: Any, new: Any) -> None:
     """Raises an error if a step changes the structure, a shape or a dtype of the state.
 
-    This function is called whenever the step is traced, for example for a batch of another shape.
+    The check runs whenever the step is traced, for example for a batch of another shape.
 
     Raises:
       TypeError: the structure, a shape or a dtype differs, so the run could not be resumed.

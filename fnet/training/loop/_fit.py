@@ -73,8 +73,8 @@ def fit(
     device, and fetches the sums every `log_every` steps. Between two fetches, the host dispatches at most two steps
     that the device has not completed yet.
 
-    A run starts from the last complete checkpoint in `workdir`. If there are no checkpoints, it starts from `state`. If
-    there are checkpoints, but none of them can be read, `fit` raises an error.
+    A run starts from the last complete checkpoint in `workdir`. If the folder contains no checkpoints, `fit` starts
+    from `state`. If the folder contains checkpoints, but none of them can be read, `fit` raises an error.
 
     The arguments, by purpose:
 
@@ -152,8 +152,8 @@ def fit(
         rate. A resumed run uses the rules that were selected when the run was started. Default True.
       profile_steps: a range of consecutive steps to profile, such as range(100, 105). `fit` writes the time of these
         steps by layer path and phase (see `introspect.profile`) to profile.txt, profile.html and profile.json in the
-        folder workdir/profile/100-105. It also writes a trace for ui.perfetto.dev to trace.json.gz. The first step of a
-        process is not profiled, because its time includes compilation. Default None: no steps are profiled.
+        folder workdir/profile/100-105. `fit` also writes a trace for ui.perfetto.dev to trace.json.gz. The first step
+        of a process is not profiled, because its time includes compilation. Default None: no steps are profiled.
 
     Returns:
       The state after the last step, or the best state if `restore_best` is True. With a `workdir`, this state is also

@@ -1,5 +1,5 @@
-"""Detects metrics and states that are not finite, on the device. Finds the layer that caused them by replaying the
-step."""
+"""Detects metrics and states that are not finite, on the device. Finds the layer that caused non-finite values by
+replaying the step."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Diverged(ArithmeticError):
 
 
 def start(skipped: Any) -> dict[str, Any]:
-    """Returns the initial watch. It contains the first step that was not finite, the index of the first non-finite leaf
-    of this step (both -1 if there is none), and the number of skipped steps."""
+    """Returns the initial watch. The watch contains the first step that was not finite, the index of the first
+    non-finite leaf of this step (both -1 if there is none), and the number of skipped steps."""
     return {"bad": np.array(-1, np.int32), "leaf": np.array(-1, np.int32), "skipped": np.asarray(skipped, np.int32)}
 
 
@@ -98,7 +98,8 @@ def _square(x):
 
 
 def kept(sound: jax.Array, new: Any, old: Any) -> Any:
-    """Returns `new` if the step was finite, otherwise `old`. The counter `step` increases in both cases."""
+    """Returns `new` if the step was finite, otherwise `old`. The counter `step` increases whether or not the step is
+    skipped."""
     def choose(path, a, b):
         if jax.tree_util.keystr(path, simple=True, separator="/") == "step":
             return a

@@ -20,8 +20,8 @@ class Prefetch:
     """Prepares `batches(i)` for i = start, start + 1, ... in a thread, ahead of the steps that use them.
 
     Args:
-      batches: a function; `batches(i)` is the batch of step i. Its NumPy arrays are copied, so a source may reuse its
-        buffers.
+      batches: a function; `batches(i)` is the batch of step i. The NumPy arrays of a batch are copied, so a source may
+          reuse its buffers.
       start, stop: the range of the steps, as in `range(start, stop)`.
       depth: the number of batches that are kept ready. Default 2.
       seen: the `Signals` of the run. After a signal, waiting for a batch raises `Stopping`. Default None: signals are

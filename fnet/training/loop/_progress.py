@@ -108,7 +108,7 @@ class Progress:
     def tick(self, step: int, rate: float | None, left: float | None) -> None:
         """Redraws the bar after step `step` has been dispatched, at most `refresh` times per second.
 
-        This method does not wait for the device.
+        The method does not wait for the device.
 
         Args:
           step: the number of steps so far.

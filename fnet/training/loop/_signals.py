@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop. They are recorded immediately, and handled when the loop waits."""
+"""Signals that ask a run to stop. Signals are recorded immediately, and handled when the loop waits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _runs: list[Signals] = []      # nested runs; the innermost run handles signals,
 class Stopping(BaseException):
     """Raised after a signal to interrupt an evaluation, a callback or a wait for data; `fit` catches it.
 
-    It is not a subclass of Exception, so that user code which retries after errors does not catch it.
+    The class is not a subclass of Exception, so that user code which retries after errors does not catch it.
     """
 
 

@@ -69,8 +69,8 @@ class Spread:
         return batch() if self.plan is None else self.plan.shapes
 
     def whole(self, tree: Any) -> Any:
-        """Replicates small arrays on all devices of the plan. The step returns them with this sharding, so it is not
-        compiled a second time."""
+        """Replicates small arrays on all devices of the plan. The step returns the arrays with this sharding, so the
+        step is not compiled a second time."""
         return placed(tree, None if self.plan is None else NamedSharding(self.plan.mesh, P()))
 
 
