@@ -116,8 +116,9 @@ def fake_quantize(params: Any, recipe: Mapping[str, Format], *,
 
     When the model uses a `FakeQuantized` parameter, its values are rounded to multiples of a step. The derivative
     ignores the rounding (straight-through estimator). The steps are trained together with the values (learned step size
-    quantization). The initial steps are the scales that `quantize` computes. After training, `convert` replaces the
-    `FakeQuantized` parameters by quantized parameters, whose scales are the trained steps.
+    quantization). The initial steps (distances between neighboring rounded values) are the scales that `quantize`
+    computes. After training, `convert` replaces the `FakeQuantized` parameters by quantized parameters, whose scales
+    are the trained steps.
 
     Args:
         params: a tree of arrays.

@@ -38,7 +38,7 @@ class Atoms:
         return atom
 
     def expand(self, axis: Axis) -> Axis:
-        """Returns the axis as atoms that are not split further. Atoms of size 1 are omitted."""
+        """Returns the axis as atoms (factors of the axis) that are not split further. Atoms of size 1 are omitted."""
         found: list[int] = []
         for atom in map(self.root, axis):
             if atom in self._parts:

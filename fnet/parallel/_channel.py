@@ -125,8 +125,8 @@ class Channel:
             self._set(f"left/{self.me}", why)
 
     def leave(self, why: str = "has given up waiting") -> None:
-        """Does the same as `close`, but this process does not wait for the others when it exits. Use it if other
-        processes are late or gone."""
+        """Does the same as `close`, but this process does not wait for the others when it exits. Use this method if
+        other processes are late or gone."""
         self.close(why)
         atexit.unregister(self._end)
         _jax.processes.leave()

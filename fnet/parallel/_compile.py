@@ -47,8 +47,8 @@ def compiled(step, state, batch) -> Compiled:
 
 
 def _sent(program) -> Ledger | None:
-    """Returns the ledger of a program, or None if the compiler does not return the text of the program. libtpu does not
-    return it for some large programs."""
+    """Returns the ledger (the transfers between chips) of a program, or None if the compiler does not return the text
+    of the program, as libtpu for some large programs."""
     try:
         text = program.as_text()
     except jax.errors.JaxRuntimeError:

@@ -202,8 +202,8 @@ class _Walk:
         return peak, [*live, *deeper]
 
     def bodies(self, op, splits, found, times):
-        """Finds the body of an operation, such as a branch, that needs most memory. Returns its number of bytes, and
-        the arrays that are live at its peak."""
+        """Finds the body of an operation, such as a branch, that needs most memory. Returns the number of bytes of this
+        body, and the arrays that are live at its peak."""
         worst = 0, []
         for sub, frame in op.bodies:
             jaxpr, inputs = sub.jaxpr, list(splits)
@@ -332,8 +332,8 @@ def _inside(split: Split) -> Split:
 
 def _reshaped(eqn, axis, chips) -> int | None:
     """Returns the axis of a reshape's result that is split if `axis` of its input is split, or None if there is no such
-    axis. The sizes of the axes before it must have the same product as in the input, and its own size must be a
-    multiple of the number of chips."""
+    axis. The sizes of the axes before the split axis must have the same product as in the input, and the size of the
+    split axis must be a multiple of the number of chips."""
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     ahead = math.prod(old[:axis])
     places = [i for i in range(len(new)) if math.prod(new[:i]) == ahead and new[i] % chips == 0 and new[i] > 1]

@@ -22,7 +22,7 @@ class LocalBatches:
             `batch["weight"]`.
         drop: whether short batches are omitted instead of padded.
         why: the reason why batches cannot be padded, a part of error messages.
-        choices: what the user can do then, a part of error messages.
+        choices: what the user can do if batches cannot be padded, a part of error messages.
     """
 
     def __init__(self, plan: Any, drop: bool):
@@ -56,8 +56,8 @@ class LocalBatches:
         Args:
             batch: the batch.
             at: the number of the batch, for error messages.
-            whole: whether the batch may contain the rows of all processes instead of only those of this process. If it
-                does, the rows of this process are selected. Default False.
+            whole: whether the batch may contain the rows of all processes instead of only those of this process. If
+                True, the rows of this process are selected. Default False.
 
         Raises:
             ValueError: the batch does not match the plan's batch, or the batch is short and cannot be padded.

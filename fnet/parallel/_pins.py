@@ -130,7 +130,8 @@ class _Pins(Interpreter):
         return [Value(y, 0) for y in mapped(*arrays)]
 
     def scan(self, eqn, at, inputs, notes):
-        """Evaluates a scan. The sharding of its carry is constrained before the loop and at the end of each iteration.
+        """Evaluates a scan. The sharding of the carry of a loop is constrained before the loop and at the end of each
+        iteration.
 
         Partial sums over the batch are reduced once, after the loop.
         """
@@ -172,7 +173,7 @@ class _Pins(Interpreter):
     # Partial sums.
 
     def evaluate(self, jaxpr, consts, args, outer, wanted):
-        """Partial sums among the outputs are reduced over the chips, unless they are wanted."""
+        """Partial sums among the outputs are reduced over the chips, unless the caller accepts partial sums."""
         outputs = super().evaluate(jaxpr, consts, args, outer, wanted)
         return [y if want == PARTIAL else self.whole(y) for y, want in zip(outputs, wanted)]
 

@@ -60,7 +60,7 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
       activations split along the batch axis. Without pins, XLA may sum activations over all chips instead of gathering
       weights.
 
-    It depends on the model whether "fsdp" or "fsdp+pins" sends fewer bytes, so the step is compiled with both. If no
+    Whether "fsdp" or "fsdp+pins" sends fewer bytes depends on the model, so the step is compiled with both. If no
     strategy fits into memory, `plan` tries each strategy with "+remat": the backward pass recomputes activations, as
     with `ft.rematerialize`. If no strategy with "+remat" fits either, `plan` adds "+microbatches=2", "+microbatches=4"
     or a larger power of two: the batch is processed in this number of slices, one after another. For microbatches, the
@@ -341,8 +341,8 @@ def _split(spec) -> Split:
 
 
 def _best(judged: list[Candidate], memory: float | None) -> Candidate | None:
-    """Selects a candidate that fits into memory, or returns None. If candidates were compiled, only these are
-    considered. The rules are those of `plan`."""
+    """Selects a candidate that fits into memory, or returns None. If candidates were compiled, only compiled candidates
+    are considered. The rules are those of `plan`."""
     fit = [each for each in judged if not each.verdict]
     fit = [each for each in fit if each.compiled] or fit
     if not fit:

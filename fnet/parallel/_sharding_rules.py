@@ -21,11 +21,12 @@ def rules(spec: Any, axes: Mapping[str, str]) -> dict[str, tuple[str | None, ...
     Args:
         spec: the tree of `ParamSpec`s that describes the parameters of the model. `model.spec(x)` returns this tree as
             its first result.
-        axes: {logical axis name: mesh axis}. An axis with this logical name is split over this mesh axis. If several
-            axes of a parameter would be split over the same mesh axis, only the first of these axes is split.
+        axes: {logical axis name: mesh axis}. An axis of a parameter with one of these logical names is split over the
+            corresponding mesh axis. If several axes of a parameter would be split over the same mesh axis, only the
+            first of these axes is split.
 
     Returns:
-        A dict with a rule for each parameter that has an axis with one of these names. A key is the path of a
+        A dict with a rule for each parameter that has an axis with one of the names in `axes`. A key is the path of a
         parameter, in which special characters of regular expressions are escaped. A value is a tuple with an entry for
         each axis of the parameter: the name of a mesh axis, or None.
 

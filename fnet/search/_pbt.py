@@ -126,7 +126,8 @@ class PBT:
 
     @property
     def separate(self) -> bool:
-        """True, because a step calls several compiled programs. `fit` then does not compile it as one program."""
+        """True, because a step calls several compiled programs. Therefore `fit` does not compile the step as one
+        program."""
         return True
 
     def plain(self, state, batch):

@@ -28,7 +28,8 @@ class Round:
 
     Attributes:
       plain: the round as one function that JAX can trace.
-      separate: True, because a round calls several compiled programs. `tr.fit` then does not compile it as one program.
+      separate: True, because a round calls several compiled programs. Therefore `tr.fit` does not compile a round as
+          one program.
     """
 
     separate = True

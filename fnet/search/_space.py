@@ -165,7 +165,7 @@ class Space(dict):
         """Converts n points to the hyperparameters of a population: a dict of arrays [n], float32 or int32.
 
         Raises:
-          TypeError: a value is not a number. Each such value needs a separate program.
+          TypeError: a value is not a number. Each value that is not a number needs a separate program.
         """
         for name in self:
             if any(isinstance(point[name], bool | str) or point[name] is None for point in points):

@@ -6,10 +6,10 @@
     FOLDER/trials/0000/result.json the status and the value of the metric, written last
     FOLDER/index.html              the table and plots
 
-A worker locks a trial with `flock` and passes the lock to the process of the trial. The lock is released when both have
-ended, so a trial is never run twice at the same time, even if its worker is killed. If the trial has no result then,
-another worker continues it from its checkpoint. A worker ends when every trial has a result, or when its time is used
-up.
+A worker locks a trial with `flock` and passes the lock to the process of the trial. The lock is released when the
+worker and the process of the trial have ended, so a trial is never run twice at the same time, even if its worker is
+killed. If a trial has no result and no lock, another worker continues the trial from its checkpoint. A worker ends when
+every trial has a result, or when its time is used up.
 """
 
 from __future__ import annotations

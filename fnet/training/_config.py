@@ -128,7 +128,7 @@ def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
 def same_config(config: Any, workdir: str | os.PathLike, *, but: tuple[str, ...] = ()) -> None:
     """Raises an error if `workdir` contains a run with another configuration.
 
-    This function compares `config` with the file config.json in `workdir`. `fit(config=)` makes a similar comparison,
+    The function compares `config` with the file config.json in `workdir`. `fit(config=)` makes a similar comparison,
     with the configuration in the checkpoint, when it resumes a run.
 
     Args:

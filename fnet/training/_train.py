@@ -29,12 +29,12 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
       model: a layer with the method `init`, which is called as `model(params, x, state=, key=, train=)`. `train`
         initializes the parameters, with `seed`.
       data: a function that maps the number of a step to a batch, such as a `Batches` object, the result of
-        `from_iterator`, or your own function. A batch is a tuple (x, y), or a dict. `inputs` and `targets` are the keys
-        of x and y in this dict.
+        `from_iterator`, or your own function. A batch is a tuple (x, y), or a dict. If a batch is a dict, `inputs` and
+        `targets` are the keys of x and y in the dict.
       loss: a function of the model's outputs and the targets that returns one value for each example, such as
         `optax.softmax_cross_entropy_with_integer_labels`.
       optimizer: an Optax gradient transformation.
-      epochs, steps: the length of the training, in epochs or in steps. Pass exactly one of the two.
+      epochs, steps: the length of the training, in epochs or in steps. Pass either `epochs` or `steps`.
       validation: the data set for evaluations, with the same structure as a batch. The results are logged as
         "validation/loss" and, for each of the `metrics`, as "validation/NAME". Default None: no evaluations.
       metrics: a dict {name: function} of metrics. Like `loss`, each function maps the outputs and the targets to one

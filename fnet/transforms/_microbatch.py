@@ -147,14 +147,14 @@ def _differentiable(x) -> bool:
 
 
 def _gate(live, x):
-    """Returns x. If `live` is False, its derivative is 0. Selecting among the outputs of f would not be sufficient: in
-    reverse mode, a cotangent of 0 may become NaN inside f, for example in a division by 0."""
+    """Returns x. If `live` is False, the derivative of the result is 0. Selecting among the outputs of f would not be
+    sufficient: in reverse mode, a cotangent of 0 may become NaN inside f, for example in a division by 0."""
     return jnp.where(live, x, lax.stop_gradient(x))
 
 
 def _scalar(share):
-    """Returns a slice's weight as an array with a dtype of at least float32. Raises an error if it is not a real
-    scalar."""
+    """Returns a slice's weight as an array with a dtype of at least float32. Raises an error if the weight is not a
+    real scalar."""
     share = jnp.asarray(share)
     if share.shape or jnp.issubdtype(share.dtype, jnp.complexfloating) or not (
             share.dtype == jnp.bool_ or jnp.issubdtype(share.dtype, jnp.number)):

@@ -2,10 +2,11 @@
 
 XLA:CPU computes four kinds of convolutions one element at a time: depthwise convolutions, the gradients of all
 convolutions with groups, convolutions whose window is larger than their input, and some convolutions with zeros between
-the elements of their input. The first kind is replaced by a sum over the positions of the window, which is elementwise
-over channels. The second kind is replaced by one convolution for each group, the third kind by a matrix product, and
-the fourth kind by a convolution of an input that contains the zeros. The replacements take between a half and a
-hundredth of the time (`python -m benchmarks.convolutions`).
+the elements of their input. A depthwise convolution is replaced by a sum over the positions of the window, which is
+elementwise over channels. The gradients of convolutions with groups are replaced by one convolution for each group,
+convolutions with large windows by a matrix product, and those with zeros by a convolution of an input that contains the
+zeros. The new
+forms take between a half and a hundredth of the original time (`python -m benchmarks.convolutions`).
 """
 
 from __future__ import annotations
@@ -218,7 +219,8 @@ def _kernel_gradient(x, g, window, step, padding, dilation, strides):
 def kernel_layout(eqn, inputs):
     """Transposes the kernel of a bfloat16 convolution to [*window, in, out].
 
-    XLA calls oneDNN only for this layout. The gradient of a convolution's input has the axes [*window, out, in].
+    XLA calls oneDNN only for kernels with the layout [*window, in, out]. The gradient of a convolution's input has the
+    axes [*window, out, in].
     """
     product = jaxpr.product(eqn)
     if product.op is not jaxpr.CONVOLUTION or product.dtype != BF16:

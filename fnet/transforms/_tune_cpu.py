@@ -59,8 +59,8 @@ class Rule(NamedTuple):
 
 
 def apart(x):
-    """Returns x after an optimization barrier, so that x is computed before it is read. Otherwise, XLA fuses the
-    elementwise operations that produce x with strided copies.
+    """Returns x after an optimization barrier, so that x is computed before it is read. Without the barrier, XLA fuses
+    the elementwise operations that produce x with strided copies.
     """
     return lax.optimization_barrier(x)
 
@@ -113,7 +113,8 @@ def _ready(value, x):
 
 
 def bfloat16_products(eqn, inputs):
-    """Computes a bfloat16 product as a product of matrices with float32 sums. Other forms take up to ten times as long.
+    """Computes a bfloat16 product as a product of matrices with float32 sums. Other forms of bfloat16 products take up
+    to ten times as long.
     """
     x, y = (value.x for value in inputs)
     product = jaxpr.product(eqn)
@@ -143,8 +144,8 @@ def _split(shape, window):
 
 
 def _tiles(x, window):
-    """Returns a list of arrays with the output's shape. Each contains the elements of x at one position of the window;
-    the positions are in row-major order."""
+    """Returns a list of arrays with the output's shape. Each array contains the elements of x at one position of the
+    window; the positions are in row-major order."""
     x = x.reshape(_split(x.shape, window))
     places = itertools.product(*(range(k) if k > 1 else (None,) for k in window))
     return [x[tuple(part for i in place for part in ((slice(None),) if i is None else (slice(None), i)))]
@@ -177,7 +178,8 @@ def max_pool_gradient(eqn, inputs):
 
 
 def _ends_swapped(x):
-    """Transposes [a, b, c] to [c, b, a] in cache-sized steps. A single step would take four to ten times as long.
+    """Transposes [a, b, c] to [c, b, a] in cache-sized steps. A transpose in a single step would take four to ten times
+    as long.
 
     The loop over halves prevents XLA from fusing both steps and the computation of x into one strided copy.
     """

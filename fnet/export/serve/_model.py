@@ -117,8 +117,8 @@ class Model:
     def _compiled(self, weights, arrays):
         """Returns the compiled program for these shapes.
 
-        On a CPU, the program is created from its stable form and optimized by `ft.tune`. On other devices, or if there
-        is no stable form, it is the program in the bundle that JAX serialized.
+        On a CPU, the program is created from its stable form and optimized by `ft.tune`. On devices other than CPUs, or
+        if the program has no stable form, the compiled program is the program in the bundle that JAX serialized.
         """
         if self._stable:
             rest = iter(arrays)

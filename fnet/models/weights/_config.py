@@ -146,7 +146,7 @@ class Config:
         """Compares config.json with a model.
 
         Raises:
-            ValueError: fields differ, are not supported or not known; the message lists them.
+            ValueError: fields differ, are not supported or not known; the message lists these fields.
         """
         wanted, problems = self._wanted(config)
         changes = {}
@@ -286,7 +286,7 @@ def kind_of(config):
 
 
 def same(a, b) -> bool:
-    """Whether a equals b. A boolean does not equal a number."""
+    """Whether a equals b. Unlike in Python, a boolean does not equal a number: True differs from 1."""
     return isinstance(a, bool) == isinstance(b, bool) and a == b
 
 

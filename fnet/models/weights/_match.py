@@ -98,7 +98,8 @@ def detect_names(model, leaves, tensors, name):
 
 
 def _differs(model, rules):
-    """Returns {field: value that these names require} for the fields in which the model has another value."""
+    """Returns {field: value that the weights in the file require} for the fields in which the model has another
+    value."""
     return {field: value for field, value in rules.config.items() if getattr(model, field) != value}
 
 

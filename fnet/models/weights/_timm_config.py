@@ -10,7 +10,8 @@ from fnet.models.weights._json import text_of
 
 
 def name_of(model, table: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the name whose fields the model has, from {name: {field: value}}. Returns "other" if there is none."""
+    """Returns the name whose fields the model has, from {name: {field: value}}. Returns "other" if no name has the
+    fields of the model."""
     return next((name for name, fields in table.items()
                  if all(getattr(model, field) == value for field, value in fields.items())), "other")
 

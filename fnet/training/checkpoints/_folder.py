@@ -78,12 +78,13 @@ class Folder:
         return f"arrays-{process}.safetensors"
 
     def write_part(self, step: int, process: int, text: str) -> None:
-        """Writes a JSON description of the file of `process`. Process 0 reads it before it commits the step."""
+        """Writes a JSON description of the file of `process`. Process 0 reads this description before it commits the
+        step."""
         write_whole(self._part(step, process), text.encode())
 
     def take_part(self, step: int, process: int) -> str | None:
-        """Removes the description that `process` has written, and returns it. Returns None if it has not been written
-        yet."""
+        """Removes the description that `process` has written, and returns it. Returns None if the description has not
+        been written yet."""
         part = self._part(step, process)
         if not part.exists():
             return None

@@ -95,7 +95,7 @@ def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *,
         different dtype raises an error.
 
     Returns:
-      The state. For example, you can train it further with `fit(step, state, ...)` in another workdir.
+      The state. For example, you can train the state further with `fit(step, state, ...)` in another workdir.
 
     Raises:
       FileNotFoundError, ValueError: as for `load`.

@@ -80,7 +80,7 @@ class Reading:
     def best(self) -> int | None:
         """Returns the step of the checkpoint with the best value of the metric `best`.
 
-        Returns None if no metric was named, or no checkpoint has a finite value of it.
+        Returns None if no metric was named, or no checkpoint has a finite value of the metric.
         """
         if self._best is None:
             return None

@@ -1,8 +1,8 @@
 """Storage of runs: a local folder (`pathlib.Path`), or objects under a prefix of S3, GCS or Azure (`StorePath`).
 
-`location` converts a path or a URL to one of these two types. A `StorePath` has the methods of `Path` that fnet uses,
-and methods that only an object store needs, such as the conditional writes `create` and `replace`. An object is written
-completely or not at all.
+`location` converts a path or a URL to a `Path` or a `StorePath`. A `StorePath` has the methods of `Path` that fnet
+uses, and methods that only an object store needs, such as the conditional writes `create` and `replace`. An object is
+written completely or not at all.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def location(where: str | os.PathLike) -> Path | StorePath:
 
 
 def write_whole(path: Path | StorePath, data: bytes) -> None:
-    """Writes a file or object. Readers find its old or its new content, never a part of it."""
+    """Writes a file or object. Readers find the old or the new content of the file, never a part of it."""
     new = path if isinstance(path, StorePath) else path.with_name(f"{path.name}.new")
     new.write_bytes(data)
     if new is not path:
@@ -306,8 +306,8 @@ def _version(known: Any) -> dict[str, str]:
 
 
 def _brief(error: Exception) -> str:
-    """Returns one line that describes an error of obstore. The error's own text is long: it contains XML and the
-    client's configuration."""
+    """Returns one line that describes an error of obstore. The own text of an obstore error is long: it contains XML
+    and the client's configuration."""
     text = str(error).split("\n\nDebug source:")[0]
     code = re.search(r"status code: (\d{3}[^:<\n]*)", text)
     if code:

@@ -55,7 +55,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class _File:
-    """A published file. Its size in bytes and its MD5 show whether a download is complete."""
+    """A published file. The size of the file in bytes and its MD5 show whether a download is complete."""
 
     name: str
     size: int

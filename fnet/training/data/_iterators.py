@@ -233,7 +233,7 @@ class _Stream:
         return _state_methods(self._opened) or _state_methods(self._iterator)
 
     def _next(self) -> Any:
-        """Returns the next batch. At the end of an epoch, this is the first batch of the next epoch."""
+        """Returns the next batch. At the end of an epoch, the next batch is the first batch of the next epoch."""
         epoch = self._epochs[self._first]
         item = next(self._items, _END)
         if item is _END and self._at > self._first:

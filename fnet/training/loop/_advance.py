@@ -29,7 +29,8 @@ def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str]
       keeps: whether to discard the update of a step that produces NaN or infinity. If the update of a step is
           discarded, only the counter `step` increases.
       exempt: the paths of the leaves of the state that are not checked, because they are infinite at the start.
-      metrics: whether `advance` returns the metrics of the step. If False, it returns None instead.
+      metrics: whether `advance` returns the metrics of the step. If False, `advance` returns None instead of the
+          metrics.
     """
     places = jax.tree.map(_place, state)
     if getattr(step, "separate", False):

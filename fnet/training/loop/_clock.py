@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 
 class Clock:
-    """Measures the steps per second, excluding compilation and pauses such as evaluations. Estimates the remaining
-    time, including compilation and pauses."""
+    """Measures the steps per second, excluding compilation and pauses such as evaluations. Also estimates the remaining
+    time of the run, including compilation and pauses."""
 
     def __init__(self):
         self.compiled: float | None = None

@@ -92,10 +92,10 @@ def check_watched(watched: Collection[str], evaluate: Mapping[str, Callable], *,
     """Checks that the evaluations return the metrics that `best` and `early_stop` name.
 
     Args:
-      watched: the names of these metrics.
+      watched: the names of the metrics that `best` and `early_stop` name.
       evaluate: the evaluation functions. An `evaluator` knows the names of its metrics before it runs.
-      state: the state. An `evaluator` needs it to determine the names of its metrics. Default None, which is sufficient
-        if `values` is given.
+      state: the state. An `evaluator` needs the state to determine the names of its metrics. Default None, which is
+        sufficient if `values` is given.
       values: the results of the evaluations. Default None: no evaluation has been run yet.
 
     Raises:
