@@ -5,8 +5,7 @@ convolutions with groups, convolutions whose window is larger than their input, 
 the elements of their input. A depthwise convolution is replaced by a sum over the positions of the window, which is
 elementwise over channels. The gradients of convolutions with groups are replaced by one convolution for each group,
 convolutions with large windows by a matrix product, and those with zeros by a convolution of an input that contains the
-zeros. The new
-forms take between a half and a hundredth of the original time (`python -m benchmarks.convolutions`).
+zeros. The new forms take between a half and a hundredth of the original time (`python -m benchmarks.convolutions`).
 """
 
 from __future__ import annotations
