@@ -17,7 +17,7 @@ check exits with 1 if JAX cannot read the programs or an output differs.
 
 
 def define(commands: Any) -> None:
-    """Adds the command to the parser of `fnet`."""
+    """Adds the command `bundle` to the parser of `fnet`."""
     bundle = commands.add_parser("bundle", help="describe, check or renew an exported model",
                                  formatter_class=argparse.RawDescriptionHelpFormatter, description=_DESCRIPTION)
     bundle.add_argument("action", choices=("show", "check", "renew"),
@@ -27,7 +27,7 @@ def define(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command and returns its exit code."""
+    """Runs the command `fnet bundle` and returns its exit code."""
     from fnet import export
 
     if args.action == "renew":

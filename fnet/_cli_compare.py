@@ -21,7 +21,7 @@ _EPOCH = 1_281_167      # images of ImageNet
 
 
 def define(commands: Any) -> None:
-    """Adds the command to the parser of `fnet`."""
+    """Adds the command `compare` to the parser of `fnet`."""
     compare = commands.add_parser("compare", help="compare the estimated cost of a training step on several chips",
                                   formatter_class=argparse.RawDescriptionHelpFormatter, description=_DESCRIPTION)
     compare.add_argument("model", help="name of a model (resnet50, gpt2, ...), module:function or file.py:function")

@@ -11,7 +11,7 @@ _CONTEXT = 4096      # tokens of a generated text, at most
 
 
 def define(commands: Any) -> None:
-    """Adds the command to the parser of `fnet`."""
+    """Adds the command `export` to the parser of `fnet`."""
     export = commands.add_parser("export", help="export the trained model of a run",
                                  description="Exports the model of a run's folder, which contains model.json "
                                  "(export.record). onnx and litert need the packages of fnet[onnx] and "
@@ -30,7 +30,7 @@ def define(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command and returns its exit code.
+    """Runs the command `fnet export` and returns its exit code.
 
     Raises:
         ValueError: a format is unknown, or the folder does not contain a run.

@@ -1,4 +1,4 @@
-"""`fnet plan module:function`: plans a training step on several devices, attached or not."""
+"""`fnet plan module:function`: plans a training step for several devices, which need not be attached."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ and the commands
 
 
 def define(commands: Any) -> None:
-    """Adds the command to the parser of `fnet`."""
+    """Adds the command `plan` to the parser of `fnet`."""
     plan = commands.add_parser("plan", help="show how to run a training step on several devices, attached or not",
                                formatter_class=argparse.RawDescriptionHelpFormatter, description=_DESCRIPTION)
     plan.add_argument("function", help="function that returns the step, as module:function or file.py:function")

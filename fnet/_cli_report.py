@@ -18,7 +18,7 @@ band.
 
 
 def define(commands: Any) -> None:
-    """Adds the command to the parser of `fnet`."""
+    """Adds the command `report` to the parser of `fnet`."""
     parser = commands.add_parser("report", help="write an HTML report of training runs", description=_DESCRIPTION,
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="+", help="folder of a run; several runs are compared")

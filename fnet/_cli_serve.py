@@ -19,7 +19,7 @@ The token for clients, if any, is in the file of --token-file or in the environm
 
 
 def define(commands: Any) -> None:
-    """Adds the command to the parser of `fnet`."""
+    """Adds the command `serve` to the parser of `fnet`."""
     serve = commands.add_parser("serve", help="serve exported models over HTTP", description=_DESCRIPTION,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     serve.add_argument("files", nargs="+", metavar="FILE", help="bundle to serve, as FILE, NAME=FILE or "
@@ -42,7 +42,7 @@ def define(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command and returns its exit code."""
+    """Runs the command `fnet serve` and returns its exit code."""
     from fnet.export import serve
 
     token = os.environ.get("FNET_SERVE_TOKEN")

@@ -24,7 +24,7 @@ run the same command; each trial runs once. Further flags of the script follow a
 
 
 def define(commands: Any) -> None:
-    """Adds the command to the parser of `fnet`."""
+    """Adds the command `sweep` to the parser of `fnet`."""
     parser = commands.add_parser("sweep", help="search for the hyperparameters of an experiment",
                                  description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", help="Python file of the experiment")
@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def separate(argv: Sequence[str]) -> tuple[Sequence[str], list[str]]:
-    """Splits a command line at --. Returns the arguments before it, which are those of `fnet sweep`, and the arguments
-    after it, which are the flags of the script."""
+    """Splits a command line at --. Returns the arguments before --, which are those of `fnet sweep`, and the arguments
+    after --, which are the flags of the script."""
     if "sweep" not in argv or "--" not in argv:
         return argv, []
     at = list(argv).index("--")

@@ -41,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code.
+    """Runs a command of `fnet` and returns its exit code.
 
     The exit code is 0 for success, 2 for an invalid argument, an unreadable file or a missing device, and 1 for other
     errors. Errors are printed to standard error in one line, or as a traceback with --debug.
@@ -221,8 +221,8 @@ def _row(name: str) -> int:
 
 
 def _comparison(item: Any) -> list[tuple[str, str]]:
-    """Returns rows (dtype, text). The text states the formula, the computed peak, the published peaks, and why they
-    differ."""
+    """Returns rows (dtype, text). The text of a row states the formula, the computed peak and the published peaks of a
+    chip, and why the peaks differ."""
     from fnet import hardware as hw
 
     formulas = {(c.dtype, c.formula): c.flops for c in hw.computed(item)}

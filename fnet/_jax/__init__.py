@@ -1,8 +1,9 @@
 """The only package of fnet that uses undocumented names of JAX.
 
 `_features` imports these names. If the installed version of JAX lacks a name, the feature of fnet that needs the name
-is disabled. `disabled` lists such features. `compilation`, `kernels` and `processes` are imported on first use. For
-each name, tests/test_jax_names.py contains a test that fails if a version of JAX no longer has the name.
+is disabled. `disabled` lists such features. The modules `compilation`, `kernels` and `processes` of this package are
+imported on first use. For each name, tests/test_jax_names.py contains a test that fails if a version of JAX no longer
+has the name.
 """
 
 import importlib

@@ -52,6 +52,6 @@ def private(path: str, feature: str) -> Any:
 
 
 def disabled() -> tuple[str, ...]:
-    """Returns one line of text for each name that this version of JAX lacks. The line states the disabled feature. Only
-    names that `private` has looked up are listed."""
+    """Returns one line of text for each name that this version of JAX lacks, with the feature that is disabled. The
+    result contains only names that the function `private` has looked up."""
     return tuple(f"{feature} is disabled: JAX {jax.__version__} has no {path}" for path, feature in _missing.items())

@@ -39,8 +39,9 @@ def unplaced(params: dict) -> bool:
 
 
 def hoisted(params: dict, closed: Any, outputs: int = 0) -> tuple[dict, list]:
-    """Changes the parameters of a jit equation so that it evaluates `closed`, whose constants become the first inputs,
-    and which has this number of additional outputs. Returns the new parameters, and the values of the constants."""
+    """Changes the parameters of a jit equation so that the equation evaluates `closed`. The constants of `closed`
+    become the first inputs, and the equation gets `outputs` additional outputs. Returns the new parameters, and the
+    values of the constants."""
     count = len(closed.consts)
     first = {"in_shardings": UNSPECIFIED, "in_layouts": None, "donated_invars": False}
     changes = {name: (value,) * count + tuple(params[name]) for name, value in first.items()}

@@ -22,9 +22,9 @@ class CustomJvp:
         self.symbolic_zeros = params["symbolic_zeros"]
 
     def jaxpr(self, zeros: list[bool]) -> tuple[Any, list[bool]]:
-        """Returns the jaxpr of the rule, and for each output whether its tangent is zero. The inputs of the jaxpr are
-        the primals and the nonzero tangents. The outputs of the jaxpr are the primal outputs and their nonzero
-        tangents.
+        """Returns the jaxpr of the differentiation rule, and for each output whether its tangent is zero. The inputs of
+        the jaxpr are the primals and the nonzero tangents. The outputs of the jaxpr are the primal outputs and their
+        nonzero tangents.
 
         Args:
             zeros: for each input, whether its tangent is zero. The first inputs are the closed-over constants, whose
@@ -38,7 +38,7 @@ class Forward(NamedTuple):
     """The forward function of a custom_vjp equation.
 
     Attributes:
-        closed: the closed jaxpr. It maps the inputs to the residuals and the outputs.
+        closed: the closed jaxpr, which maps the inputs to the residuals and the outputs.
         residuals: the number of residuals that the jaxpr returns.
         forwarded: for each residual that the backward function needs, the index of the input that is this residual, or
             None if the jaxpr returns the residual.
@@ -79,8 +79,8 @@ class CustomVjp:
 
         Args:
             forward: the forward function.
-            zeros: for each output, whether its cotangent is a symbolic zero. The other floating-point
-                cotangents are inputs of the jaxpr.
+            zeros: for each output, whether its cotangent is a symbolic zero. The floating-point cotangents that are not
+                symbolic zeros are inputs of the jaxpr.
         """
         outvars = forward.closed.jaxpr.outvars
         saved, outputs = outvars[:forward.residuals], outvars[forward.residuals:]
@@ -101,8 +101,8 @@ class CustomVjp:
 
 
 def custom_vmap_rule(params: dict, size: int, batched: list, types: list) -> tuple[Any, list[bool]]:
-    """Traces the batching rule of a custom_vmap equation for inputs of these types. Returns the jaxpr of the rule, and
-    for each output whether it is batched."""
+    """Traces the batching rule of a custom_vmap equation for inputs of the given types. Returns the jaxpr of the
+    batching rule, and for each output whether it is batched."""
     flags, tree = [], params["in_tree"]
 
     def rule(*arrays):
@@ -124,8 +124,8 @@ def _inexact(v) -> bool:
 
 def _cotangents(outputs, zeros, nonzero):
     """Returns the cotangents of all outputs, in order. Where `zeros` is True, the cotangent is a symbolic zero. The
-    list `nonzero` contains the other cotangents, except those of outputs with an integer dtype, which are float0
-    zeros."""
+    list `nonzero` contains the cotangents that are not symbolic zeros, except those of outputs with an integer dtype,
+    which are float0 zeros."""
     rest = iter(nonzero)
     return [SymbolicZero(v.aval.to_tangent_aval()) if zero else next(rest) if _inexact(v)
             else np.zeros(v.aval.shape, jax.dtypes.float0) for v, zero in zip(outputs, zeros)]

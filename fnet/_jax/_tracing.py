@@ -54,8 +54,8 @@ def varies_over(x) -> frozenset:
 
 
 def zeros(shape: tuple, dtype: Any, axes: frozenset):
-    """Returns zeros that vary over the mesh axes `axes`, as the carry of a scan inside shard_map must if the results of
-    its iterations vary."""
+    """Returns zeros that vary over the mesh axes `axes`. Inside shard_map, the initial carry of a scan must vary over
+    the same mesh axes as the results of its iterations."""
     zeros = jax.numpy.zeros(shape, dtype)
     return jax.lax.pcast(zeros, tuple(sorted(axes, key=str)), to="varying") if axes else zeros
 
@@ -75,13 +75,13 @@ def name_stack(eqn: Any) -> str:
 
 def scope_entries(eqn: Any) -> tuple[tuple[str, int], ...]:
     """Returns (name, identity) for each named scope of an equation, the outermost first. Each time the program enters a
-    named scope, the scope gets a new identity, which is the same for all equations inside."""
+    named scope, the scope gets a new identity, which is the same for all equations inside the scope."""
     return tuple((entry.name, id(entry)) for entry in eqn.source_info.name_stack.stack if isinstance(entry, _Scope))
 
 
 def origin(eqn: Any) -> tuple:
-    """Returns the identities of an equation's name stack, traceback and JAX context. Equations with the same origin
-    have the same `name_stack` and `equation_context`."""
+    """Returns the identities of an equation's name stack, traceback and JAX context. Equations for which `origin`
+    returns the same value have the same `name_stack` and `equation_context`."""
     info = eqn.source_info
     return id(info.name_stack), id(info.traceback), id(eqn.ctx)
 
@@ -118,7 +118,7 @@ def names_context(outer: Any, name: str):
 # Evaluation of primitives.
 
 def bind_again(eqn: Any, arrays: list) -> list:
-    """Returns the outputs of an equation, evaluated on these arrays.
+    """Returns the outputs of an equation, evaluated on `arrays`.
 
     If JAX is tracing to a jaxpr, and the arrays have the types of the equation's inputs, the equation is added to the
     jaxpr unchanged. Adding an equation unchanged takes half the time of `bind`, because the output types are not
@@ -138,9 +138,9 @@ def bind_again(eqn: Any, arrays: list) -> list:
 
 
 def _high(eqn: Any) -> bool:
-    """Whether JAX must expand this equation before compilation, as for the equations of jnp.nonzero and jnp.unique
-    since jax 0.12. `bind_again` does not record such equations unchanged, because JAX must be informed that a program
-    contains them."""
+    """Whether JAX must expand an equation before compilation, which is the case for jnp.nonzero and jnp.unique since
+    jax 0.12. For an equation that must be expanded, `bind_again` calls `bind`, because JAX must be informed that a
+    program contains the equation."""
     return eqn.primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params)
 
 
@@ -148,7 +148,8 @@ def bind(primitive: Any, arrays: list, params: dict) -> list:
     """Evaluates a primitive and returns its outputs as a list.
 
     While JAX linearizes a program, the primitive is evaluated in an inlined jit, because JAX caches the linearization
-    of a jit, but not that of a primitive. The inlined jit saves two thirds of the time and does not change the program.
+    of a jit, but not that of a primitive. During linearization, the inlined jit saves two thirds of the time. The
+    inlined jit does not change the program.
     """
     outputs = None
     if _LinearizeTrace and type(_core.trace_ctx.trace) is _LinearizeTrace and primitive.name not in _NEVER_INLINED:

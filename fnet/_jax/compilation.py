@@ -29,7 +29,7 @@ def install(store, *, shortest: float) -> bool:
         shortest: the minimum compilation time of a program that is saved, in seconds.
 
     Returns:
-        Whether JAX uses the store now. JAX does not use the store if the user has selected another cache folder or
+        Whether JAX uses `store` now. JAX does not use the store if the user has selected another cache folder or
         disabled the cache, if the store cannot be used, or if this version of JAX does not support other stores.
     """
     if not _cache or not jax.config.jax_enable_compilation_cache:
@@ -47,7 +47,7 @@ def install(store, *, shortest: float) -> bool:
 
 
 def uninstall() -> None:
-    """Makes JAX no longer use the store of `install`."""
+    """Makes JAX no longer use the store that was passed to `install`."""
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _before.pop())
     _cache._cache, _cache._cache_initialized = None, False
     if _read:
@@ -57,7 +57,8 @@ def uninstall() -> None:
 
 def used() -> bytes:
     """Returns a description of the programs that JAX has looked up in the store since `preload`. Programs for several
-    devices and programs that call Python are omitted. Discards the programs of `preload` that were not looked up."""
+    devices and programs that call Python are omitted. Discards the programs that `preload` has loaded and JAX has not
+    looked up."""
     for _, loaded in _started.values():
         loaded.cancel()
     _started.clear()
@@ -65,11 +66,12 @@ def used() -> bytes:
 
 
 def preload(programs: bytes) -> None:
-    """Loads the programs that an earlier process has used in a background thread, while this process traces its
-    functions. A program is used only if JAX looks up the same key with the same options; tracing is never skipped.
+    """Loads the programs that an earlier process has used. A background thread loads the programs, while this process
+    traces its functions. A loaded program is used only if JAX looks up the same key with the same options; tracing is
+    never skipped.
 
     Args:
-        programs: the result of `used` in the earlier process.
+        programs: the result of `used` in an earlier process.
     """
     _used.clear()
     if not _cache or _cache.get_executable_and_time is not _look_up:
@@ -87,7 +89,7 @@ def _load(key, options, device):
 
 
 def _look_up(key, options, backend, devices, *callbacks):
-    """Replaces JAX's function, which reads a program from the store."""
+    """Replaces JAX's function that reads a compiled program from the store."""
     if len(devices) > 1 or any(callbacks):
         return _read(key, options, backend, devices, *callbacks)
     serialized = options.SerializeAsString().hex()

@@ -40,9 +40,9 @@ def unavailable(platform: str) -> str | None:
 
 
 def tell_devices(*primitives: Any) -> None:
-    """Makes JAX pass the devices of a program to the lowering rules of these primitives, as for its own primitives that
-    XLA cannot partition. JAX then requires that the whole program uses one mesh. Only kernels for several GPUs need the
-    devices, so this function has no effect without JAX's CUDA plugin.
+    """Makes JAX pass the devices of a program to the lowering rules of `primitives`, as for JAX's own primitives that
+    XLA cannot partition. JAX requires that a program that contains one of `primitives` uses only one mesh. Only kernels
+    for several GPUs need the devices of the program, so this function has no effect without JAX's CUDA plugin.
     """
     if _cuda_versions():
         _dispatch.prim_requires_devices_during_lowering.update(primitives)
@@ -59,8 +59,8 @@ CUSTOM_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "__cudnn$f
 
 
 def partitioning(ctx: Any) -> str:
-    """Returns how XLA distributes the equation that is being lowered, as a string. `ctx` is the argument of its
-    lowering rule.
+    """Returns how XLA distributes the equation that is being lowered, as a string. `ctx` is the context that JAX passes
+    to the lowering rule of the equation.
 
     Returns:
         "portable": the program is exported, or lowered for several platforms, so the platform is not known. "whole":
@@ -89,8 +89,8 @@ def cudnn_attention(q, k, v, bias, lengths, *rest, scale, causal, window, residu
 
     Without `rest`, the function computes the forward pass. The forward pass returns the output and, if `residuals` is
     true, the logarithm of the sum of exponentials, [b, h, t]. With `rest`, the function computes the backward pass. The
-    backward pass returns the gradients of q, k and v. `rest` is then the logarithm, the output and the gradient of the
-    output, in this order.
+    backward pass returns the gradients of q, k and v. For the backward pass, `rest` is the logarithm, the output and
+    the gradient of the output, in this order.
     """
     fused = _cudnn()
     name = "dot_product_attention_bwd" if rest else "dot_product_attention_fwd"
@@ -117,8 +117,8 @@ def splash_attention(q, k, v, lengths, *rest, causal, window, block, residuals=T
 
     Without `rest`, the function computes the forward pass. The forward pass returns the output and, if `residuals` is
     true, the logarithm of the sum of exponentials, [h, t]. With `rest`, the function computes the backward pass. The
-    backward pass returns the gradients of q, k and v. `rest` is then the output, the logarithm and the gradient of the
-    output, in this order.
+    backward pass returns the gradients of q, k and v. For the backward pass, `rest` is the output, the logarithm and
+    the gradient of the output, in this order.
     """
     splash, kernels, check_vma = _splash()
     shape = q.shape[1], k.shape[1]

@@ -11,8 +11,8 @@
 
 `quantize` and `lora` return a tree of parameters in which some leaves are implicit arrays (`ImplicitArray`). An
 implicit array is a pytree of plain arrays from which one array is computed, for example codes and scales. A tree with
-implicit arrays can be sharded and saved like a tree of plain arrays. `ft.use_implicit_arrays(f)` is a function of such
-a tree that can be compiled and differentiated.
+implicit arrays can be sharded and saved like a tree of plain arrays. For a model f, `ft.use_implicit_arrays(f)` is a
+function of a tree with implicit arrays that can be compiled and differentiated.
 """
 
 from fnet.compress._advise import Advice, Advised, advise

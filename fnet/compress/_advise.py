@@ -38,9 +38,9 @@ class Advised:
         path: the path of the parameter.
         product: the number and the shapes of the products with the parameter, as text.
         bytes: the size of the parameter in each format, {name of the format: bytes}. The name "original" means the
-            original dtype of the parameter. Formats that cannot represent the parameter are missing.
+            original dtype of the parameter. Formats that cannot represent the parameter have no entry.
         seconds: the time of the products with the parameter in each format, {name of the format: seconds}. The name
-            "original" means the original dtype.
+            "original" means the original dtype of the parameter.
         format: the advised format, or None if the parameter should not be quantized.
         reason: the reason why `format` is advised.
 
@@ -61,7 +61,7 @@ class Advised:
 @dataclasses.dataclass(frozen=True)
 class Advice(Mapping):
     """The result of `advise`, a mapping {pattern: format} that can be passed to `quantize` as the recipe. `print` shows
-    it as a table.
+    an `Advice` as a table.
 
     Attributes:
         chip: the chip for which the formats are advised.
@@ -102,7 +102,7 @@ class Advice(Mapping):
         return self._total({row.path: label(row.format) for row in self.rows if row.format is not None})
 
     def predict(self, params: Any) -> float | None:
-        """Predicts the time of the function, in seconds, with other parameters, such as those that `quantize` returned.
+        """Predicts the time of the function, in seconds, with other parameters, for example the result of `quantize`.
 
         Raises:
             ValueError: a parameter has a format that was not considered.
@@ -117,8 +117,8 @@ class Advice(Mapping):
         return self._total(formats)
 
     def _total(self, formats):
-        """Returns the time of the function, in seconds, with these formats, {path of a parameter: name of its format}.
-        The time of operations that are not products is assumed not to change."""
+        """Returns the time of the function, in seconds, with the formats `formats`, {path of a parameter: name of its
+        format}. The time of operations that are not products is assumed not to change."""
         if self.before is None:
             return None
         old = sum(row.seconds[_ORIGINAL] for row in self.rows)
@@ -138,27 +138,27 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
         print(advice)
         small = compress.quantize(params, advice)
 
-    On the local chip, `advise` times each product with its parameter in each format. A measurement uses several copies
-    of the parameter, so that the parameter is not read from a cache. A measurement also contains elementwise
-    operations before and after the product, because XLA fuses rounding and scaling with such operations in a network.
-    `advise` also times the whole function with the original parameters, and once for each format with the parameters in
-    this format. In the whole function, XLA may fuse operations differently than in a measurement of one product.
-    Therefore the times of all products in a format are multiplied by one factor, to agree with the measured time of the
-    function. For other chips, times are estimates: max(FLOPs / peak rate, bytes / bandwidth) + the time to decode.
+    On the local chip, `advise` measures the time of each product for each format of its parameter. The measurement of a
+    product uses several copies of its parameter, so that it is not read from a cache. The measurement of a product also
+    contains elementwise operations around the product, because XLA fuses rounding and scaling with such operations in a
+    network. `advise` also times the whole function with the original parameters, and with the parameters in each
+    format. In the whole function, XLA may fuse operations differently than for one product. Therefore the times of all
+    products in a format are multiplied by one factor, to agree with the measured time of the function. For chips other
+    than the local chip, times are estimated as max(FLOPs / peak rate, bytes / bandwidth) + the time to decode.
 
-    For each parameter, `advise` selects the fastest format. `advise` recommends a format only if the products then take
-    at most 97 % of the time with the original parameter. `advise` does not consider the accuracy of the function, so
+    For each parameter, `advise` selects the fastest format. `advise` recommends a format only if the products with the
+    parameter take at most 97 % of the original time. `advise` does not consider the accuracy of the function, so
     measure the accuracy separately. Statistics from `calibrate` can improve the accuracy of quantized parameters. If
     more than two parameters are operands of products, `advise` does not quantize the parameters of the first and the
     last product, because rounding these parameters affects the outputs most.
 
     Args:
         f: `f(params, *args)`, a model of any library.
-        params: the parameters of f. Implicit arrays, biases and norms are not changed.
-        *args: the other arguments of f. If they are `jax.ShapeDtypeStruct`s, nothing is measured.
+        params: the parameters of f. `advise` recommends no formats for implicit arrays, biases and norms.
+        *args: the other arguments of f. If the arguments of f are `jax.ShapeDtypeStruct`s, nothing is measured.
         chip: a `hardware.Chip`, a device or a device kind. Default: the first local device.
         formats: the formats to consider. Default: Int8(), Int8(activations="dynamic") and Int4(group=32).
-        measure: whether to time products. Default: True if the arguments are arrays and `chip` is the local chip.
+        measure: whether to time products (default: True if the arguments are arrays and `chip` is the local chip).
 
     Returns:
         An `Advice`, which is also a recipe for `quantize`.
@@ -221,8 +221,8 @@ def _uncalibrated(format: Format) -> tuple[Format, bool]:
 
 
 def _fitted(format, product) -> Format | None:
-    """Adapts a format to a product: its axes become the contracted axes, and its group becomes a divisor of the size of
-    the last of these axes. Returns None if the product has no such format."""
+    """Adapts a format to a product. The axes of the new format are the contracted axes, and its group is a divisor of
+    the size of the last contracted axis. Returns None if the format cannot be adapted to the product."""
     n, group = product.w.shape[product.axes[-1]], format.group
     if format.bits == 4 and n % 2:
         return None
@@ -278,10 +278,10 @@ def _bytes(leaf, format) -> int:
 # Measured times.
 
 def _probed(product: Product, candidates: Mapping[str, Format], *, returned: bool) -> dict[str, float]:
-    """Measures the seconds of one computation of a product, for the original parameter and for each format of it.
+    """Measures the seconds of one computation of a product, with the original parameter and with each candidate format.
 
-    In a network, XLA fuses the rounding of x and the scaling of y with elementwise operations around the product. The
-    measurement therefore contains such operations, but none after a product whose result is a result of f.
+    In a network, XLA fuses the rounding of inputs and the scaling of outputs with elementwise operations around a
+    product. Therefore elementwise operations around the product are also measured, but none after a result of f.
     """
     one = product.w.size * product.w.dtype.itemsize
     copies = max(1, min(64, math.ceil(_COLD / one), int(_WORK / product.flops)))
@@ -306,7 +306,7 @@ def _probed(product: Product, candidates: Mapping[str, Format], *, returned: boo
 
 def _encoded(w, format, layers: int) -> Quantized:
     """Returns a parameter in a format, for the measurement of times. The first `layers` axes of the parameter are the
-    axes of a stack of layers. If the format needs statistics of activations, their scale is an arbitrary number."""
+    axes of a stack of layers. If the format needs statistics, the scale of the activations is an arbitrary number."""
     stored, calibrated = _uncalibrated(format)
     array = quantize({"kernel": w}, {"kernel": stored})["kernel"]
     if calibrated:

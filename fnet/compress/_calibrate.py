@@ -32,22 +32,22 @@ class InputStatistics:
     """Statistics of the inputs of the products with one parameter. `calibrate` creates it.
 
     The input of a product is the operand that is not the parameter. The input consists of rows of n elements, where n
-    is the number of elements over which the product sums. For convolutions, n is 1: each element is a row. If a scan
+    is the number of elements over which the product sums. For convolutions, each element is one row (n = 1). If a scan
     iterates over the first axes of the parameter, such as the layers of a `Stack`, the statistics are separate for each
-    index of these axes. In the shapes below, `lead` are the sizes of these axes.
+    index of these axes. In the shapes of the attributes, `lead` denotes the sizes of the parameter's axes over which a
+    scan iterates.
 
     Attributes:
         rows: the number of recorded rows, an array [*lead].
         largest: the largest magnitude of all elements, an array [*lead].
         magnitude: the mean magnitude of each element of a row, an array [*lead, n].
         histogram: the number of elements whose magnitude is in each bin, an array [*lead, 1920]. `bounds` contains the
-            upper bounds of the bins.
+            upper bounds of the histogram's bins.
         gram: the sum of x^T x over all rows x, an array [*lead, n, n]. `gram` is None for convolutions, and if
             `calibrate` was called with `gram=False`.
-        axes: the axes of the parameter over which products contract it, counted from the end (negative).
+        axes: the axes of the parameter that products contract, counted from the end (negative).
         conflict: the reason why the statistics do not describe all products with the parameter, or "" if they describe
             all products.
-            all.
 
     >>> from fnet import compress
     >>> x, params = jnp.array([[1.0, -3.0]]), {"kernel": jnp.ones((2, 3))}
@@ -72,7 +72,7 @@ class InputStatistics:
     def bound(self, method: str) -> np.ndarray:
         """Returns the bound at which inputs are clipped when they are rounded to 8 bits, as an array [*lead].
 
-        The largest 8-bit code, 127, represents this magnitude.
+        The largest 8-bit code, 127, represents the bound.
 
         Args:
             method: "absmax": the largest recorded magnitude. "percentile": the bound below which 99.99 % of the
@@ -97,8 +97,8 @@ class InputStatistics:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["leaf", "original", "gram"])
 @dataclasses.dataclass(frozen=True)
 class _Observed(Wrapped):
-    """A parameter that computes statistics of the other operand of each of its products. The parameter gives these
-    statistics a name with `tag`, so that `ft.capture` can record them.
+    """A parameter that computes statistics of the other operand of each of its products. `tag` gives the statistics a
+    name, so that `ft.capture` can record them.
 
     Attributes:
         leaf: the index of the parameter among the leaves of the tree.
@@ -146,7 +146,7 @@ def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = 
             other argument. Together, the batches need a few hundred rows to compute the scales of activations. To
             correct rounding errors (`gram=True`), the batches need more rows than the number of elements of a row.
         gram: whether to record the sum of x^T x over the rows x, which `quantize` uses to correct rounding errors. For
-            rows of n elements, this sum has n^2 elements. Default True.
+            rows of n elements, the sum of x^T x has n^2 elements. Default True.
 
     Returns:
         {path of a parameter: `InputStatistics`}, for the parameters that f uses in products or convolutions. Products

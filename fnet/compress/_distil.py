@@ -16,17 +16,18 @@ def distillation_loss(logits: jax.Array, teacher_logits: jax.Array, labels: jax.
 
         weight T^2 KL(softmax(teacher_logits / T) || softmax(logits / T)) + (1 - weight) cross_entropy(logits, labels)
 
-    The factor T^2 keeps the size of the first term's gradient independent of the temperature T. No gradient flows to
-    the teacher's logits.
+    The factor T^2 keeps the size of the gradient of the KL divergence independent of the temperature T. No gradient
+    flows to the teacher's logits.
 
     Args:
         logits: the logits of the student, [..., classes].
         teacher_logits: the logits of the teacher, [..., classes].
-        labels: the correct classes, integers [...]. Default None: the loss is the first term, with weight 1.
+        labels: the correct classes, integers [...]. Default None: the loss is T^2 times the KL divergence, without the
+            cross entropy.
         temperature: the temperature T, a number above 0. Default 4. With a larger T, the student learns more about the
             classes to which the teacher gives a low probability.
-        weight: the weight of the first term, a number in [0, 1]. The weight of the second term is 1 - weight. Default
-            0.9.
+        weight: the weight of the KL divergence, a number in [0, 1]. The weight of the cross entropy is 1 - weight.
+            Default 0.9.
 
     Returns:
         The losses [...], in nats.
@@ -70,11 +71,11 @@ def hidden_loss(student: Mapping[str, Any], teacher: Mapping[str, Any], pairs: M
             the teacher.
         pairs: {site of the student: site of the teacher}.
         projections: {site of the student: matrix [student's features, teacher's features]}, for sites at which student
-            and teacher have different numbers of features. The student's values are multiplied by the matrix. Train
-            these matrices together with the parameters of the student. Default: none.
+            and teacher have different numbers of features. The student's values at a site are multiplied by the matrix
+            of this site. Train the matrices (`projections`) together with the parameters of the student. Default: none.
 
     Returns:
-        A scalar: the mean squared difference of each pair, averaged over the pairs.
+        A scalar: the mean squared difference between the values of each pair, averaged over the pairs.
 
     Raises:
         KeyError: a site was not captured.

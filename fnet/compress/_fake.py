@@ -30,8 +30,8 @@ class FakeQuantized(ImplicitArray):
     Attributes:
         values: the values of the parameter before rounding.
         step: the step of each block of values, an array of the shape of `scale` in `Quantized`.
-        inputs: the step to whose multiples the other operand of a product (the activations) is rounded. None: the other
-            operand of the product is not rounded, or its step is computed at run time.
+        inputs: the step to whose multiples the other operand of a product (the activations) is rounded. If `inputs` is
+            None, the other operand of the product is not rounded, or its step is computed at run time.
         format, axes: as in `Quantized`.
 
     >>> from fnet import compress
@@ -93,15 +93,15 @@ class FakeQuantized(ImplicitArray):
 
 
 def _scaled_gradient(step, count, largest):
-    """Returns the step unchanged, but divides its gradient by sqrt(count * largest). Steps and values then change at
-    similar rates during training."""
+    """Returns the step unchanged, but divides its gradient by sqrt(count * largest). Dividing the gradient makes steps
+    and values change at similar rates during training."""
     factor = 1 / math.sqrt(count * largest)
     return factor * step + lax.stop_gradient(step - factor * step)
 
 
 def _rounded(x, step, largest):
     """Rounds x to the nearest multiple of `step` between -largest * step and largest * step. The derivative ignores the
-    rounding, but it is zero with respect to elements of x outside these limits."""
+    rounding, but is zero with respect to elements of x outside the interval [-largest * step, largest * step]."""
     scaled = jnp.clip(x / step, -largest, largest)
     return (scaled + lax.stop_gradient(jnp.round(scaled) - scaled)) * step
 
@@ -122,12 +122,12 @@ def fake_quantize(params: Any, recipe: Mapping[str, Format], *,
 
     Args:
         params: a tree of arrays.
-        recipe: {pattern: format}, as for `quantize`. The format must be `Int8` or `Int4`.
+        recipe: {pattern: format}, a mapping as for `quantize`. The format must be `Int8` or `Int4`.
         stats: statistics of the inputs of products, from `calibrate`. The initial scales of activations are computed
             from these statistics. Default None.
 
     Returns:
-        The tree, in which the selected parameters are `FakeQuantized` leaves.
+        The tree `params`, in which the selected parameters are `FakeQuantized` leaves.
 
     Raises:
         ValueError: as for `quantize`.

@@ -25,9 +25,10 @@ class Format:
         bits: the number of bits of one code.
         group: the number of values along the last contracted axis that share a scale, or None if all values along this
             axis share one scale.
-        axes: the axes over which products contract the parameter. Values along these axes share a scale. None: the
-            defaults of `quantize`.
-        largest: the largest decoded value. The scale of a block is its largest magnitude divided by this number.
+        axes: the axes over which products contract the parameter. Values along the contracted axes share a scale. None:
+            the defaults of `quantize`.
+        largest: the largest decoded value. The scale of a block of values is the largest magnitude in the block,
+            divided by `largest`.
     """
 
     bits: ClassVar[int]
@@ -69,8 +70,9 @@ class Int8(Format):
     """The format of 8-bit integers from -127 to 127. The codes need a quarter of the bytes of float32.
 
     Args:
-        group: the number of values along the contracted axis that share a scale. Default None: all values along this
-            axis share one scale. A product is then computed with the codes, and its result is multiplied by the scale.
+        group: the number of values along the contracted axis that share a scale. Default None: all values along the
+            contracted axis share one scale. If `group` is None, a product is computed with the codes, and the result of
+            the product is multiplied by the scale.
         axes: the axes over which products contract the parameter. Default None: see `quantize`.
         activations: the method that rounds the other operands of products (the activations) to 8 bits. Default None:
             activations are not rounded (weight-only quantization). If activations are rounded, matrix products are
@@ -108,11 +110,11 @@ class Int8(Format):
 class Int4(Format):
     """The format of 4-bit integers from -8 to 7. A byte contains two codes.
 
-    The scale of a block is its largest magnitude divided by 7.
+    The scale of a block of values is the largest magnitude in the block, divided by 7.
 
     Args:
-        group: the number of values along the contracted axis that share a scale, or None if all values along this axis
-            share one scale. Default: 32, as in GGUF.
+        group: the number of values along the contracted axis that share a scale, or None if all values along the
+            contracted axis share one scale. The default, 32, is the same as in GGUF.
         axes: the axes over which products contract the parameter. Default None: see `quantize`.
 
     >>> Int4().group
@@ -136,8 +138,8 @@ class NF4(Format):
     """The format of 4-bit codes that represent 16 quantiles of a normal distribution. A byte contains two codes.
 
     Args:
-        group: the number of values along the contracted axis that share a scale, or None if all values along this axis
-            share one scale. Default: 64, as in the paper.
+        group: the number of values along the contracted axis that share a scale, or None if all values along the
+            contracted axis share one scale. The default, 64, is the same as in the QLoRA paper.
         axes: the axes over which products contract the parameter. Default None: see `quantize`.
 
     Source: Dettmers et al. (2023), QLoRA: Efficient Finetuning of Quantized LLMs, section 3.
@@ -165,8 +167,8 @@ class Float8(Format):
     The largest number is 448.
 
     Args:
-        group: the number of values along the contracted axis that share a scale. Default None: all values along this
-            axis share one scale.
+        group: the number of values along the contracted axis that share a scale. Default None: all values along the
+            contracted axis share one scale.
         axes: the axes over which products contract the parameter. Default None: see `quantize`.
 
     Source: Micikevicius et al. (2022), FP8 Formats for Deep Learning.

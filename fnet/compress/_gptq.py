@@ -17,7 +17,7 @@ def gptq(rounded: Callable, values: Any, scale: Any, gram: Any) -> jax.Array:
 
     The rows of the kernel, one for each input, are rounded one after the other. The row whose input has the largest
     second moment is rounded first. The rows that are not rounded yet are changed to compensate for the rounding error
-    of each row. These changes keep the error |x (values - scale * result)|^2 small for the recorded inputs x.
+    of each row. The compensation keeps the error |x (values - scale * result)|^2 small for the recorded inputs x.
 
     Args:
         rounded: a function that rounds scaled values (values / scale) to the values that the format represents.

@@ -1,5 +1,5 @@
-"""Finds the axes of parameters from which the same indices must be removed together. Calls a function after the
-removal."""
+"""Finds the axes of parameters from which the same indices must be removed together. Also calls a function with
+parameters from which indices have been removed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Factors = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """The indices that remain in the axes of an array.
+    """The indices that remain in the axes of an array after pruning.
 
     Attributes:
         shape: the original shape of the array.
@@ -34,7 +34,7 @@ class Cut:
     kept: tuple[tuple[np.ndarray | None, ...], ...]
 
     def apply(self, x: Any) -> Any:
-        """Removes the indices that do not remain from an array."""
+        """Removes from an array all indices that are not in `kept`."""
         for axis, (factors, kept) in enumerate(zip(self.factors, self.kept)):
             if any(each is not None for each in kept):
                 x = x.take(remaining_indices(factors, kept), axis=axis)
@@ -62,8 +62,8 @@ class _Output:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """An array in the arguments of a call. `key` is its position in (args, kwargs) as text, and `path` its path in the
-    parameters or in the state."""
+    """An array in the arguments of a call. `key` is the position of the array in (args, kwargs), as text, and `path` is
+    the path of the array in the parameters or in the state."""
 
     key: str
     path: str
@@ -72,12 +72,12 @@ class _Leaf:
 
 
 class Call:
-    """A traced call f(params, *args, **kwargs), and the axes in it that must have equal sizes. Indices can be removed
-    from the axes of `params` and of the keyword argument `state`.
+    """A traced call f(params, *args, **kwargs), and the axes of its arrays that must have equal sizes. Indices can be
+    removed from the axes of `params` and of the keyword argument `state`.
 
     Args:
-        cuts: {key of a leaf: `Cut`}, for the arrays from which indices have already been removed. f is traced with the
-            original shapes of these arrays. Default: none.
+        cuts: {key of a leaf: `Cut`}, for the arrays from which indices have already been removed. `Call` traces f with
+            the original shapes of these arrays. The default is none.
 
     Attributes:
         program: the `TiedProgram`, which states the axes that must have equal sizes.
@@ -139,8 +139,8 @@ def _role(path) -> str:
 
 
 def _returned(traced, state) -> dict[int, int]:
-    """Finds the outputs of the program that are new values of inputs: those of the state in a result (y, state), and
-    those of flax.nnx variables. Returns {index of the output: index of the input}."""
+    """Finds the outputs of the program that are new values of inputs: the state in a result (y, state), and the values
+    of flax.nnx variables. Returns {index of the output: index of the input}."""
     jaxpr = traced.closed.jaxpr
     result, modules = traced.tree([_Output(i) for i in range(len(jaxpr.outvars))])
     arrays, found = [] if modules is None else modules.arrays, {}
@@ -182,8 +182,9 @@ def groups(call: Call) -> list[Group]:
     """Returns the groups of axes from which the same indices must be removed, for the parameters of a call.
 
     An axis can be the product of several factors. For example, an axis of size heads * head_dim has the factors heads
-    and head_dim. Each factor belongs to a group. Indices are removed from only one factor of each axis: the first
-    factor whose size can change. The groups of the other factors keep all of their indices; their `reason` says so.
+    and head_dim. Each factor of an axis belongs to one group. Indices are removed from only one factor of each axis,
+    the first factor whose size can change. If the sizes of several factors of an axis can change, the groups of all but
+    the first of these factors keep all indices, and state this in `reason`.
     """
     program, members, second = call.program, {}, set()
     for i, leaf in enumerate(call.leaves):

@@ -25,9 +25,9 @@ class LowRank(ImplicitArray):
     Attributes:
         base: the original parameter [*lead, *in, out], an array or an implicit array such as a `Quantized`. `lead` are
             the leading axes of a stack of layers, `in` the input axes, and `out` the output axis.
-        a: the first factor, [*lead, *in, rank].
-        b: the second factor, [*lead, rank, out], initially zeros.
-        scale: `alpha / rank`, with the arguments of `lora`.
+        a: the first factor of the low-rank change, [*lead, *in, rank].
+        b: the second factor of the low-rank change, [*lead, rank, out], initially zeros.
+        scale: `alpha / rank`, computed from the arguments of `lora`.
         inputs: the number of input axes (`in`) of `base`.
 
     >>> params = compress.lora(jax.random.key(0), {"kernel": jnp.ones((8, 4))}, {"kernel": 2}, alpha=4)
@@ -93,8 +93,8 @@ def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float 
         trainable, frozen = nn.partition(params, ".*/[ab]")
         loss = lambda trainable: f(ft.use_implicit_arrays(model)(nn.combine(trainable, frozen), x))
 
-    `b` is initialized with zeros, so the outputs of the model do not change before training. If the parameters are
-    quantized, this method is called QLoRA.
+    `b` is initialized with zeros, so the outputs of the model do not change before training. If `params` contains
+    quantized parameters, the method is called QLoRA.
 
     Args:
         key: a `jax.random.key` for the initial values of `a`. As in PEFT, the distribution of `a` is uniform with
@@ -108,7 +108,7 @@ def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float 
         alpha: a number. The product `a @ b` is multiplied by alpha / rank. Default: twice the rank.
 
     Returns:
-        The tree, in which the selected parameters are `LowRank` leaves.
+        The tree `params`, in which the selected parameters are `LowRank` leaves.
 
     Raises:
         ValueError: a pattern matches no parameter that can be changed, or a rank is not a positive integer.
@@ -139,7 +139,7 @@ def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float 
 
 
 def _digest(path) -> int:
-    """Returns a 31-bit hash of a path. Unlike Python's `hash`, it is the same in all processes."""
+    """Returns a 31-bit hash of a path, which is the same in all processes, unlike the result of Python's `hash`."""
     return zlib.crc32(path.encode()) & 0x7FFFFFFF
 
 

@@ -58,13 +58,14 @@ def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 
         begin, end: the numbers of the first and the last update at which the elements to set to zero are selected.
             Updates are counted from 0. Default of `begin`: 0.
         every: the number of updates from one selection of elements to the next. Default 1.
-        jointly: whether the elements of all parameters of a rule are ranked together (global pruning), so that the
-            fraction of zeros differs between parameters. Default False: each parameter has the same fraction of zeros.
-            A stack of layers has one stacked parameter, so the elements of its layers are always ranked together.
+        jointly: whether the elements of all parameters that match a pattern are ranked together (global pruning). With
+            global pruning, the fraction of zeros differs between parameters. By default (False), each parameter has the
+            same fraction of zeros. A stack of layers has one stacked parameter, so the elements of its layers are
+            always ranked together.
 
     Returns:
-        An `optax.GradientTransformationExtraArgs`, whose state is a `PruneState`. Pass the parameters to its method
-        `update`: `update(gradients, state, params)`.
+        An `optax.GradientTransformationExtraArgs`, whose state is a `PruneState`. Pass the parameters to the method
+        `update` of the transformation: `update(gradients, state, params)`.
 
     Raises:
         ValueError: a sparsity is not between 0 and 1, `begin` is negative or larger than `end`, `every` is less than 1,
@@ -132,13 +133,13 @@ def _due(count, begin, end, every):
 
 
 def _progress(count, begin, end):
-    """Returns s_t / s, the fraction of the final sparsity at this update."""
+    """Returns s_t / s, the sparsity at update `count` divided by the final sparsity."""
     elapsed = jnp.clip((count - begin).astype(jnp.float32) / max(1, end - begin), 0, 1)
     return 1 - (1 - jnp.where(count >= end, 1.0, elapsed)) ** 3
 
 
 def _select(sizes, names, rules, progress, jointly) -> list:
-    """Returns new masks for the parameters. `sizes` are the magnitudes of their elements."""
+    """Returns new masks for the parameters. `sizes` contains the magnitudes of the elements of the parameters."""
     together: dict[Any, list[int]] = {}
     for i, name in enumerate(names):
         together.setdefault(name if jointly else i, []).append(i)

@@ -31,8 +31,8 @@ class Product:
         axes: the contracted axes of the parameter, counted from the end, in increasing order.
         function: the function (x, w) -> y that computes the product. w can be a plain or an implicit array.
         convolution: whether the product is a convolution.
-        count: the number of times that the product is computed: the number of iterations of the scans around it, times
-            the batch sizes of the vmaps around it.
+        count: the number of times that the product is computed, which is the number of iterations of all enclosing
+            scans times the batch sizes of all enclosing vmaps.
         sliced: whether w is a slice of the parameter, as in a scan over stacked layers. XLA then copies the slice.
     """
 
@@ -59,7 +59,7 @@ class Product:
 
 
 class _Log(list):
-    """Products in the order of tracing. Logs are compared by identity, because they are part of a tree's structure."""
+    """A list of products in the order of tracing, compared by identity, because it is part of a tree's structure."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -68,8 +68,8 @@ class _Log(list):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["path", "log"])
 @dataclasses.dataclass(frozen=True)
 class _Recorded(Wrapped):
-    """A parameter that adds each of its products to a log. The parameter gives the other operand of a product a name
-    that contains the index of the product in the log."""
+    """A parameter that adds each of its products to a log (list of products). The name that the parameter gives to the
+    other operand of a product contains the index of the product in the log."""
 
     path: str
     log: _Log

@@ -30,17 +30,17 @@ class Quantized(ImplicitArray):
     `quantize` creates it.
 
     Attributes:
-        codes: the codes. For 8 bits, an int8 or float8 array with the shape of the parameter. For 4 bits, a uint8 array
-            in which each byte contains two codes that are adjacent along the last of `axes`.
-        scale: the scales, a float32 array with the rank of the parameter. The axes in `axes` have length 1. If the
-            format has groups, the last of these axes has one element for each group.
+        codes: the codes. For 8-bit formats, `codes` is an int8 or float8 array with the shape of the parameter. For
+            4-bit formats, `codes` is a uint8 array in which each byte contains two codes that are adjacent along the
+            last axis in `axes`.
+        scale: the scales, a float32 array with the rank of the parameter. In `scale`, the contracted axes (`axes`) have
+            length 1. If the format has groups, the last contracted axis of `scale` has one element for each group.
         format: the format of the codes.
-        axes: the axes of the parameter over which products contract it, a tuple of negative integers (counted from the
-            end).
+        axes: the axes of the parameter that products contract, a tuple of negative integers (counted from the end).
         dtype: the dtype of the parameter.
         inputs: the scale with which the other operand of a product is rounded, an array with the rank of the parameter.
-            All its axes have length 1, except those of a stack of layers. None (the default): the other operand of the
-            product is not rounded, or its scale is computed at run time.
+            All axes of `inputs` have length 1, except those of a stack of layers. If `inputs` is None (the default),
+            the other operand of the product is not rounded, or its scale is computed at run time.
 
     >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
     >>> params["kernel"].codes.dtype, params["kernel"].scale.shape, params["kernel"].shape
@@ -101,7 +101,7 @@ class Quantized(ImplicitArray):
         return getattr(self.format, "activations", None) is not None
 
     def _input_scale(self, x, axes):
-        """Returns the scale of x, in float32. If `inputs` is None, it is computed from the values of x over `axes`."""
+        """Returns the scale of x in float32. If `inputs` is None, the scale is computed from x over `axes`."""
         if self.inputs is not None:
             return self.inputs.reshape((1,) * x.ndim)
         largest = jnp.abs(x).max(tuple(axes), keepdims=True)
@@ -112,11 +112,11 @@ class Quantized(ImplicitArray):
         return self._scaled(codes, self.scale).astype(dtype)
 
     def full_scale(self) -> jax.Array:
-        """Returns an array of the shape of the parameter, in which each element is the scale of this value."""
+        """Returns an array of the shape of the parameter that contains the scale of each value."""
         return self._scaled(jnp.ones(jnp.shape(self.codes), jnp.float32), self.scale)
 
     def pack(self, codes: jax.Array) -> jax.Array:
-        """Packs two 4-bit codes into a byte. Codes of other formats do not change."""
+        """Packs two 4-bit codes into a byte. Codes that do not have 4 bits are returned unchanged."""
         if not self.format.packed:
             return codes
         low, high = (lax.slice_in_dim(codes, start, None, 2, codes.ndim + self.axes[-1]) for start in (0, 1))
@@ -148,9 +148,9 @@ def _codes(x, step):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _integer_dot(axes, x, codes, scale, step):
-    """Rounds x, an array [..., *contracted], to multiples of `step`, and returns its product with `codes`, an int8
-    array, multiplied by `scale`. `axes` are the contracted axes of `codes`. Sums are computed in int32. `scale` has the
-    rank of the result, and `step` has the rank of x."""
+    """Rounds x, an array [..., *contracted], to multiples of `step`. Returns the product of the rounded x and `codes`,
+    an int8 array, multiplied by `scale`. `axes` are the contracted axes of `codes`. Sums are computed in int32. `scale`
+    has the rank of the result, and `step` has the rank of x."""
     last = tuple(range(x.ndim - len(axes), x.ndim))
     y = lax.dot_general(_codes(x, step).astype(jnp.int8), codes, ((last, axes), ((), ())),
                         preferred_element_type=jnp.int32)
@@ -177,13 +177,13 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
         logits = ft.use_implicit_arrays(model)(params, x)
 
     Each block of values has one scale, max|w| / largest. The number `largest` is the largest magnitude of a code: 127
-    for `Int8`, 7 for `Int4`, 1 for `NF4` and 448 for `Float8`. A block extends over the axes `axes` of the format, or
-    over a group of values along the last of these axes. By default, `axes` is the second-last axis of kernels [in, out]
-    and of stacked kernels [depth, in, out]. For kernels with four or more axes, such as those of convolutions [height,
-    width, in, out], the default `axes` are all axes except the last. The results are correct for any choice of `axes`.
-    Products are fastest if `axes` are the axes that the program contracts, because the scale is then applied to the
-    result of the product. For an embedding table [vocab, features] that also computes the logits, use the last axis:
-    `axes=-1`.
+    for `Int8`, 7 for `Int4`, 1 for `NF4` and 448 for `Float8`. A block of values extends over the axes `axes` of the
+    format, or over a group of values along the last of these axes. By default, `axes` is the second-last axis of
+    kernels [in, out] and of stacked kernels [depth, in, out]. For kernels with four or more axes, such as those of
+    convolutions [height, width, in, out], the default `axes` are all axes except the last. The results are correct for
+    any choice of `axes`. Products are fastest if `axes` are the axes that the program contracts, because the scale is
+    then applied to the result of the product. For an embedding table [vocab, features] that also computes the logits,
+    use the last axis (`axes=-1`).
 
     Args:
         params: a tree of arrays.
@@ -191,16 +191,16 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
             first parts of the path such as "blocks". If several patterns match a parameter, the first of these patterns
             applies. Parameters with fewer than two axes, parameters named bias, scale, b or offset, and parameters that
             are not floating point are not changed.
-        stats: statistics of the inputs of products, from `calibrate`. The scales of activations are computed from these
-            statistics. Kernels in all formats except `Float8` are rounded so that their products with the recorded
-            inputs change as little as possible (GPTQ, Frantar et al. 2023). For 4-bit formats, several scales are tried
-            for each block, and the scale with the least squared error is selected. The magnitudes of the tried scales
-            are between 0.54 and 1 times max|w| / largest, and the scales may be negative. Default None: every value is
+        stats: statistics of the inputs of products, from `calibrate`. The scales of activations are computed from
+            `stats`. Kernels in all formats except `Float8` are rounded so that their products with the recorded inputs
+            change as little as possible (GPTQ, Frantar et al. 2023). For 4-bit formats, several scales are tried for
+            each block, and the scale with the least squared error is selected. The magnitudes of the tried scales are
+            between 0.54 and 1 times max|w| / largest, and the scales may be negative. Default None: every value is
             rounded to the nearest code.
 
     Returns:
-        The tree, in which the selected parameters are `Quantized` leaves. Biases, norms, and leaves that no pattern
-        matches are unchanged.
+        The tree `params`, in which the selected parameters are `Quantized` leaves. Biases, norms, and leaves that no
+        pattern matches are unchanged.
 
     Raises:
         ValueError: a pattern matches no parameter that can be quantized; the size of an axis is not a multiple of
@@ -307,7 +307,7 @@ def unrounded(path: str, w: Any, format: Format) -> Quantized:
 
 
 def _over_blocks(reduce, values, axes, group):
-    """Reduces values over the contracted axes, or over each group along the last of these axes. The result has the
+    """Reduces values over the contracted axes, or over each group along the last contracted axis. The result has the
     shape of the scales."""
     if group is None:
         return reduce(values, axes, keepdims=True)

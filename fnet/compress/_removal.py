@@ -1,4 +1,4 @@
-"""Selects the indices of each group to remove, for a fraction of the indices or a limit of FLOPs or seconds."""
+"""Selects the indices to remove from each group of axes, for a given fraction or a limit of FLOPs or seconds."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def shrunk_function(f: Callable, found: Mapping[str, Cut]) -> Callable:
 
 
 class Removal:
-    """Selects the indices of a call to remove, and estimates the FLOPs and the time without them. An atom is the number
-    of a group.
+    """Selects the indices to remove from the parameters of a call, and estimates the FLOPs and the time without these
+    indices. An atom is the number that identifies a group of axes.
 
     Args:
-        free: the groups from which indices can be removed.
-        fractions: the fractions that the rules of `keep` state, {atom: fraction of the indices to keep}.
+        free: the groups of axes from which indices can be removed.
+        fractions: the fractions that the user specified with `keep`, {atom: fraction of the indices to keep}.
         ranks: the order of the indices, {atom: all indices, the most important first}.
-        chip: the chip for `seconds`. The sizes of the axes after the removal are multiples of the tile sizes of its
-            matrix units. Default None: the axes may have any size after the removal.
+        chip: the chip for `seconds`. After the removal, the sizes of the axes are multiples of the tile sizes of the
+            chip's matrix units. If `chip` is None (the default), the axes may have any size after the removal.
     """
 
     def __init__(self, f: Callable, args: tuple, kwargs: dict, call: Call, free: list[Group],
@@ -94,8 +94,8 @@ def _type(x: Any) -> Any:
 
 
 def _tile(call, group, chip) -> int:
-    """Returns the number of which the number of indices of a group must be a multiple, so that the axes of the group
-    fill the tiles of the chip's matrix units."""
+    """Returns the number n for which a group with a multiple of n indices fills the tiles of the chip's matrix
+    units."""
     unit = 1
     for i, axis, position in group.members:
         sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]

@@ -25,8 +25,8 @@ def is_kernel(path: Any, leaf: Any) -> bool:
 
 def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable, accepts: Callable,
                 change: Callable) -> Any:
-    """Replaces kernels and embedding tables by `change(path, leaf, option)`. A leaf is replaced if a rule matches its
-    path and `accepts(leaf)` is true. `option` is the option of the rule.
+    """Replaces kernels and embedding tables by `change(path, leaf, option)`. A leaf is replaced if a pattern of `rules`
+    matches its path and `accepts(leaf)` is true. `option` is the option of the matching pattern in `rules`.
 
     Args:
         who: the name of the public function, for error messages.
@@ -58,8 +58,8 @@ def matching(who: str, rules: Mapping[str, Any], paths: Sequence[str], what: str
     """Returns {path: pattern} for the paths that a pattern matches, as a whole or in their first parts. If several
     patterns match a path, the first pattern is returned. Raises the errors of `apply_rules`.
 
-    The other arguments are used for error messages: `who` is the name of the public function, `what` the kind of the
-    leaves, and `others` is {path: name of the class} for the leaves that cannot be changed.
+    The arguments `who`, `what` and `others` are used only for error messages. `who` is the name of the public function,
+    `what` is the kind of the leaves, and `others` is {path: name of the class} for the leaves that cannot be changed.
     """
     if not isinstance(rules, Mapping) or not all(isinstance(pattern, str) for pattern in rules):
         raise TypeError(f"{who}: expected rules {{pattern: option}}; got {rules!r}")

@@ -27,8 +27,8 @@ class Axes:
     Attributes:
         parameters: the axes, a tuple of strings "path (axis)".
         size, kept: the number of indices before the removal (`size`) and after it (`kept`). If an axis has several
-            factors, such as heads and features, these are the numbers for one factor.
-        reason: the reason why these axes kept all indices, or "" if indices were removed.
+            factors, such as heads and features, `size` and `kept` count the indices of one factor.
+        reason: the reason why the axes kept all indices, or "" if indices were removed.
     """
 
     parameters: tuple[str, ...]
@@ -39,11 +39,10 @@ class Axes:
 
 @dataclasses.dataclass(frozen=True)
 class ShrinkReport:
-    """A report of what `shrink` removed and what it could not remove. `print` shows it as a table.
+    """A report of what `shrink` removed and what it could not remove. `print` shows the report as a table.
 
     Attributes:
-        axes: the rows of the report, which describe axes of parameters: first the axes that lost indices, then the
-            other axes.
+        axes: the rows of the report, which describe axes of parameters. The rows of axes that lost indices come first.
         parameters: a pair, the number of parameters before and after the removal.
         flops: a pair, the number of FLOPs before and after the removal.
         seconds: a pair, the time before and after the removal, as estimated by the roofline model of the chip.
@@ -81,13 +80,14 @@ class Shrunk:
     """The result of `shrink`.
 
     Attributes:
-        f: a function with the same arguments as the original function. Call it with the `params` and the `state` of
-            this `Shrunk`. The batch size and the keyword arguments may differ from those of the example arguments. The
-            function can be differentiated, compiled and batched.
+        f: a function with the same arguments as the original function. Call `f` with the `params` and the `state` of
+            this `Shrunk`. The batch size and the keyword arguments of `f` may differ from those of the example
+            arguments. The function `f` can be differentiated, compiled and batched.
         params, state: the parameters and the state without the removed indices. `state` is None if the original
             function was called without state.
-        model: a model of the same class as the original model that computes the same as `f`. The values of its fields,
-            such as the width, are smaller. `model` is None if no model of the same class computes the same as `f`.
+        model: a model of the same class as the original model that computes the same as `f`. The fields of `model`,
+            such as the width, have smaller values than those of the original model. `model` is None if no model of the
+            same class computes the same as `f`.
         report: what was removed and what could not be removed, a `ShrinkReport`.
 
     >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))
@@ -117,14 +117,14 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
     f is traced, and axes of parameters that must have equal sizes form a group. For example, the channels between two
     convolutions and the channels of the normalization in between are one group. The channels of all residual
     connections that are added to each other are also one group, and so are the heads in the four kernels of an
-    attention layer. Key/value heads and their query heads are in the same group. From each group, the indices with the
-    lowest scores are removed in all parameters of the group.
+    attention layer. Key/value heads and their query heads are in the same group. From each group of axes, the indices
+    with the lowest scores are removed in all parameters of the group.
 
-    The result of the shrunk function equals that of f with the removed parameters set to zero. If this is impossible
-    for an axis, for example for the features that a LayerNorm averages, the axis keeps all indices. Axes of arguments
-    and results of f also keep all indices. For each axis that keeps all indices, `report` states the reason. An axis
-    may have several factors, such as the heads and the features of a head. Indices are then removed from the first
-    factor that allows it.
+    The result of the shrunk function equals that of f with the removed parameters set to zero. If indices cannot be
+    removed from an axis without another change of the result, for example for the features that a LayerNorm averages,
+    the axis keeps all indices. Axes of arguments and results of f also keep all indices. For each axis that keeps all
+    indices, `report` states the reason. An axis may have several factors, such as the heads and the features of a head.
+    If an axis has several factors, indices are removed from the first factor whose size can change.
 
     Exactly one of `fraction`, `flops` and `seconds` is required.
 
@@ -133,26 +133,26 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
             the shrunk function, so apply `jax.jit` to the shrunk function.
         params: a tree of arrays.
         *args, **kwargs: example arguments of f. For `score="magnitude"`, the example arguments may be
-            `jax.ShapeDtypeStruct`s. If a
-            keyword argument `state` is passed, indices are also removed from the state, and f must return (result, new
-            state).
-        fraction: the fraction of the indices of each group to keep, between 0 and 1. The number of indices that remain
-            in a group is rounded up.
+            `jax.ShapeDtypeStruct`s. If a keyword argument `state` is passed, indices are also removed from the state,
+            and f must return (result, new state).
+        fraction: the fraction of the indices of each group of axes to keep, between 0 and 1. The number of indices that
+            remain in a group is rounded up.
         flops: the maximum FLOPs of the shrunk function for the example arguments, as counted by `hardware.count`. All
-            groups without a fraction in `keep` keep the same fraction of indices, the largest fraction within the
-            limit.
+            groups of axes without a fraction in `keep` keep the same fraction of indices, the largest fraction that
+            satisfies `flops`.
         seconds: the maximum time of the shrunk function on `chip`, in seconds, as estimated by the roofline model. All
-            groups without a fraction in `keep` keep the same fraction of indices, the largest fraction within the
-            limit. The sizes of the axes after the removal are multiples of the tile sizes of the chip's matrix units.
+            groups of axes without a fraction in `keep` keep the same fraction of indices, the largest fraction that
+            satisfies `seconds`. The sizes of the axes after the removal are multiples of the tile sizes of the chip's
+            matrix units.
         chip: a chip, a device or a device kind, for `seconds`. Default: the local chip.
         score: the score by which indices are ranked. "magnitude" (the default): the mean square of their parameters.
             "taylor": the mean square of the product of each parameter and the derivative of `loss` with respect to this
             parameter. "activations": the mean square of the inputs of products for the example arguments.
         loss: a function that maps the result of f to a scalar, for `score="taylor"`. Default None.
         keep: {pattern: fraction of the indices to keep}. A pattern is a regular expression that matches the whole path
-            of a parameter, or the first parts of the path. The fraction applies to the groups that contain a matching
-            parameter. If several patterns match, the first pattern applies. With the fraction 1, all indices are kept.
-            Default None.
+            of a parameter, or the first parts of the path. The fraction applies to the groups of axes that contain a
+            matching parameter. If several patterns match, the first pattern applies. With the fraction 1, all indices
+            are kept. Default None.
 
     Returns:
         `Shrunk(f, params, state, model, report)`.
@@ -201,8 +201,8 @@ def _size(params) -> int:
 
 
 def _rows(call, found, kept, fractions) -> tuple[Axes, ...]:
-    """Returns the rows of the report: first one row for each group that loses indices, then one row for all other
-    groups that have the same size and keep their indices for the same reason."""
+    """Returns the rows of the report of `shrink`. Each group of axes that loses indices has its own row. Groups that
+    keep all indices share a row if they have the same size and the same reason."""
     cut, whole = [], {}
     for group in found:
         names = _names(call, group)
@@ -246,7 +246,7 @@ def _check(params, others, score, loss) -> None:
 
 
 def _fractions(keep, call, found) -> dict[int, float]:
-    """Returns {atom: fraction} for the groups that match a rule of `keep`. The atom is the number of the group."""
+    """Returns {number of a group of axes: fraction} for the groups with a parameter that matches `keep`."""
     def check(pattern, value):
         if not isinstance(value, (int, float)) or not 0 < value <= 1:
             raise ValueError(f"shrink: expected a fraction above 0 and at most 1 in keep= for {pattern!r}; got "

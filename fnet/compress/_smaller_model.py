@@ -1,4 +1,4 @@
-"""Finds the model whose fields describe a shrunk program."""
+"""Finds a model that computes the same program as a function from which `shrink` has removed indices."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _MOST = 512    # combinations of fields that are tried
 
 def smaller_model(f: Any, shrunk: Callable, args: tuple, kwargs: dict,
                   removed: Mapping[str, Cut]) -> Any:
-    """Finds a model like f, with smaller integers in its fields, whose program for these arguments is equal to that of
-    `shrunk`.
+    """Finds a model like f that has smaller integers in its fields and computes the same program as `shrunk`.
 
-    Returns the model, or None if there is no such model.
+    Returns the model, or None if no model computes the same program as `shrunk`.
 
     Args:
         f: a model. If f is not a dataclass, the result is None.

@@ -12,7 +12,9 @@ from fnet.jaxpr import ImplicitArray
 
 @dataclasses.dataclass(frozen=True)
 class Wrapped(ImplicitArray):
-    """Represents the array `array`. Subclasses are registered pytrees with `array` as their only data field.
+    """Represents the array `array`.
+
+    Subclasses of `Wrapped` are registered pytrees with `array` as their only data field.
 
     Attributes:
         array: the parameter.

@@ -16,10 +16,10 @@ def generation(program: Program, model: nn.Layer, *, context: int) -> Program:
     """Returns the program with two more entry points (functions), with which `fnet serve` generates text.
 
     The new entry points are "prefill" and "decode". "prefill" reads several tokens of each text, and "decode" reads one
-    token of each text. The inputs of "prefill" and of "decode" are tokens and a cache. The output is a dict
-    {"logits": logits, "cache": cache}, which contains the logits of the last token, [batch, vocab_size], and the new
-    cache. "prefill" and "decode" use the weights of the entry point "predict". For the first call, all elements of the
-    cache must be 0.
+    token of each text. The inputs of "prefill" and of "decode" are tokens and a cache. Each of "prefill" and "decode"
+    returns a dict {"logits": logits, "cache": cache}, which contains the logits of the last token, [batch, vocab_size],
+    and the new cache. The functions "prefill" and "decode" use the weights of the entry point "predict". For the first
+    call of "prefill" or "decode", all elements of the cache must be 0.
 
         program = export.program(gpt, params, tokens=export.spec("b, t", "int32", where="t <= 1024"))
         export.generation(program, gpt, context=1024).save("gpt.fnet", tokenizer="characters.json")

@@ -1,10 +1,10 @@
 """Runs the stable form of an exported program with NumPy.
 
-The stable form is a description of a program as JSON data. The stable form does not depend on the version of JAX. Every
-bundle contains a copy of this module as interpret.py.
+The stable form is a description of a program as JSON data. The stable form of a program does not depend on the version
+of JAX. Every bundle (file of an exported model) contains a copy of this module as interpret.py.
 
-This module imports only NumPy. Therefore it can run a program that the installed version of JAX cannot read, and its
-results can be compared with those of JAX. It is slow.
+Because this module imports only NumPy, it can run a program that the installed version of JAX cannot read, and its
+results can be compared with those of JAX. This module is slow.
 """
 
 import math

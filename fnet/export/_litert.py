@@ -89,7 +89,8 @@ def compare(program: Any, path: str | os.PathLike, entry: str = "predict", sizes
     """Runs a signature of a LiteRT model in LiteRT's interpreter, and compares its outputs with those of the program.
 
     Returns:
-        The largest difference, relative to the largest element of an output.
+        The largest difference between an output of the LiteRT model and the corresponding output of the program,
+        relative to the largest element of the output.
 
     Raises:
         ValueError: the difference is larger than the tolerance.
@@ -150,8 +151,8 @@ def _signatures(traced, entry, sizes) -> dict[str, dict[str, int]]:
 
 
 def default_sizes(traced: Any) -> dict[str, int]:
-    """Returns {size variable: value} for `sizes=None`. The value is the upper bound of the variable, such as 64 for t
-    <= 64. If the variable has no upper bound, it is the smallest valid value."""
+    """Returns {size variable: value} for `sizes=None`. The value is the upper bound of the size variable, such as 64
+    for t <= 64. If the size variable has no upper bound, its value is the smallest valid value."""
     names = size_variables(traced.inputs)
     bounds = {name: int(n) for constraint in traced.constraints
               for name, n in re.findall(r"^(\w+) <= (\d+)$", constraint.strip())}
@@ -165,7 +166,7 @@ def default_sizes(traced: Any) -> dict[str, int]:
 
 
 def _lowered(stable, constants, weights, sizes) -> bytes:
-    """Returns the program for these sizes as portable StableHLO. The weights are constants of the program."""
+    """Returns the program for the sizes `sizes` as portable StableHLO. The weights are constants of the program."""
     run = _rebuild.sized(stable, constants, sizes, {**_rebuild.OPERATIONS, **_OPERATIONS})
     types = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
              for dtype, shape in (run.values[i] for i in stable["inputs"][len(weights):])]
@@ -192,7 +193,7 @@ def _unrolled(run, options, types, *arrays):
 
 def _scatter(run, options, types, x, indices, updates):
     """Evaluates a scatter. A scatter that adds whole rows is computed as a product with a one-hot matrix, because
-    LiteRT's interpreter does not support it."""
+    LiteRT's interpreter does not support such a scatter."""
     indexed, window, shape = options["indexed"], options["window"], x.shape
     kept = [axis for axis in range(x.ndim) if axis not in options["inserted"]]
     whole = [updates.shape[i] for i in window] == [shape[axis] for axis in kept]
@@ -214,7 +215,8 @@ def _scatter(run, options, types, x, indices, updates):
 
 def _convolution(run, options, types, x, kernel):
     """Evaluates a convolution. If the convolution has input dilation, as a transposed convolution has, the zeros are
-    inserted into the input before the convolution. Without this change, litert-converter would ignore the padding."""
+    inserted into the input before the convolution. If the zeros were not inserted before the convolution,
+    litert-converter would ignore the padding."""
     padding = [(0, 0, 0)] * x.ndim
     for axis, dilation in zip(options["input"][2:], options["input_dilation"]):
         padding[axis] = (0, 0, dilation - 1)

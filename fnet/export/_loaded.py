@@ -1,5 +1,5 @@
-"""Loads a bundle and runs its programs. Every bundle contains a copy of this module as load.py. It needs only JAX and
-NumPy.
+"""Loads a bundle (the file of an exported model) and runs its programs. Every bundle of an exported model contains a
+copy of this module as load.py. The module needs only JAX and NumPy.
 
     python digits.fnet                      # describes the bundle and checks its programs
 
@@ -36,7 +36,7 @@ def load(path, *, verify=True, check=False, kernels=False):
     Args:
         path: the path of the bundle, a file that `Program.save` wrote.
         verify: whether to read the whole file once and compare its SHA-256 with the SHA-256 at its end. Default True.
-            If False, only the small files in the bundle are compared with their SHA-256 in the manifest.
+            If `verify` is False, only the small files in the bundle are compared with their SHA-256 in manifest.json.
         check: whether to run all programs on the test inputs in the bundle and compare the outputs with the expected
             outputs, as `Bundle.check` does. Default False.
         kernels: whether to use a program with handwritten attention kernels, if the bundle contains such a program for
@@ -109,8 +109,8 @@ class Bundle:
             The output, a tree of arrays.
 
         Raises:
-            BundleError: the inputs do not match the signature. The message names the input and states the violated
-                constraint.
+            BundleError: the inputs do not match the signature. The error message names the input and states the
+                violated constraint.
         """
         return self.function(entry)(self.arrays, *inputs, **named)
 
@@ -119,8 +119,8 @@ class Bundle:
         output.
 
         Entry points that the bundle does not contain are omitted. The inputs are passed to the first entry point. The
-        output of each entry point is the input of the next entry point. If the output is a dict, its items are passed
-        as named inputs.
+        output of each entry point is the input of the next entry point. If the output of an entry point is a dict, its
+        items are the named inputs of the next entry point.
         """
         for entry in ("preprocess", "predict", "postprocess"):
             if entry in self.entries:
@@ -131,8 +131,9 @@ class Bundle:
     def function(self, entry):
         """Returns an entry point (a function of the bundle) as a function f(weights, *inputs).
 
-        `weights` is a dict {name: array}, or nested dicts with the same paths. The result can be compiled with
-        `jax.jit`. The function can be differentiated if the bundle was saved with `differentiable=True`.
+        `weights` is a dict {name: array}, or a nested dict whose paths are the names of the weights. The result can be
+        compiled with `jax.jit`. The returned function can be differentiated if the bundle was saved with
+        `differentiable=True`.
         """
         description, program = self._entry(entry), self._program(entry)
 
@@ -163,7 +164,7 @@ class Bundle:
         independently of JAX's version.
 
         Raises:
-            BundleError: the entry point has no stable form. The message states the reason.
+            BundleError: the entry point has no stable form (JSON data). The message states the reason.
         """
         reason = self._entry(entry).get("not_stable")
         if reason:
@@ -208,14 +209,14 @@ class Bundle:
         return lines
 
     def checked_by_numpy(self, entry, inputs, wanted):
-        """Checks one entry point with NumPy. Without JAX, only this part of `Bundle.check` is possible."""
+        """Checks one entry point (a function of the bundle) with NumPy, which is possible without JAX."""
         description = self._entry(entry)
         output = self.interpret(entry, **signature.named(description, inputs))
         return _compared(self.path, entry, "NumPy", description, output, wanted)
 
     def tests(self):
-        """Returns the tests for `check`, {entry point: (leaves of the inputs, leaves of the outputs)}. If the bundle
-        contains no test of an entry point, both lists are empty."""
+        """Returns the tests of the bundle's programs, {entry point: (leaves of the inputs, leaves of the outputs)}. If
+        the bundle contains no test of an entry point, the two lists of this entry point are empty."""
         tests = self._archive.tensors(reader.TESTS)
         read = lambda kind: [tests[f"{kind}/{i}"] for i in range(sum(name.startswith(f"{kind}/") for name in tests))]
         return {entry: (read(f"{entry}/inputs"), read(f"{entry}/outputs")) for entry in self.entries}

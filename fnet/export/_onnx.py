@@ -22,7 +22,7 @@ _MISSING = "ONNX needs the packages {}: pip install 'fnet[onnx]'"
 
 
 class Unsupported(NotImplementedError):
-    """Raised for an operation that the ONNX exporter does not support. The message states the operation and its
+    """Raised for an operation that the ONNX exporter does not support. The error message states the operation and its
     path."""
 
 
@@ -89,8 +89,8 @@ class _Model:
     """The ONNX model that is being written.
 
     Attributes:
-        weights: the arrays that can become initializers of the ONNX model, {name: array}. They are the weights and
-            constants of the program, and weights in other layouts, such as transposed kernels.
+        weights: the arrays that can become initializers of the ONNX model, {name: array}. The arrays are the weights
+            and constants of the program, and weights in other layouts, such as transposed kernels.
         path: the path of the operation that is being converted, a prefix of the names of its nodes.
     """
 
@@ -124,8 +124,8 @@ class _Model:
         """Adds a weight in another layout to the weights, and returns its name. `source` is the name of the original
         weight, and `array` is the weight in the other layout.
 
-        `kind`, `inputs` and `attributes` define the node that computes this layout from `source`. The node is used only
-        if the ONNX model also contains `source`, see `_computed`.
+        `kind`, `inputs` and `attributes` define the node that computes the other layout from `source`. The node is used
+        only if the ONNX model also contains `source`, see `_computed`.
         """
         key = source, kind, array.shape, str(attributes)
         if key not in self._layouts:
@@ -141,7 +141,8 @@ class _Model:
         the names of the values that the model uses.
 
         If a weight is used in only one layout, such as transposed, the weight is stored in this layout and needs no
-        node. Otherwise, the original weight is stored, and nodes compute the other layouts.
+        node. If a weight is used in several layouts, the original weight is stored, and nodes compute the other
+        layouts.
         """
         nodes, roots = [], {}
         for name in used & self._sources.keys():
@@ -254,7 +255,7 @@ class _Graph(Graph):
 
 
 class Equation:
-    """An operation of the stable form that is being converted to ONNX nodes.
+    """An operation of a program in stable form (JSON data) that is being converted to ONNX nodes.
 
     Attributes:
         g: the graph to which the nodes are added.
@@ -305,7 +306,7 @@ class Equation:
 
     def loose(self, i: int) -> tuple[str, list]:
         """Returns (name, shape) of the value from which the i-th input was broadcast. If the input is not the result of
-        a broadcast, this is the input itself."""
+        a broadcast, returns the name and shape of the input itself."""
         a, graph = self.ins[i], self.g
         while graph is not None and not isinstance(a, list) and a not in graph.names:
             if a in graph.loose:
@@ -314,8 +315,8 @@ class Equation:
         return self.x(i), self.in_types[i][1]
 
     def loosely(self, i: int, name: str, narrow: list) -> None:
-        """Sets the i-th output to the value `name`. The shape `narrow` of this value can be broadcast to the shape of
-        the output. The broadcast is added only where it is necessary."""
+        """Sets the i-th output to the value `name`. The shape of the value, `narrow`, can be broadcast to the shape of
+        the output. The broadcast to the shape of the output is added only where it is necessary."""
         self.g.names.pop(self.outs[i], None)
         self.g.loose[self.outs[i]] = name, narrow
 

@@ -216,8 +216,9 @@ def top_k(e):
 
 
 def _start(e, i, n, length):
-    """Returns the name of the start index of a dynamic slice along one axis, as a vector with one element. The index is
-    input i, clamped so that the slice lies inside the operand. The axis has n elements, the slice `length`."""
+    """Returns the name of the start index of a dynamic slice along one axis, as a vector with one element. The start
+    index is the i-th input, clamped so that the slice lies inside the operand. The axis has n elements, and the slice
+    has `length` elements."""
     start = e.g.reshape(e.g.cast(e.x(i), INT64), [], [1])
     last = e.g.size(added(n, -length if isinstance(length, int) else f"-({length})"))
     return e.g.op("Max", e.g.op("Min", start, last), e.g.integers(0))
@@ -238,7 +239,7 @@ def dynamic_update_slice(e):
 
     def updated(x, axes):
         """Replaces a window of x by the update, and returns the name of the result. Along `axes`, the window is smaller
-        than x. Along the other axes, it covers x."""
+        than x, and along all other axes, it covers x."""
         if not axes:
             return e.x(1)
         axis, at = axes[0], e.g.integers(axes[0])

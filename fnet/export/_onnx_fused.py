@@ -1,9 +1,9 @@
 """Finds normalizations, GELUs and attentions in a program, and replaces them by operators of ONNX.
 
-A candidate is a group of equations around an operation that is typical of such a function: rsqrt in a normalization,
-erf or tanh in a GELU, exp in an attention. NumPy evaluates the equations for random inputs, and the results are
-compared with the definition of the ONNX operator. Therefore it does not matter how a library writes a normalization,
-and a candidate that computes something else is not replaced.
+A candidate for the replacement is a group of equations around a typical operation, which is rsqrt for a normalization,
+erf or tanh for a GELU, and exp for an attention. NumPy evaluates the equations of a candidate for random inputs, and
+the results are compared with the definition of the ONNX operator. Therefore it does not matter how a library writes a
+normalization, and a candidate that computes something else is not replaced.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _needed(equations, outputs):
 
 
 class _Candidate:
-    """A candidate: the equations around the equation with the index `start`."""
+    """A candidate for the replacement by an ONNX operator: the equations around the equation with the index `start`."""
 
     def __init__(self, equations, values, start):
         self.equations, self.values, self.start = equations, values, start
@@ -73,8 +73,8 @@ class _Candidate:
         return [a for a in equation[1] if isinstance(a, int)]
 
     def before(self, value, cuts=(), reach=_REACH) -> list[int]:
-        """Returns the values from which a value is computed, the nearest first. The search follows at most `reach`
-        equations backwards, and ends at the values in `cuts`."""
+        """Returns the values from which a value is computed, the nearest first. The function follows at most `reach`
+        equations backwards, and stops at the values in `cuts`."""
         found, front = [], [value]
         for _ in range(reach):
             step = [a for v in front if v in self.made and v not in cuts
@@ -127,7 +127,7 @@ class _Candidate:
 
 
 class _Unsuitable(Exception):
-    """Raised if the equations of a candidate do not compute the function of its pattern."""
+    """Raised if the equations of a candidate do not compute the expected function, such as a GELU."""
 
 
 def _attempt(function):
@@ -270,8 +270,8 @@ def _order(c, dot, side, contracted_last):
 
 
 def _narrow(c, value):
-    """Returns the value with at least four axes from which `value` was broadcast. If `value` is not the result of such
-    a broadcast, it is returned itself."""
+    """Returns the value with at least four axes from which `value` was broadcast. If `value` is not the result of a
+    broadcast from at least four axes, `value` itself is returned."""
     while value in c.made and c.equations[c.made[value]][0] == "broadcast" and isinstance(
             c.equations[c.made[value]][1][0], int) and len(c.shape(c.equations[c.made[value]][1][0])) >= 4:
         value = c.equations[c.made[value]][1][0]

@@ -13,7 +13,9 @@ INT64 = np.dtype(np.int64)
 
 
 class Graph:
-    """The graph of a model, or of the body of a loop or branch. A body can also use the values of the enclosing graphs.
+    """The graph of a model, or of the body of a loop or branch.
+
+    The body of a loop or branch can also use the values of the enclosing graphs.
 
     Attributes:
         nodes: the nodes in order.
@@ -30,8 +32,9 @@ class Graph:
         self.kept: dict[Any, str] = {}       # a size or shape -> the node that computes it
 
     def look(self, table: str, key: Any) -> Any:
-        """Looks up a key in the dict that is the attribute `table` (such as "kept") of this graph, then in those of the
-        enclosing graphs. Returns the value, or None if no graph has the key."""
+        """Returns the value of a key in a dict of this graph, or else in the dict of the nearest enclosing graph that
+        has the key. `table` is the name of the attribute of a graph that is the dict, such as "kept". Returns None if
+        no graph has the key."""
         graph: Graph | None = self
         while graph is not None:
             if key in (entries := getattr(graph, table)):

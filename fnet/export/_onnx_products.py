@@ -99,8 +99,9 @@ def window_sum(e):
 def window_select_add(e):
     """Converts the gradient of a max-pooling or min-pooling.
 
-    Each element of the source belongs to a window. The element of the source is added at the position of the largest
-    (or smallest) element of its window, or of the first of several such elements.
+    Each element of the source (the gradient of the pooled array) belongs to a window. An element of the source is added
+    at the position of the largest (or smallest) element of its window. If several elements of the window are the
+    largest, the position of the first of them is used.
     """
     options = e.options
     (_, out), (_, shape) = e.in_types[0], e.in_types[1]
@@ -143,9 +144,9 @@ def window_select_add(e):
 def _indices(e, shape, sizes, dropped):
     """Returns (indices, inside, axes, windows) for a gather or scatter whose windows have the given sizes.
 
-    `indices`, [*batch, *windows, len(axes)], are the positions along `axes`. `inside` states which windows lie inside
-    the operand (None if no window can lie outside). `windows` are the axes along which a window has more than one
-    element, but not all elements of the axis.
+    `indices`, [*batch, *windows, len(axes)], contains the positions along `axes`. `inside` states which windows lie
+    inside the operand (None if no window can lie outside). `windows` are the axes along which a window has more than
+    one element, but not all elements of the axis.
     """
     options, indices = e.options, e.x(1)
     (_, index_shape), batch = e.in_types[1], len(e.in_types[1][1]) - 1
@@ -302,8 +303,8 @@ def cond(e):
     index = e.x(0)
 
     def chosen(graph, i):
-        """Returns the names of the outputs of the branches from i on: of branch i if the index is at most i, otherwise
-        of a later branch."""
+        """Returns the names of the outputs of a conditional over the branches i, i + 1, and so on. Branch i is selected
+        if the index is at most i, otherwise a later branch."""
         if i == len(branches) - 1:
             return e.body(graph, branches[i], names)
         first, rest = graph.inner(), graph.inner()

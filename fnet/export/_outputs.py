@@ -1,4 +1,4 @@
-"""Compares the outputs of another runtime with those of the program."""
+"""Compares the outputs of another runtime, such as onnxruntime, with those of the program."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 
 def compare(where: str, names: Iterable[str], results: Iterable[Any], wanted: Iterable[Any], tolerance: float) -> float:
-    """Compares the outputs `results` with the expected outputs `wanted`. Returns the largest difference, where the
-    difference of an output is divided by its largest expected element.
+    """Compares the outputs `results` with the expected outputs `wanted`. Returns the largest difference, where each
+    difference is divided by the largest expected element of the output.
 
     Raises:
         ValueError: the difference is larger than the tolerance.

@@ -29,8 +29,8 @@ class Entry:
     Attributes:
         closed: the closed jaxpr. The arguments of the function are the weights, in the order of `weights`, and the
             leaves of the inputs. The results of the function are the leaves of the output.
-        weights: the names of its weights. An array that the function closes over is also a weight. The name of such an
-            array is constants/DIGEST, where DIGEST is a hash of the array.
+        weights: the names of the weights that the function uses. An array that the function closes over is also a
+            weight. The name of a closed-over array is constants/DIGEST, where DIGEST is a hash of the array.
         inputs: the descriptions of the inputs, [(name, tree of {"dtype", "shape"})].
         output: the description of the output, a tree of {"dtype", "shape"}.
         constraints: the constraints on the size variables, a list of strings.
@@ -65,8 +65,8 @@ class Program:
 
     Attributes:
         entries: the entry points, {name: `Entry`}.
-        weights: the weights, {name: array}. A name begins with params/ or state/. An array that a function closes over
-            is also a weight; its name begins with constants/.
+        weights: the weights, {name: array}. The name of a weight begins with params/ or state/. An array that a
+            function closes over is also a weight; its name begins with constants/.
 
     >>> model = nn.Dense(3)
     >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 4)))
@@ -117,7 +117,7 @@ class Program:
             tests: the inputs for `load(check=True)`, {entry point: {input: array}}. Default: small random inputs.
             differentiable: whether the bundle contains the gradients of the programs. Default False.
             kernels: the platforms ("cuda", "tpu") for which the bundle also contains a program with handwritten
-                attention kernels. Default: none.
+                attention kernels. The default is none.
             about: a dict of JSON data about the model, such as the data set and the accuracy. The dict `about` is added
                 to the provenance in the manifest (manifest.json in the bundle). Default None.
 
@@ -148,7 +148,7 @@ class Program:
             check: whether to run the model on small random inputs in onnxruntime and compare the outputs. Default True.
 
         Raises:
-            NotImplementedError: an operation is not supported. The message states the operation and its path.
+            NotImplementedError: an operation is not supported. The error message states the operation and its path.
             ValueError: the outputs in onnxruntime differ from the outputs of the program by more than 1e-5 of the
                 largest element, or an argument is not valid.
         """
@@ -173,8 +173,8 @@ class Program:
             sizes: the value of each size variable, such as {"b": 1, "t": 64}, or a list of several such dicts. With one
                 dict, the model has one signature (function), which has the name of the entry point. With several dicts,
                 each dict defines a signature with a name such as predict_b1_t64, and the signatures share the weights.
-                Default None: the value of each variable is its upper bound, such as 64 for t <= 64. If a variable has
-                no upper bound, the value is the smallest valid value.
+                Default None: the value of each size variable is its upper bound, such as 64 for t <= 64. If a size
+                variable has no upper bound, its value is the smallest valid value.
             dtype: the dtype of the weights, "float32" (the default), "float16" or "int8". With "int8", products and
                 convolutions are computed in int8 (dynamic quantization).
             check: whether to run the model on small random inputs in LiteRT and compare the outputs. Default True.
@@ -207,14 +207,14 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
             return (output, new state). Only the output is exported. A function that does not accept `state` is called
             without `state`.
         specs: the type of each input, `name=export.spec(...)`. If an input is a tree of arrays, its type is a tree of
-            such types. If f has parameters with the names in `specs`, inputs are passed by name. If f does not have
-            such parameters, the inputs are passed by position, in the order of `specs`.
+            `export.spec(...)`. If f has parameters with the names in `specs`, inputs are passed by name, otherwise by
+            position in the order of `specs`.
 
     Returns:
         A `Program`.
 
     Raises:
-        TypeError: an input has no type, or f cannot be called with these inputs.
+        TypeError: an input has no type, or f cannot be called with the inputs.
         ValueError: two weights have the same name.
 
     >>> f = lambda params, x: x @ params["kernel"]
@@ -228,7 +228,7 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
 
 
 def _traced(f, params, state, specs):
-    """Traces f. Returns its `Entry`, and the arrays that f closes over, {name: array}."""
+    """Traces f. Returns the `Entry` (traced function) of f, and the arrays that f closes over, {name: array}."""
     if not specs:
         raise TypeError("export.program: expected the type of each input by name, x=export.spec('b, 28, 28, 1')")
     inputs, constraints = _spec.resolve(specs)

@@ -1,7 +1,8 @@
-"""Reads the file of a bundle: a zip archive with checksums. Every bundle contains a copy of this module as reader.py.
+"""Reads a bundle (the file of an exported model), which is a zip archive with checksums.
 
-This module imports only NumPy. The reader treats the file as untrusted: it checks every size before it allocates
-memory, and it executes and unpickles nothing in the file.
+Every bundle (file of an exported model) contains a copy of this module as reader.py. This module imports only NumPy.
+The reader treats the file as untrusted: it checks every size before it allocates memory, and it executes and unpickles
+nothing in the file.
 """
 
 import hashlib
@@ -91,8 +92,8 @@ class Archive:
         return sorted(name for name in self._entries if name.startswith(folder))
 
     def read(self, name, known=True):
-        """Returns the bytes of a file in the bundle. If `known` is true, their SHA-256 must be equal to that in the
-        manifest."""
+        """Returns the bytes of a file in the bundle. If `known` is true, the SHA-256 of the bytes must be equal to that
+        in manifest.json."""
         if name not in self._entries:
             raise self.error(f"there is no {name}")
         info, start = self._entries[name]

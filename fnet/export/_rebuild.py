@@ -1,4 +1,4 @@
-"""Creates JAX programs from the stable form, to renew bundles that JAX no longer reads.
+"""Creates JAX programs from the stable form (JSON data), to renew bundles (files) that JAX no longer reads.
 
 The stable form is a description of a program as JSON data, which does not depend on JAX's version.
 """
@@ -22,10 +22,10 @@ from fnet.export._program import Entry, Program
 def renew(path: str | os.PathLike, output: str | os.PathLike | None = None) -> None:
     """Replaces the programs of a bundle by programs that are written with the installed version of JAX.
 
-    The new programs are created from the stable form of the old programs. The stable form is JSON data that describe a
+    The new programs are created from the stable form (JSON data) of the old programs. The stable form describes a
     program independently of JAX's version. The outputs of the new programs are compared with the outputs in the old
-    bundle. The new bundle has the same weights, labels and tokenizer. The new bundle contains no programs with
-    handwritten kernels, because the stable form contains no kernels.
+    bundle. The new bundle has the same weights, labels and tokenizer as the old bundle. The new bundle contains no
+    programs with handwritten kernels, because the stable form contains no kernels.
 
     Args:
         path: the path of the bundle.
@@ -82,13 +82,13 @@ def _entry(bundle, name) -> Entry:
 
 
 def function(bundle: _loaded.Bundle, name: str, sizes: Mapping[str, int]) -> Callable:
-    """Creates a function f(weights, inputs) -> outputs from the stable form of an entry point, for the given values of
-    the size variables.
+    """Creates a function f(weights, inputs) -> outputs from the stable form (JSON data) of an entry point, for the
+    given values of the size variables.
 
-    Unlike a program that JAX has serialized, this function can be optimized by `ft.tune`.
+    Unlike a program that JAX has serialized, the created function can be optimized by `ft.tune`.
 
     Raises:
-        BundleError: the entry point has no stable form.
+        BundleError: the entry point has no stable form (JSON data).
     """
     description, stable = bundle.manifest["entries"][name], bundle.stable(name)
 
@@ -101,14 +101,14 @@ def function(bundle: _loaded.Bundle, name: str, sizes: Mapping[str, int]) -> Cal
 
 def sized(stable: Mapping[str, Any], constants: Sequence[Any], sizes: Mapping[str, int],
           operations: Mapping[str, Callable] | None = None) -> Run:
-    """Returns a `Run` that evaluates a stable form with the given values of its size variables."""
+    """Returns a `Run` that evaluates a program in stable form with the given values of its size variables."""
     shape = lambda shape: tuple(_sizes.size(n, sizes) for n in shape)
     values = [(dtype, shape(axes)) for dtype, axes in stable["values"]]
     return Run(values, dict(zip(stable["constants"], constants)), shape, operations)
 
 
 class Run:
-    """Evaluates the stable form with JAX.
+    """Evaluates a program in stable form (JSON data) with JAX.
 
     Attributes:
         values: the type of each value, a list of (dtype, shape).
@@ -168,8 +168,8 @@ def _highest(dtype):
 
 
 def _window_select_add(run, options, types, source, x):
-    """Computes the operation window_select_add, the gradient of a pooling, as the derivative of the pooling. JAX's own
-    operation for it is not public."""
+    """Computes the operation window_select_add, the gradient of a pooling, as the derivative of the pooling. JAX's
+    operation for the gradient of a pooling is not public."""
     kind = (lax.max, _lowest) if options["largest"] else (lax.min, _highest)
     pooled = lambda x: _window(*kind)(run, options, types, x)
     return jax.vjp(pooled, x)[1](source)[0]

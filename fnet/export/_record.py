@@ -40,7 +40,7 @@ def record(workdir: str | os.PathLike, model: Any, *, labels: Iterable[Any] | No
     """Writes a model of `fnet.models` (its class and fields) and the types of its inputs to a file in the folder of a
     training run.
 
-    The file is model.json. With this file, the command `fnet export` can export the trained model without your code.
+    The file is model.json. With model.json, the command `fnet export` can export the trained model without your code.
 
         export.record(workdir, model, x=export.spec("b, 28, 28, 1"), labels=range(10))
 

@@ -1,7 +1,7 @@
 """Compares the arguments of a call with the signature of an exported program.
 
-A signature describes the inputs and the output as trees of dtypes and shapes. Every bundle contains a copy of this
-module as signature.py.
+A signature describes the inputs and the output as trees of dtypes and shapes. Every bundle (file of an exported model)
+contains a copy of this module as signature.py.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Types of inputs with symbolic sizes."""
+"""Types (shapes and dtypes) of inputs with symbolic sizes."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ())
 
     Args:
         shape: the sizes of the axes, separated by commas. A size is a number, the name of a size variable (a size that
-            is not fixed), or an expression of variables, for example "b, 2*h, 2*w, 3". A variable has the same value,
-            at least 1, in all inputs of a program.
+            is not fixed), or an expression of variables, for example "b, 2*h, 2*w, 3". A size variable has the same
+            value, at least 1, in all inputs of a program.
         dtype: the dtype of the input, such as "int32". Default "float32".
-        where: the constraints on the variables, a string or several strings, for example "t <= 64" or ("h >= 32",
+        where: the constraints on the size variables, a string or several strings, for example "t <= 64" or ("h >= 32",
             "mod(h, 2) == 0"). Default: no constraints.
 
     Raises:
@@ -68,9 +68,9 @@ def spec_of(function: Callable, *, where: str | Iterable[str] = ()) -> SpecOf:
         cache = export.spec_of(lambda b: model.cache(jax.ShapeDtypeStruct((b, 64), jnp.int32)))
 
     Args:
-        function: a function of sizes that returns a tree of arrays. The names of its parameters are the names of the
-            size variables. The function is traced, but not run.
-        where: the constraints on the variables, as for `spec`.
+        function: a function of sizes that returns a tree of arrays. The names of the function's parameters are the
+            names of the size variables. The function is traced, but not run.
+        where: the constraints on the size variables, as for `spec`.
 
     >>> caches = export.spec_of(lambda b: {"keys": jnp.zeros((b, 8))}, where="b <= 16")
     """

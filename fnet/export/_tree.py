@@ -36,8 +36,8 @@ def described(tree: Any) -> Any:
 
 
 def described_leaves(trees: list[tuple[str, Any]]) -> list[tuple[str, dict]]:
-    """Returns a list [(path, leaf)] of the leaves of described trees. `trees` is a list [(name, tree)]. The paths are
-    strings such as "cache/keys"."""
+    """Returns a list [(path, leaf)] of the leaves of trees that `described` returned. `trees` is a list [(name, tree)].
+    The paths are strings such as "cache/keys"."""
     leaves: list = []
 
     def collect(name, tree):
@@ -56,7 +56,7 @@ def described_leaves(trees: list[tuple[str, Any]]) -> list[tuple[str, dict]]:
 
 
 def size_variables(trees: list[tuple[str, Any]]) -> list[str]:
-    """Returns the names of the size variables in described trees, in the order of their first occurrence."""
+    """Returns the names of the size variables in trees of `described`, in the order of their first occurrence."""
     text = " ".join(str(n) for _, leaf in described_leaves(trees) for n in leaf["shape"])
     return [name for name in dict.fromkeys(re.findall(r"[A-Za-z_]\w*", text)) if name not in _FUNCTIONS]
 

@@ -1,4 +1,4 @@
-"""Writes a static web page on which the user draws an image. The ONNX model classifies the image in the browser."""
+"""Writes a static web page on which the user draws an image. An ONNX model classifies the image in the browser."""
 
 from __future__ import annotations
 
@@ -32,22 +32,24 @@ def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | 
     Args:
         program: a program whose entry point "predict" maps images to scores [batch, classes]. The images are an array
             [batch, height, width, channels] of dtype float32 or uint8 with 1 or 3 channels. The page scales the user's
-            drawing to this height and width. If the program has the entry point "preprocess", the page calls
-            "preprocess" with the scaled image, whose values are from 0 to 255, and then "predict" with the result.
-            If the program does not have this entry point, the page calls "predict" with the scaled image. The values of
-            this image are from 0 to 1 for a float32 input, and from 0 to 255 for a uint8 input.
+            drawing to the height and width of the images. If the program has the entry point "preprocess", the page
+            calls "preprocess" with the scaled image, whose values are from 0 to 255, and then "predict" with the
+            result. If the program does not have the entry point "preprocess", the page calls "predict" with the scaled
+            image. Without "preprocess", the values of the scaled image are from 0 to 1 for a float32 input, and from 0
+            to 255 for a uint8 input.
         folder: the folder to write. It is created if necessary.
         labels: the names of the classes. Default: 0, 1, 2, ...
         margin: the width of the empty margin at each edge, as a fraction of the image's size, in [0, 0.5). The drawing
-            is centered and scaled to fill the area within the margins. Use the margin of the training images: 0 for
-            scikit-learn's digits, 0.14 for MNIST. Default 0.
+            is centered and scaled to fill the area within the margins. Use the margin of the training images (0 for
+            scikit-learn's digits, 0.14 for MNIST). Default 0.
         title: the title of the page. Default "Draw an image".
         runtime: the folder of the npm package onnxruntime-web. Default: the first node_modules/onnxruntime-web in the
             working directory and the directories above it.
 
     Raises:
         FileNotFoundError: onnxruntime-web was not found.
-        ValueError: the program does not map images of this kind to scores of classes, or an argument is not valid.
+        ValueError: the program does not map images [batch, height, width, channels] to scores of classes, or an
+            argument is not valid.
 
     >>> import pathlib, tempfile
     >>> kernel, predict = jnp.ones((64, 10)), lambda kernel, x: x.reshape(x.shape[0], 64) @ kernel

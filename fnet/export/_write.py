@@ -90,7 +90,7 @@ def save(program: Any, path: str | os.PathLike, *, labels: Iterable[Any] | None 
 def write(path: Path, manifest: dict, files: Mapping[str, bytes], tensors: Mapping[str, Mapping[str, Any]]) -> None:
     """Writes the archive atomically.
 
-    The archive contains the small files, the tensors, and the manifest with the digests of all files. The archive ends
+    The archive contains the small files, the tensors, and manifest.json with the digests of all files. The archive ends
     with the digest of the whole archive.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

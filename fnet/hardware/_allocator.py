@@ -12,14 +12,14 @@ def cpu_allocator() -> bool:
     """Makes this process keep the memory that a step frees, so that the next step can reuse this memory.
 
     XLA allocates the temporary memory of a CPU program anew for each call, and the C library returns large blocks to
-    the operating system immediately. Therefore, each step causes a page fault for every 4 kB of its temporary memory.
-    After a call of `cpu_allocator`, the process keeps freed memory. Therefore, the memory of the process stays at its
-    maximum, which includes the temporary memory of every step that JAX has queued.
+    the operating system immediately. Without `cpu_allocator`, each step therefore causes a page fault for every 4 kB of
+    its temporary memory. After a call of `cpu_allocator`, the process keeps freed memory. As a consequence, the memory
+    of the process stays at its maximum, which includes the temporary memory of every step that JAX has queued.
 
         from fnet import hardware as hw
         hw.cpu_allocator()      # at the start of a script, before any large array
 
-    The setting affects the whole process and cannot be undone. fnet never calls this function itself.
+    `cpu_allocator` affects the whole process and cannot be undone. fnet never calls `cpu_allocator` itself.
 
     Returns:
         True if the process now keeps freed memory (with the GNU C library on Linux), False otherwise.

@@ -1,4 +1,4 @@
-"""The cache folder for the measurements and compiled programs of this machine. Reads and writes JSON files in this
+"""The cache folder for the measurements and compiled programs of this machine. Reads and writes JSON files in the cache
 folder."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Replaces a file atomically. Failures are ignored, because the file is only a cache."""
+    """Replaces a file atomically. Failures to write the file are ignored, because the file is only a cache."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}-") as beside:

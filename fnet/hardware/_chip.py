@@ -1,5 +1,5 @@
-"""The description of a chip: its peak rates, memory and links. Each figure has a basis, which states how the figure is
-known."""
+"""The description of a chip: its peak rates, memory and links. Each figure of a chip has a basis, which states how the
+figure is known."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES = {
 
 
 class FrozenTable(Mapping):
-    """An immutable mapping for the tables of a chip, so that the chip can be hashed, compared and pickled.
+    """An immutable mapping for the dictionaries of a `Chip`, so that the `Chip` can be hashed, compared and pickled.
 
     >>> table = hw.FrozenTable({"bf16": 197e12})
     >>> table["bf16"], len({table, hw.FrozenTable({"bf16": 197e12})})
@@ -57,7 +57,7 @@ class Peak(NamedTuple):
 
     Attributes:
         flops: the rate in FLOP/s.
-        dtype: the catalog's name of the dtype, such as "bf16".
+        dtype: the short name of the dtype, such as "bf16".
         basis: how the rate is known, such as "published" (see `Chip.bases`).
         note: a remark, such as "float32 in 6 bfloat16 passes", or an empty string.
 
@@ -91,7 +91,7 @@ class Quote(NamedTuple):
     computed from the chip's units and clock.
 
     Attributes:
-        dtype: the catalog's name of the dtype, such as "bf16".
+        dtype: the short name of the dtype, such as "bf16".
         flops: the peak in FLOP/s.
         source: where the peak was published.
         explanation: why the published peak differs from the computed peak, or an empty string.
@@ -120,7 +120,7 @@ class Links:
         total: the rate of all links of one chip in both directions together, or None if unknown.
         topology: how the chips are connected, or None if unknown.
         network: the rate in one direction between a chip and the chips of other TPU slices or other machines, or None
-            if unknown. The rate is that of common offers of cloud providers.
+            if unknown. The value of `network` is a rate that cloud providers commonly offer.
         network_source: where `network` was published.
 
     >>> hw.chips["TPU v5e"].links.type
@@ -140,11 +140,11 @@ class Links:
 class Chip:
     """A chip of the catalog.
 
-    Peaks, memory and bandwidth refer to the whole chip. `chip.per_device` returns the share of one JAX device. For
-    example, JAX represents a TPU v3 chip as two devices.
+    Peaks, memory and bandwidth refer to the whole chip. `chip.per_device` is a `Chip` with the figures of one JAX
+    device. For example, JAX represents a TPU v3 chip as two devices.
 
     Attributes:
-        name: the name in the catalog, or the name that the device reports.
+        name: the name of the chip in fnet's catalog, or the name that the device reports.
         kind: "cpu", "gpu" or "tpu".
         vendor: "Google", "NVIDIA", "AMD", "Intel", or "unknown".
         known: whether the peaks are known, from the catalog, from the instruction set of a CPU, or from `measure`. If
@@ -206,23 +206,23 @@ class Chip:
     notes: str = ""
 
     def basis(self, field: str) -> str:
-        """Returns the basis of a figure. `field` is a dtype of `peaks`, or the name of a field, such as
-        "memory_bytes"."""
+        """Returns how a figure of the chip is known (the basis of the figure), such as "measured". `field` is a dtype
+        of `peaks`, or the name of a field, such as "memory_bytes"."""
         return self.bases.get(field, "published" if self.known else "unknown")
 
     def peak(self, dtype: Any, *, precision: Any = None) -> Peak | None:
-        """Returns the peak rate at which JAX computes a matrix product whose operands have this dtype.
+        """Returns the peak rate at which JAX computes a matrix product whose operands have the dtype `dtype`.
 
         By default, JAX computes a float32 product in one bfloat16 pass on a TPU, and in TF32 on an NVIDIA chip that
         supports TF32. With `precision="high"`, a float32 product takes three bfloat16 passes on a TPU. With
         `precision="highest"`, a float32 product takes six passes on a TPU, and is computed in full float32 on a GPU.
 
         Args:
-            dtype: a JAX or NumPy dtype, or one of the catalog's names ("bf16", "fp8", ...).
+            dtype: a JAX or NumPy dtype, or the short name of a dtype ("bf16", "fp8", ...).
             precision: the `precision` argument of the product. Default None: JAX's default precision.
 
         Returns:
-            A `Peak` of the whole chip, or None if the chip has no rate for this dtype.
+            A `Peak` of the whole chip, or None if the chip has no rate for `dtype`.
         """
         name = dtype_name(dtype)
         level = _precision_level(precision)
@@ -296,7 +296,7 @@ class Chip:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Returns the catalog's name of a dtype. For example, `jnp.bfloat16`, "bfloat16" and "bf16" all give "bf16"."""
+    """Returns the short name of a dtype. For example, `jnp.bfloat16`, "bfloat16" and "bf16" all give "bf16"."""
     if isinstance(dtype, str) and dtype not in _NAMES:
         if dtype in _NAMES.values() or dtype.split("_")[0] in (*_NAMES.values(), "tf32"):
             return dtype

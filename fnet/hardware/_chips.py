@@ -22,7 +22,7 @@ class System:
     """Several chips that are sold or rented together, such as a DGX-1, a TPU board or a pod.
 
     Attributes:
-        name: the name in the catalog.
+        name: the name of the system in the catalog.
         chip: the `Chip` of which the system consists.
         count: the number of chips.
         year: the year in which the system was introduced, or None if unknown.
@@ -129,7 +129,8 @@ class Chips(_Catalog):
         memory of the slice. "VF" (virtual function) at the end of AMD names is ignored.
 
         Raises:
-            KeyError: no chip has this name. The message lists the most similar names.
+            KeyError: no chip of the catalog has the device kind `kind`. The message of the KeyError lists the most
+                similar names.
 
         >>> from fnet import hardware as hw
         >>> hw.chips.find("NVIDIA H100 80GB HBM3").name
@@ -146,7 +147,7 @@ class Chips(_Catalog):
 
 def split_mig(kind: str) -> tuple[str, tuple[int, float, str] | None]:
     """Separates the suffix of a MIG slice from a device kind. Returns (the device kind without the suffix, slice). The
-    slice is (number of compute slices, memory in GiB, suffix), or None if there is no suffix."""
+    slice is (number of compute slices, memory in GiB, suffix), or None if the device kind has no MIG suffix."""
     match = re.search(r"\s+MIG\s+((?:(\d+)c\.)?(\d+)g\.(\d+)gb\S*)$", kind)
     if not match:
         return kind.strip(), None
@@ -171,12 +172,12 @@ def _slice(chip: Chip, slice_: tuple[int, float, str]) -> Chip:
 
 @functools.cache
 def raw() -> dict[str, Any]:
-    """Returns the content of chips.json, in the vendors' units."""
+    """Returns the content of chips.json (the catalog of chips), in the vendors' units."""
     return json.loads(resources.files("fnet.hardware").joinpath("chips.json").read_text(encoding="utf-8"))
 
 
 def _fields(cls: type, row: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a class that a row of the catalog contains under their names. Lists become tuples."""
+    """Returns the entries of a catalog row whose names are fields of the dataclass `cls`. Lists become tuples."""
     known = {field.name: row[field.name] for field in dataclasses.fields(cls) if field.name in row}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
 

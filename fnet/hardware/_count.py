@@ -23,9 +23,9 @@ class Cost:
         elementwise: the FLOPs of elementwise operations, 1 for each element of the result.
         reduction: the FLOPs of reductions, 1 for each element of the operand.
         transcendental: the number of evaluations of exp, tanh, rsqrt and similar functions. `flops` does not include
-            these evaluations.
-        recomputed: the FLOPs of the products in `matmul` that rematerialization repeats. `flops` includes these FLOPs,
-            but `model_flops` does not.
+            the evaluations of transcendental functions.
+        recomputed: the FLOPs of the products in `matmul` that rematerialization repeats. `flops` includes the
+            recomputed FLOPs, but `model_flops` does not.
         bytes: the bytes of the inputs and outputs of every operation, as if nothing were fused. `bytes` is an upper
             bound of the memory traffic.
         fused_bytes: an estimate of the bytes of the memory traffic if elementwise operations are fused with their
@@ -159,18 +159,18 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
     cond, a while loop or an unknown operation, the attribute `notes` of the result lists the reason. Operations whose
     results are not used count, although a compiler removes these operations.
 
-    The FLOPs of `layers.dot_product_attention` are those of its formula. As is the convention for MFU (model FLOPs
-    utilization), the FLOPs include the products for pairs of positions that a mask hides. The FLOPs with which the
-    backward pass recomputes the attention weights are in `Cost.recomputed`. The bytes of `dot_product_attention` are
-    the bytes of its operands and results.
+    The FLOPs of `layers.dot_product_attention` are computed from the formula of attention. As is the convention for MFU
+    (model FLOPs utilization), the FLOPs of attention include the products for pairs of positions that a mask hides. The
+    FLOPs with which the backward pass of attention recomputes the attention weights are in `Cost.recomputed`. The bytes
+    of `dot_product_attention` are the bytes of its operands and results.
 
     Args:
         f: any JAX function, for example a jitted, differentiated or sharded function.
-        *args, **kwargs: the arguments of f, trees of arrays or `jax.ShapeDtypeStruct`s. Other leaves (flags, strings,
-            functions, Python numbers) are passed unchanged.
+        *args, **kwargs: the arguments of f, trees of arrays or `jax.ShapeDtypeStruct`s. Leaves that are not arrays
+            (flags, strings, functions, Python numbers) are passed unchanged.
 
     Returns:
-        A `Count`. `print` shows it as a table of scopes.
+        A `Count`, which `print` shows as a table of scopes.
 
     >>> import jax
     >>> from fnet import hardware as hw
@@ -271,11 +271,11 @@ class _Tally:
 
 
 def fused_traffic(frame: Frame) -> list[tuple[Op, int]]:
-    """Returns the memory traffic of the operations of a frame as [(operation, bytes)]. Elementwise operations are
-    assumed to be fused with neighbors of the same scope.
+    """Returns the memory traffic of the operations of a frame (the operations of one jaxpr) as [(operation, bytes)].
+    Elementwise operations are assumed to be fused with neighbors of the same scope.
 
-    A value that enters or leaves the frame, or that another scope reads, is written to memory. Each scope that uses
-    such a value reads the value from memory once.
+    A value is written to memory if it is an input or output of the frame, or if another scope reads the value. Each
+    scope that uses a value from memory reads the value once.
     """
     kept = Kept(frame, by_scope=True)
     moved: dict[tuple[str, int, str], tuple[Op, int]] = {}
@@ -294,22 +294,23 @@ def fused_traffic(frame: Frame) -> list[tuple[Op, int]]:
 
 
 class Kept:
-    """Determines which values of a frame are written to memory after elementwise operations are fused with their
-    neighbors.
+    """Determines which values of a frame (the operations of one jaxpr) are written to memory after fusion of
+    elementwise operations.
 
     A value is written to memory if a product, reduction, loop, gather or another operation that is not elementwise
-    produces or reads the value. An elementwise operation that alone reads the result of a product is an exception: it
-    is fused with the product, as its epilogue. Reshapes, broadcasts and transposes need no memory traffic.
+    produces or reads the value. However, if a single elementwise operation reads the result of a product, the product
+    and the operation (its epilogue) are fused, and the result is not written to memory. Reshapes, broadcasts and
+    transposes need no memory traffic.
 
     Args:
         frame: the operations and their values.
         by_scope: whether operations are fused only with operations of the same scope. Default False.
-        epilogues: whether elementwise epilogues are fused with products. Default True.
+        epilogues: whether a product is fused with the single elementwise operation that reads its result. Default True.
 
     Attributes:
         real: the operations that need memory traffic.
         users: the operations that read each value.
-        outputs: the values that leave the frame.
+        outputs: the values that are results of the frame.
     """
 
     def __init__(self, frame: Frame, *, by_scope: bool = False, epilogues: bool = True):

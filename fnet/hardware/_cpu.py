@@ -30,8 +30,8 @@ class CPU:
             contains the FLOP per cycle.
         flags: the vector and matrix extensions of the CPU, such as "amx_bf16".
         clock_ghz: the clock that the system reports, or None.
-        virtual: whether this is a virtual machine. In a virtual machine, the reported clock may be wrong by a factor of
-            two.
+        virtual: whether the machine is a virtual machine. In a virtual machine, the reported clock may be wrong by a
+            factor of two.
         memory_bytes: the memory of the machine in bytes, or the limit of the cgroup if it is smaller; None if unknown.
     """
 
@@ -48,8 +48,8 @@ class CPU:
 
 
 def read_cpu(root: str | os.PathLike = "/", affinity: Collection[int] | None = None) -> CPU:
-    """Reads the resources from /proc and /sys under `root`, for the logical CPUs in `affinity` (default: this process's
-    affinity mask)."""
+    """Reads the CPU resources from /proc and /sys under `root`, for the logical CPUs in `affinity` (default: this
+    process's affinity mask)."""
     root = Path(root)
     if affinity is None:
         affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)

@@ -21,12 +21,13 @@ def detect(device: Any = None) -> Chip:
     that share the chip. `detect` does not measure rates; for measured rates, use `measure`.
 
     Args:
-        device: a `jax.Device`, or a device kind such as "TPU v5 lite". A device of this kind need not be attached.
-            Default None: the first local device.
+        device: a `jax.Device`, or a device kind such as "TPU v5 lite". A device kind may also name a device that is not
+            attached to this machine. If `device` is None (the default), the first local device is used.
 
     Returns:
         A `Chip`, from the catalog if possible. For a CPU that is not in the catalog, the peaks are estimated from its
-        instruction set. For any other device that is not in the catalog, the `Chip` has `known=False` and no peaks.
+        instruction set. For a device that is neither a CPU nor in the catalog, the `Chip` has `known=False` and no
+        peaks.
 
     >>> from fnet import hardware as hw
     >>> hw.detect("TPU v5 lite").name

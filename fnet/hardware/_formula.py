@@ -26,13 +26,13 @@ class Check(NamedTuple):
     """A published and a computed peak of a chip, as compared by `hardware.checks`.
 
     Attributes:
-        dtype: the catalog's name of the dtype, such as "bf16".
+        dtype: the short name of the dtype, such as "bf16".
         quoted: the published peak in FLOP/s.
         source: where the published peak was stated.
         computed: the computed peak in FLOP/s.
         formula: the formula of the computed peak, with the figures of the chip.
-        deviation: quoted / computed - 1.
-        explanation: the reason for the difference, or "".
+        deviation: the relative deviation of the published peak from the computed peak, quoted / computed - 1.
+        explanation: the reason why the published and the computed peak differ, or "".
 
     >>> [round(check.deviation, 2) for check in hw.checks(hw.chips["Ryzen 3950X"])]
     [0.99]
@@ -76,7 +76,7 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
         GPU of a system on a chip:  cores x FP32 lanes x 2 x clock
 
     Args:
-        chip: a chip or a system of the catalog.
+        chip: a `Chip` or `System` of the catalog.
         boost: whether to use the boost clock of a CPU instead of its base clock. Default False.
 
     Returns:
@@ -124,14 +124,14 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
 
 
 def checks(chip: Chip | System) -> tuple[Check, ...]:
-    """Compares the published peaks of a chip or system with the computed peaks.
+    """Compares the published peaks of a chip or system with peaks computed from its units and clock.
 
     Two kinds of published peaks are compared: the peaks in `chip.quoted`, and the peaks in `chip.peaks` that fnet did
     not compute, estimate or measure.
 
     Returns:
-        A `Check` for each published peak for which a peak can be computed. If the two peaks differ, the `Check`
-        contains an explanation.
+        A `Check` for each published peak for which a peak can be computed. If the published and the computed peak
+        differ, the `Check` contains an explanation.
 
     >>> [type(check).__name__ for check in hw.checks(hw.systems["TPU v3-8"])][:1]
     ['Check']
@@ -160,7 +160,7 @@ def flop_per_dollar(chip: Chip | System, dtype: str | None = None, *, years: flo
     A purchased chip is assumed to run continuously.
 
     Args:
-        chip: a chip or a system of the catalog.
+        chip: a `Chip` or `System` of the catalog.
         dtype: the dtype of the peak. Default None: the fastest of bf16, fp16 and fp32.
         years: the years of use after a purchase. Default 3.
 

@@ -17,7 +17,10 @@ _TITLES = {"dollar": "FLOP per dollar at the peak rate", "watt": "FLOP/s per wat
 
 
 class Point(NamedTuple):
-    """A point of the plot, for a chip or system and a dtype. `value` is the FLOP per dollar, or the FLOP/s per watt."""
+    """A point of the plot over the years, for one chip or system and one dtype.
+
+    `value` is the FLOP per dollar, or the FLOP/s per watt.
+    """
 
     name: str
     kind: str
@@ -66,9 +69,9 @@ def history(per: str, dtypes: tuple[str, ...] = ("fp32", "best")) -> list[Point]
 def plot(path: str | os.PathLike | None = None) -> Figure:
     """Draws the FLOP per dollar and the FLOP/s per watt of the catalog's chips over the years.
 
-    Circles show float32, and squares show the faster of bfloat16 and float16. Filled marks show a purchase with three
-    years of use, and empty marks show rent by the hour. The prices are from different dates, which the catalog
-    contains, and are not adjusted for inflation.
+    In the plot, circles show float32, and squares show the faster of bfloat16 and float16. Filled marks in the plot
+    show a purchase with three years of use, and empty marks show rent by the hour. The prices are from different dates,
+    which the catalog contains, and are not adjusted for inflation.
 
     Args:
         path: the file to write (.png, .svg or .pdf). Default None: no file is written.
@@ -78,7 +81,7 @@ def plot(path: str | os.PathLike | None = None) -> Figure:
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: matplotlib cannot write files of this type.
+        ValueError: matplotlib cannot write files of the type of `path`.
 
     >>> figure = hw.plot()
     >>> len(figure.axes)
@@ -109,7 +112,7 @@ def plot(path: str | os.PathLike | None = None) -> Figure:
 
 def _label(axis: Any, points: list[Point]) -> None:
     """Writes the name of each chip or system beside its best point, in descending order of the points' values. A name
-    is omitted if a name in the same or an adjacent year is already at a value within a factor of 1.25."""
+    is omitted if the plot already shows a name in the same or an adjacent year at a value within a factor of 1.25."""
     taken: dict[int, list[float]] = {}
     best: dict[str, Point] = {}
     for point in points:

@@ -18,11 +18,11 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
             copy_bytes: int | None = None, seconds: float = 0.3) -> Chip:
     """Measures the rates of matrix products and the memory bandwidth of a device.
 
-    For each dtype, two matrices [size, size] are multiplied many times, in several batches. One product needs 2 size^3
-    FLOPs. The rate of the dtype is the rate in the fastest batch. The bandwidth is measured by multiplying an array by
-    a constant, which reads and writes each element once. The results are the rates of XLA's code on this machine at
-    this time, not the limits of the chip. If you use these rates as peaks, an MFU (model FLOPs utilization) compares a
-    step with a plain matrix product.
+    For each dtype, two matrices [size, size] are multiplied many times, in several batches. The product of two matrices
+    [size, size] needs 2 size^3 FLOPs. The peak of a dtype is the rate in the fastest batch of products. The bandwidth
+    is measured by multiplying an array by a constant, which reads and writes each element once. `measure` returns the
+    rates of XLA's code on this machine at this time, not the limits of the chip. If you use the measured rates as
+    peaks, an MFU (model FLOPs utilization) compares a step with a plain matrix product.
 
     The measurement takes about `seconds` for each dtype, and `seconds` for the bandwidth. The compilations take
     additional time.
@@ -88,7 +88,7 @@ def _matmul(device: Any, dtype: Any, size: int, seconds: float) -> float:
 
 def _copy(device: Any, nbytes: int, seconds: float) -> float:
     """Returns the bytes/s that are read and written when an array is multiplied by a constant. The array is donated, so
-    that the result is stored in the same memory."""
+    that the result is stored in the memory of the array."""
     scale = jax.jit(lambda x: x * 1.0001, donate_argnums=0)
     held = [jax.device_put(jnp.ones(nbytes // 4, jnp.float32), device)]
 

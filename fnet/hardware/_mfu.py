@@ -14,7 +14,8 @@ class MFU:
 
     Attributes:
         value: the utilization, a float between 0 and 1, or None if it is unknown.
-        why: if `value` is None, the reason why it is unknown. If `value` is a number, a remark about the peak, or "".
+        why: if `value` is None, the reason why it is unknown. If `value` is a number, `why` is a remark about the peak,
+            or "".
         peak: the peak rate of all devices together in FLOP/s, or None if it is unknown.
         dtype: the dtype for which `peak` is the peak rate.
         basis: how the peak is known, such as "published" (see `Chip.bases`).

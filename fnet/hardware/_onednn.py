@@ -1,5 +1,4 @@
-"""The compiler option with which XLA on CPUs uses oneDNN's bfloat16 convolutions. The option exists in jaxlib 0.12 and
-later."""
+"""The compiler option with which XLA on CPUs uses oneDNN's bfloat16 convolutions (in jaxlib 0.12 and later)."""
 
 from __future__ import annotations
 

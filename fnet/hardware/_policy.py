@@ -29,20 +29,22 @@ class Policy:
             computed.
         output: the dtype of the function's floating-point outputs.
         loss_scale: the initial dynamic loss scale, or None if gradients fit the range of `compute`.
-        rules: pairs (pattern of a scope path, dtype) that override `compute`. If several patterns match, the first of
-            these pairs is used.
-        reason: why these dtypes were selected.
+        rules: pairs (pattern of a scope path, dtype) that override `compute`. If several patterns match a scope path,
+            the first matching pair is used.
+        reason: why the dtypes of the policy were selected.
         convolution: the dtype of the operands of convolutions. Default: `compute`.
         activations: the dtype in which GPUs and TPUs store large activations. A large activation is the result of a
             matrix product in the forward pass that has at least 2^22 elements and is read only by operations in
-            float32. An example is the logits of a large vocabulary. If autocast is applied to the gradient function,
-            the gradients of large activations are also stored in this dtype. Weight gradients are not rounded. Default:
-            `compute`, as in PyTorch's autocast. With "float32", activations are not rounded.
+            float32. For example, the logits of a large vocabulary are a large activation. If autocast is applied to the
+            gradient function, the gradients of large activations are also stored in the dtype `activations`. Weight
+            gradients are not rounded. Default: `compute`, as in PyTorch's autocast. With `activations="float32"`,
+            activations are not rounded.
         residual: the dtype of the residual stream of a transformer. The residual stream is a sum of two arrays in the
-            forward pass, one of which is the result of a product, plus a bias or times a number. The default "float32"
-            does not change the dtype of such a sum. If `residual` equals `compute`, the sum is computed and stored in
-            16 bits, as in models that are written in 16 bits. A 16-bit residual stream needs less memory traffic, but
-            the residual stream and its gradient are rounded in each layer.
+            forward pass, one of which is the result of a product. The result of the product may have been changed
+            before the sum by adding a bias or multiplying by a factor. The default "float32" does not change the dtype
+            of the residual stream. If `residual` equals `compute`, the residual stream is computed and stored in 16
+            bits, as in models that are written in 16 bits. A 16-bit residual stream needs less memory traffic, but the
+            residual stream and its gradient are rounded in each layer.
 
     >>> policy = hw.policy("Tesla T4")
     >>> str(policy.compute), bool(policy.loss_scale)
@@ -77,8 +79,8 @@ class Policy:
 
 
 class _Family(NamedTuple):
-    """The dtypes of a chip family in order of preference. The first dtype in the table is the default of the chip
-    family. The other dtypes are used if a policy must suit several chips."""
+    """The dtypes of a chip family in order of preference. The first dtype is the default of the chip family. The dtypes
+    after the first are used if a policy must suit several chips."""
 
     name: str
     train: tuple[str, ...]
@@ -148,10 +150,11 @@ _FROM_NAME = (      # (pattern of a chip's name, family), for chips whose archit
 def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) -> Policy:
     """Selects the dtypes for fast and numerically safe training or inference on a chip, and states the reason.
 
-    The dtypes are taken from a table, except for the CPU of this process. For the CPU of this process, a probe (a short
-    measurement) compares bfloat16 with float32. The probe measures the operations that `transforms.autocast` uses,
-    which takes about one second. The result of the probe is cached on the machine (see docs/precision.md). Dtypes with
-    fewer than 16 bits are never selected, because fp8, int8 and fp4 need scales or calibration.
+    `policy` takes the dtypes from a table of chips, except for the CPU of this process. For the CPU of this process, a
+    probe (a short measurement) compares bfloat16 with float32. The measurement of the CPU covers the operations that
+    `transforms.autocast` uses, and takes about one second. The result of the measurement is cached on the machine (see
+    docs/precision.md). Dtypes with fewer than 16 bits are never selected, because fp8, int8 and fp4 need scales or
+    calibration.
 
     Args:
         chip: a `Chip`, a `jax.Device`, a device kind ("NVIDIA H100 80GB HBM3", "TPU v5 lite"), or a sequence of these.
@@ -160,11 +163,12 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
             any chip.
         mode: "train" (the default) or "inference". For inference, the parameters have the compute dtype.
         probe: whether the CPU of this process may be measured. Default None: yes, unless the environment variable
-            FNET_PROBE is 0. The probe runs only if the CPU is JAX's default backend, there is only one process, and JAX
-            is not tracing a function.
+            FNET_PROBE is 0. `policy` measures the CPU only if the CPU is JAX's default backend, there is only one
+            process, and JAX is not tracing a function.
 
     Returns:
-        A `Policy`. The attribute `reason` of the policy states whether the dtypes are from the table or from a probe.
+        A `Policy`. The attribute `reason` of the policy states whether the dtypes are from fnet's table of chips or
+        from a measurement.
 
     Raises:
         ValueError: an unknown mode, or an empty sequence of chips.

@@ -1,7 +1,7 @@
 """Measures whether bfloat16 is faster than float32 on this CPU, for the products and convolutions of autocast.
 
-The result depends on the installed XLA. bfloat16 is faster than float32 only if XLA uses the bfloat16 instructions of
-the CPU, and slower if XLA converts the operands to float32 and the results back.
+The result of the measurement depends on the installed XLA. On a CPU, bfloat16 is faster than float32 only if XLA uses
+the CPU's bfloat16 instructions, and slower if XLA converts the operands to float32 and the results back.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Probe(NamedTuple):
 
 
 def verdict(probe: Probe, mode: str) -> tuple[str, str, str]:
-    """Returns (dtype of products, dtype of convolutions, reason). The dtype is bfloat16 if it is fast enough, otherwise
-    float32."""
+    """Returns (dtype of products, dtype of convolutions, reason). Each dtype is bfloat16 if bfloat16 is fast enough,
+    otherwise float32."""
     dot = "bfloat16" if probe.dot <= DOT_AT_MOST else "float32"
     conv = dot if probe.conv <= CONV_AT_MOST else "float32"
     passes = "forward and backward" if mode == "train" else "forward"
@@ -69,7 +69,7 @@ def verdict(probe: Probe, mode: str) -> tuple[str, str, str]:
 
 
 def unfit() -> str | None:
-    """Returns the reason why no measurement is possible now, or None."""
+    """Returns the reason why bfloat16 and float32 cannot be timed now, or None if they can."""
     if jax.default_backend() != "cpu":
         return f"not measured, because JAX's default backend is {jax.default_backend()}"
     if jax.process_count() > 1:
@@ -78,8 +78,8 @@ def unfit() -> str | None:
 
 
 def probe(mode: str) -> Probe | None:
-    """Returns the cached measurement of this CPU for the mode "train" or "inference". If no measurement is cached,
-    measures for about a second.
+    """Returns the cached ratios of bfloat16 to float32 times on this CPU, for the mode "train" or "inference". If no
+    ratios are cached, `probe` measures the ratios for about a second.
 
     Measurements are cached in the file probe.json of `cache_folder()`. If the file probe.json cannot be written,
     measurements are cached only in this process. Returns None if no measurement is cached and JAX is tracing a
@@ -161,8 +161,8 @@ def _ratios(mode: str, clock: Callable[[], float]) -> tuple[float, float]:
 
 
 def timings(calls: Mapping[Any, Callable[[], Any]], clock: Callable[[], float]) -> dict[Any, list[float]]:
-    """Times the calls in rounds. Each round contains one call of each function, so that a slow period affects all
-    functions. Returns {name: seconds}."""
+    """Times the calls in rounds. In each round, every function is called once, so that a slow period of the machine
+    affects all functions. Returns {name: seconds}."""
     times: dict[Any, list[float]] = {name: [] for name in calls}
     end, (least, most) = time.perf_counter() + _SECONDS, _ROUNDS
     for number in range(most):
@@ -176,8 +176,9 @@ def timings(calls: Mapping[Any, Callable[[], Any]], clock: Callable[[], float]) 
 
 
 def ratios(times: Mapping[tuple[str, str], Sequence[float]]) -> tuple[float, float]:
-    """Returns the ratios (dot, conv) of the time with bfloat16 to the time with float32. A ratio is the median over
-    rounds, rounded to two decimals. The ratio is infinite if no times with bfloat16 were measured."""
+    """Returns the ratios (dot, conv) of the time with bfloat16 to the time with float32. Each ratio is the median over
+    the rounds of the measurement, rounded to two decimals. The ratio is infinite if no times with bfloat16 were
+    measured."""
     def ratio(name):
         pairs = zip(times[name, "float32"], times.get((name, "bfloat16"), ()))
         return round(statistics.median([low / full for full, low in pairs if full > 0] or [math.inf]), 2)
@@ -192,7 +193,7 @@ def _path() -> pathlib.Path:
 
 
 def _read(path: pathlib.Path) -> dict[str, Probe]:
-    """Returns the valid entries of the cache file. A measurement on a busy machine is valid only on the same day."""
+    """Returns the valid measurements in probe.json. A measurement on a busy machine is valid only on the same day."""
     today, kept = datetime.date.today().isoformat(), {}
     for key, entry in read_json(path).items():
         try:
@@ -206,5 +207,5 @@ def _read(path: pathlib.Path) -> dict[str, Probe]:
 
 
 def _write(path: pathlib.Path, key: str, made: Probe) -> None:
-    """Adds an entry to the cache file."""
+    """Adds a measurement to the cache file probe.json."""
     write_json(path, {name: one._asdict() for name, one in (_read(path) | {key: made}).items()})

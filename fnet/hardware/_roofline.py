@@ -29,8 +29,8 @@ class Bound:
         cost: the FLOPs and bytes of the scope, a `Cost`.
         compute: the time of the arithmetic at the peak rate in seconds, or None if the rate is unknown.
         memory: the time of the memory traffic at the peak bandwidth in seconds, or None if the bandwidth is unknown.
-        bound: "compute" or "memory", whichever takes longer. If one of the two rates is unknown, `bound` is "compute or
-            memory". If both rates are unknown, `bound` is "unknown".
+        bound: "compute" or "memory", whichever takes longer. If only one of the peak rate and the bandwidth is known,
+            `bound` is "compute or memory". If neither the peak rate nor the bandwidth is known, `bound` is "unknown".
         seconds: the maximum of `compute` and `memory`, or None if both are unknown.
 
     >>> x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
@@ -66,7 +66,7 @@ class Roofline:
         measured: the median time of a call on this machine in seconds, or None if it was not measured.
         mfu: the model FLOPs utilization for the measured time, an `MFU`.
         waste: the matrix products that do not fill the chip's tiles, `Waste` objects.
-        rule: the size of the tiles and its source, as text.
+        rule: the size of the chip's tiles (blocks of a matrix product) and the source of this size, as text.
         notes: the reasons why the figures are not exact.
 
     >>> x = jax.ShapeDtypeStruct((256, 256), "float32")
@@ -97,8 +97,9 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
         lower bound of the time of a scope = max(FLOPs / peak FLOP/s, bytes / bandwidth)
 
     A scope is a `jax.named_scope`, such as a layer. The FLOPs are counted from the jaxpr (see `count`). The bytes are
-    estimated under the assumption that elementwise operations are fused. The result states how each peak is known. The
-    time is measured only for the whole function, because XLA fuses operations across scopes.
+    estimated under the assumption that elementwise operations are fused. The result of `roofline` states how each peak
+    of the chip is known, for example published or measured. The time is measured only for the whole function, because
+    XLA fuses operations across scopes.
 
     Args:
         step: a JAX function. A jitted function is called with copies of the arguments, because the call may donate the
@@ -108,13 +109,13 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
         devices: the number of JAX devices that share the work. Default None: the number of devices on which the
             arguments are.
         measure: whether to run and time the function. Default None: only if the arguments are arrays on `chip`.
-        depth: the number of segments of a scope path to show. Scopes whose paths have the same first `depth` segments
-            are added up. None: all segments are shown. Default 2.
+        depth: the number of segments of a scope path to show, or None for all segments. Scopes whose paths have the
+            same first `depth` segments are added up. Default 2.
         repeats: the number of timed calls. An additional first call, which compiles the function, is not timed. Default
             5.
 
     Returns:
-        A `Roofline`. `print` shows it as a table.
+        A `Roofline`, which `print` shows as a table.
 
     Raises:
         ValueError: `measure=True`, but an argument is a `jax.ShapeDtypeStruct`, which has no values.

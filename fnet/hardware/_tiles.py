@@ -107,7 +107,7 @@ def tile_waste(matmuls: Iterable[Matmul], chip: Chip, *, below: float = 0.9) -> 
         below: products that fill at least this fraction of their tiles are omitted. Default 0.9.
 
     Returns:
-        A `Waste` for each remaining product, in descending order of wasted FLOPs.
+        A `Waste` for each product that fills less than `below` of its tiles, in descending order of wasted FLOPs.
 
     >>> count = hw.count(lambda x: x @ x, jax.ShapeDtypeStruct((100, 100), "float32"))
     >>> len(hw.tile_waste(count.matmuls, hw.chips["TPU v5e"]))
@@ -154,9 +154,9 @@ def stored(array: Any, chip: Chip) -> Stored:
     """Returns the number of bytes that an array occupies in a chip's memory. `array` is an array or a
     `jax.ShapeDtypeStruct`.
 
-    Random keys are stored as integers. The result is an estimate for dtypes smaller than one byte, because some chips
-    pack several elements into a byte. On TPUs, it is also an estimate for dtypes of 8 bytes, which TPUs do not support
-    natively.
+    Arrays of random keys are stored as integers. The result is an estimate for dtypes smaller than one byte, because
+    some chips pack several elements into a byte. On TPUs, the result is also an estimate for dtypes of 8 bytes, which
+    TPUs do not support natively.
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.eval_shape(jax.random.key_data, array)

@@ -1,11 +1,11 @@
 """Arranges the children of each scope in layers, from top to bottom.
 
-The method is that of Sugiyama for drawing directed graphs in layers. The layer of an item (a scope or operation) is the
-length of the longest path that leads to the item. The order of the items in a layer is improved by repeatedly sorting
-the items by the mean position of their neighbors. Each item is aligned with the median of its neighbors (Brandes and
-Köpf 2001). If an edge skips layers, each skipped layer contains a narrow item for the edge, called a lane. Therefore, a
-residual connection is drawn beside its block, not across it. The sizes of the boxes are computed later, because they
-depend on which scopes are expanded.
+The layout follows Sugiyama's method for drawing directed graphs in layers. The layer of an item (a scope or operation)
+is the length of the longest path that leads to the item. The order of the items (scopes or operations) in a layer is
+improved by repeatedly sorting the items by the mean position of their neighbors. Each item (scope or operation) is
+aligned with the median of its neighbors (Brandes and Köpf 2001). If an edge skips layers, each skipped layer contains
+a narrow item for the edge, called a lane, so that a residual connection is drawn beside its block, not across it. The
+sizes of the boxes are computed later, because they depend on which scopes are expanded in the drawing.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ class Arrangement:
 
     Attributes:
         children: the number of children.
-        entering, leaving: for each port, the index of its value, or -1 if several values share the port.
-        layers: the items of each layer, from left to right.
+        entering, leaving: for each port (point at which values enter or leave the scope), the index of its value, or -1
+            if several values share the port.
+        layers: the items (children, ports and lanes) of each layer, from left to right.
         lines: for each item, the index of the vertical line on which the item is centered.
-        edges: a list of (from item, to item, the indices of the values).
+        edges: the edges between items, a list of (from item, to item, indices of the values that the edge carries).
         lanes: {item: (first lane, layer of the first lane, number of lanes)} for each item from which an edge skips
-            layers. An item has one lane in each layer that its edge skips.
+            layers; a lane is a narrow item for such an edge. An item has one lane in each layer that its edge skips.
     """
 
     children: int
@@ -63,8 +64,9 @@ def chain(node: Node) -> list[Node]:
 
 
 class _Part:
-    """The edges inside a scope, {(from, to): values}. Each end of an edge is a child of the scope or a port. A port is
-    ("in", value) or ("out", value)."""
+    """The edges inside a scope, {(from, to): values}. Each end of an edge is a child of the scope, or a port (a point
+    at which a value enters or leaves the scope). A port of a scope is ("in", value) for a value that enters the scope,
+    or ("out", value) for a value that leaves the scope."""
 
     def __init__(self):
         self.edges: dict[tuple, set[int]] = {}
@@ -74,7 +76,7 @@ class _Part:
 
 
 def _project(parts, source: Node, reader: Node, value: int) -> None:
-    """Adds the edge from `source` to `reader` to the `_Part` of each scope in which a segment of the edge is drawn."""
+    """Adds the edge from `source` to `reader` to the edges of each scope in which a segment of the edge is drawn."""
     up, down = chain(source), chain(reader)
     inside = set(map(id, down))
     top = next(i for i, node in enumerate(up) if id(node) in inside)
@@ -122,7 +124,7 @@ def _arranged(node: Node, part: _Part) -> Arrangement:
 
 
 def _ranks(node, made, count, edges) -> list[int]:
-    """Returns the layer of each item."""
+    """Returns the index of the layer in which each item (scope or operation) is drawn."""
     first, last = made.children, made.children + len(made.entering)
     if any(child.kind == "phase" for child in node.children):
         index = [0 if child.kind == "input" or child.name == "inputs" else
@@ -159,7 +161,7 @@ def _ranks(node, made, count, edges) -> list[int]:
 
 
 def _layers(made, count, ranks) -> None:
-    """Fills the layers. Adds lanes for each item whose edges skip layers."""
+    """Fills the layers. Adds lanes (narrow items in the skipped layers) for each item whose edges skip layers."""
     made.layers = [[] for _ in range(max(ranks, default=0) + 1)]
     for i, rank in enumerate(ranks):
         made.layers[rank].append(i)
@@ -223,7 +225,7 @@ def _order(made) -> None:
 
 
 def count_crossings(layers: list[list[int]], pieces: list[tuple[int, int]]) -> int:
-    """Returns the number of crossings between the pieces of edges that `neighbors` returns."""
+    """Returns the number of crossings between the pieces of edges, which connect items in adjacent layers."""
     at = {i: n for items in layers for n, i in enumerate(items)}
     layer = {i: r for r, items in enumerate(layers) for i in items}
     rows: list[list[tuple[int, int]]] = [[] for _ in layers]
@@ -248,8 +250,8 @@ def count_crossings(layers: list[list[int]], pieces: list[tuple[int, int]]) -> i
 
 
 def _align(made, count) -> None:
-    """Puts the lanes of an edge on the same vertical line, and also two items if each is the median neighbor of the
-    other. Lines do not cross."""
+    """Puts the lanes (narrow items) of an edge on one vertical line, and also two items if each item is the median
+    neighbor of the other. Lines do not cross."""
     layer, pieces = neighbors(made)
     at = {i: n for items in made.layers for n, i in enumerate(items)}
     up: dict[int, list[int]] = {}

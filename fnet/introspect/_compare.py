@@ -32,7 +32,7 @@ class Difference:
         other: the name of the site in the second program.
         error: max |a - b| / max |b|, where a and b are the values in the first and second program. The error is
             infinite if the shapes differ, or if an element is finite in only one of the two programs.
-        tolerance: the largest error with which the two values count as equal.
+        tolerance: the largest error with which the values of the two programs count as equal.
         types: the dtype and shape of the value in the first and in the second program, as text.
 
     >>> row = introspect.compare(jnp.sin, lambda x: jnp.sin(x) + 1, jnp.zeros(3)).rows[-1]
@@ -58,7 +58,8 @@ class Comparison:
     Attributes:
         rows: a `Difference` for each pair of sites (named values), in the order in which the first program computes
             the sites, and a `Difference` for the result.
-        only: the names of the sites that were not paired, a tuple for the first program and a tuple for the second.
+        only: the names of the sites without a partner in the other program, a tuple for the first program and a tuple
+            for the second.
 
     >>> f = lambda x: ft.tag(2 * x, "double").sum()
     >>> g = lambda x: ft.tag(x + x, "double").sum()
@@ -96,22 +97,22 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
         print(introspect.compare(model, ft.autocast(model, "bfloat16"), params, x, tolerance=0.05))
         print(introspect.compare(partial(model, params), partial(twin.apply, variables), x))
 
-    `compare` pairs the sites (named values) of the two programs in three steps. First, sites with the same name form
-    pairs. Second, sites with nearly equal values form pairs. Third, sites with the same shape form pairs if they are
-    computed between the same two pairs of nearly equal values. A model can be compared with its port to another library
-    without a list of names, because sites with different names can form pairs. The argument `names` specifies pairs
-    explicitly.
+    `compare` pairs the sites (named values) of the two programs in three steps. First, sites (named values) with the
+    same name form pairs. Second, sites (named values) with nearly equal values form pairs. Third, sites (named values)
+    with the same shape form pairs if they are computed between the same two pairs of nearly equal values. A model can
+    be compared with its port to another library without a list of names, because sites (named values) with different
+    names can form pairs. The argument `names` specifies pairs of sites explicitly.
 
     Args:
         f: a function with named sites: see `transforms.sites`.
-        g: the reference, a function of the same arguments.
-        args: the arguments. Both functions run once on the arguments `args`, and the values of all sites are kept in
-            memory.
-        names: {regular expression: replacement}, as in `re.sub`. If an expression matches the whole name of a site in
-            f, the replacement is the name of the site in g. Default: none.
+        g: the reference, a function of the same arguments as f.
+        args: the arguments. The functions f and g run once on the arguments `args`, and the values of all sites are
+            kept in memory.
+        names: {regular expression: replacement}, as in `re.sub`. If a regular expression matches the whole name of a
+            site (named value) in f, the replacement is the name of the site in g. By default, no names are replaced.
         tolerance: the largest relative error with which two values count as equal. Default: 1e-5 for float32, a value
-            proportional to the machine epsilon for other floating-point dtypes, and 0 for integers. If the dtypes of
-            the two values differ, the larger of the two defaults is used.
+            proportional to the machine epsilon for other floating-point dtypes, and 0 for integers. If the compared
+            values have different dtypes, the default is the larger of the defaults for these dtypes.
 
     Returns:
         A `Comparison`.
@@ -143,7 +144,7 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
 
 
 class _Run:
-    """One run of a function, with the values of its sites."""
+    """One run of a function, with the values of its sites (named values)."""
 
     def __init__(self, function, args):
         with warnings.catch_warnings():
@@ -154,7 +155,7 @@ class _Run:
 
 
 def _pairs(mine, others, runs, names) -> list[tuple[str, str]]:
-    """Returns the pairs (site of f, site of g), in the order of f."""
+    """Returns the pairs (site of f, site of g) of corresponding sites (named values), in the order of f."""
     pairs, free = {}, set(others)
     for pattern, replacement in names.items():
         for name in mine:
@@ -177,8 +178,9 @@ def _pairs(mine, others, runs, names) -> list[tuple[str, str]]:
 
 
 def _aligned(mine, others) -> list[tuple[int, int]]:
-    """Returns pairs of indices in ascending order. Values form a pair if they are nearly equal, or if they have the
-    same shape and are between the same two pairs of nearly equal values."""
+    """Returns the pairs (index in `mine`, index in `others`) of corresponding values, in ascending order. Values form a
+    pair if they are nearly equal, or if they have the same shape and are between the same two pairs of nearly equal
+    values."""
     shapes = [[str(jax.tree.map(jnp.shape, value)) for value in values] for values in (mine, others)]
     same = lambda i, j: shapes[0][i] == shapes[1][j] and all(
         map(lambda a, b: _error(a, b) < _SAME, *(jax.tree.leaves(values[k]) for values, k in ((mine, i), (others, j)))))
@@ -214,7 +216,7 @@ def _common(equal) -> list[tuple[int, int]]:
 
 
 def _iterations(group, runs, tolerance) -> list[Difference]:
-    """Returns the rows of the sites in one scan, ordered by iteration."""
+    """Returns a `Difference` for each pair of sites (named values) in a scan and each iteration, in order."""
     length, rows = runs[0].sites[group[0][0]].scans[0], []
     for i in range(length):
         for a, b in group:

@@ -21,9 +21,9 @@ class Drawing:
     Args:
         made: {scope: its `Arrangement`}.
         values: the values that edges carry.
-        expanded: the scopes whose contents are drawn.
+        expanded: the scopes whose contents are drawn, not only their boxes.
         line: a function that returns the second line of text of a node.
-        share: a function that returns a node's share of the whole, which determines the node's color.
+        share: a function that returns a node's share of the total cost, which determines the node's color.
     """
 
     def __init__(self, made: dict[Node, Arrangement], values: list[Value], expanded: set[Node],
@@ -91,8 +91,8 @@ class Drawing:
             + text("b" if node.children else "", 20, name) + (text("l", 36, escape(line)) if line else "") + "</g>")
 
     def _inside(self, node, x, y, top, bottom, flip=False) -> None:
-        """Draws the children of a scope. The upper left corner of the area of the children is (x, y), and the scope's
-        box extends from `top` to `bottom`."""
+        """Draws the children of a scope. The upper left corner of the area that contains the children is (x, y), and
+        the scope's box extends vertically from `top` to `bottom`."""
         made, placed = self.made[node], self.placed[node]
         layer, _ = neighbors(made)
         turn = (lambda v: y + placed.height - v) if flip else (lambda v: y + v)
@@ -101,7 +101,7 @@ class Drawing:
         labels: dict[tuple, tuple[float, float, set]] = {}
 
         def end(i, value, leaving):
-            """Returns the point at which a line starts or ends at an item."""
+            """Returns the point at which the line of a value starts or ends at item `i` (a child or port)."""
             at, level = x + placed.x[i], turn(placed.y[i])
             if i >= made.children:
                 return at, level
@@ -141,8 +141,8 @@ class Drawing:
                               f'{escape(self._text(sorted(carried)))}</text>')
 
     def port(self, node: Node, value: int, leaving: bool) -> float:
-        """Returns the horizontal offset of the point at which a value enters or leaves an expanded scope, from the
-        center of the scope."""
+        """Returns the horizontal offset, from the center of an expanded scope, of the point at which a value enters or
+        leaves the scope."""
         made, placed = self.made[node], self.placed[node]
         ports, first = (made.leaving, made.children + len(made.entering)) if leaving else (made.entering, made.children)
         if not ports or (value not in ports and -1 not in ports):
@@ -150,8 +150,8 @@ class Drawing:
         return placed.x[first + (ports.index(value) if value in ports else 0)] - placed.width / 2
 
     def _columns(self, root) -> tuple[float, float]:
-        """Draws the phases of a training step side by side. The forward pass and the update run from top to bottom, the
-        backward pass from bottom to top."""
+        """Draws the phases of a training step side by side. The forward pass and the update of the parameters are drawn
+        from top to bottom, and the backward pass is drawn from bottom to top."""
         made, pad, down = self.made[root], SIZES["pad"], SIZES["down"]
         phase = [i for i, child in enumerate(root.children) if child.kind == "phase"]
         layer = {i: r for r, items in enumerate(made.layers) for i in items}

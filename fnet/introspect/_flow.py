@@ -21,21 +21,21 @@ _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """A scope, an operation, a loop, a branch, an argument or a result.
+    """A node of the data flow: a scope, an operation, a loop, a branch, an argument or a result.
 
     Attributes:
-        name: the last segment of the path, or the name of the primitive.
+        name: the last segment of the path of the node, or the name of the primitive.
         kind: "scope", "operation", "scan", "while", "cond", "shard_map", "input" or "result". A branch, and the
             condition and the body of a while loop, have the kind "body". The forward pass, backward pass and update of
             a training step have the kind "phase".
         path: the named scopes.
-        phase: "forward", "backward", "recomputed" or "update".
+        phase: the phase of the node: "forward", "backward", "recomputed" or "update".
         badge: a label, such as "× 12" for the body of a scan over 12 layers.
         times: how often the node runs; a while loop counts once.
         parent: the node that contains this node, or None.
         children: the nodes inside this node, in the order of the program.
         cost: FLOPs and bytes of all runs of an operation, or of all operations inside the node.
-        seconds: the time at the roofline, or None.
+        seconds: the lower bound of the node's time (see `hardware.roofline`), or None if it is unknown.
         parameters, parameter_bytes: number of parameters of the scope, and their bytes.
         kept_bytes: bytes of the activations that the node stores for the backward pass.
         reads: names of the parameters that the node reads.
@@ -71,8 +71,8 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """An output of an operation, or an argument. `type` is the dtype and shape that its readers receive. In a scan, it
-    is the type in one iteration."""
+    """A value of a program: an output of an operation, or an argument. `type` is the dtype and shape that the readers
+    of the value receive. In a scan, `type` is the dtype and shape of the value in one iteration."""
 
     source: Node
     output: int
@@ -89,11 +89,11 @@ class Flow:
         nodes: all nodes; a node precedes the nodes that it contains.
         edges: the pairs (value, node that reads the value), in order.
         two_passes: whether the program contains a backward pass.
-        counted: the `Count` of the program. The path of each of its scopes begins with the index of an operation in
+        counted: the `Count` of the program. Each scope path in `counted` begins with the index of an operation in
             `ops`.
         ops: all operations.
-        hidden: the parameters and constants, which are not drawn as inputs, {name: (type, reader)}. `reader` is the
-            first node that reads the array, or None.
+        hidden: the parameters and constants, which are not drawn as inputs, {name: (type, reader)}. In `hidden`,
+            `reader` is the first node that reads the array, or None.
         notes: the reasons why some costs are not exact.
     """
 
@@ -122,7 +122,7 @@ def read_flow(traced: jaxpr.Traced, names: Sequence[str], hidden: Sequence[bool]
 
     Args:
         traced: the call.
-        names: the names of the call's arrays.
+        names: the names of the arrays among the arguments of the call.
         hidden: for each array, whether it is a parameter, which is not drawn as an input.
         results: the names of the call's results.
     """
@@ -163,7 +163,7 @@ def read_flow(traced: jaxpr.Traced, names: Sequence[str], hidden: Sequence[bool]
 
 
 def _notes(notes, ops) -> tuple[str, ...]:
-    """Returns the notes of a count, with the paths of operations in place of their indices."""
+    """Returns the notes of a `Count` with the indices of operations replaced by the paths of the operations."""
     def readable(note):
         before, quote, rest = note.partition(" in '")
         index, _, after = rest.partition("'")
@@ -186,7 +186,7 @@ def _group(name, nodes):
 
 
 def _name_parts(node) -> None:
-    """Names the parts of a scope that is entered several times after their contents: "stem/pool", not "stem (2)"."""
+    """Renames the parts of a scope that is entered several times after their contents: "stem/pool", not "stem (2)"."""
     paths, names = [child.path for child in node.children], {child.name for child in node.children}
     for i, child in enumerate(node.children):
         if child.kind == "scope" and paths.count(child.path) > 1 and len(child.children) == 1:
@@ -255,15 +255,17 @@ class _Reader:
 
     def frame(self, frame: Frame, env: dict, owner: Node, base: str, times: int,
               outermost: Sequence[str] | None = None) -> tuple[Frame, bool]:
-        """Reads a frame into the children of `owner`, which is at the path `base`.
+        """Adds the operations of a frame (one jaxpr) to the children of the node `owner`, which is at the path `base`.
 
         Args:
-            env: {id of a value: (sources, names of hidden arrays)}. Each source is a pair (node, index of the output of
-                this node). The function adds the values that the frame computes to `env`.
-            outermost: the names of the results, if this is the whole program.
+            env: {id of a value: (sources, names of hidden arrays)}, where hidden arrays are parameters and constants.
+                Each source of a value is a pair (node, index of the output of this node). The method adds the values
+                that the frame (one jaxpr) computes to `env`.
+            outermost: the names of the results, if the frame is the whole program.
 
         Returns:
-            (copy of the frame, whether it has a backward pass). In the copy, the scope of each operation is its index.
+            (copy of the frame, whether the frame has a backward pass). In the copy of the frame, the scope of each
+            operation is its index.
         """
         of_op = phases(frame, outermost, {i: names for i, (_, names) in env.items() if names})
         mixed = any(phase == BACKWARD for phase, _ in of_op) and any(phase != BACKWARD for phase, _ in of_op)
@@ -291,7 +293,7 @@ class _Reader:
         return Frame(copies, frame.results), mixed
 
     def op(self, op: Op, node: Node, env, index) -> Op:
-        """Connects an operation with the nodes that compute its inputs, and reads its bodies."""
+        """Connects an operation with the nodes that compute its inputs, and reads the jaxprs inside it."""
         inside = set()
         bodies = []
         whole = all(body.inputs is not None for body, _ in op.bodies)

@@ -26,8 +26,8 @@ class Slope:
         derivative: the derivative that JAX computes.
         difference: the finite difference.
         uncertainty: the estimated error of the finite difference, caused by rounding and curvature.
-        smallest: the smallest denominator of the relative error. Rounding errors dominate derivatives that are below
-            this value.
+        smallest: the lower bound of the denominator of the relative error. Rounding errors dominate derivatives that
+            are smaller than `smallest`.
 
     >>> rows = introspect.check_gradient(lambda w: jnp.sum(w["a"] ** 2), {"a": jnp.arange(3.0)}).rows
     >>> rows[0].path, bool(abs(rows[0].derivative - rows[0].difference) < 1e-3)
@@ -44,7 +44,7 @@ class Slope:
     def error(self) -> float:
         """The relative error, max(0, |derivative - difference| - 4 uncertainty) / denominator.
 
-        The denominator is the largest of |derivative|, |difference| and `smallest`.
+        The denominator of the relative error is the largest of |derivative|, |difference| and `smallest`.
         """
         excess = max(0.0, abs(self.derivative - self.difference) - 4 * self.uncertainty)
         if not np.isfinite([self.derivative, self.difference]).all():
@@ -94,8 +94,8 @@ def check_gradient(f: Callable, *args: Any, tolerance: float = 1e-3, seed: int =
         assert report.equal, report
 
     For each leaf x, a random direction d of norm 1 is selected, and (f(x + h d) - f(x - h d)) / 2h is computed for
-    several h. The quotient for the h at which the quotient changes least is the finite difference. If f can run in
-    float64, it is evaluated in float64.
+    several step sizes h. The finite difference is the value of the quotient at the h where the quotient changes least.
+    If f can run in float64, it is evaluated in float64.
 
     Args:
         f: a function with floating-point results. If the result is not a scalar, a random linear combination of the

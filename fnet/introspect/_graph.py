@@ -61,7 +61,7 @@ class Graph:
         return f"<graph of {self._title}: {len(self.nodes)} nodes, {len(self.edges)} edges>"
 
     def html(self) -> str:
-        """Returns an HTML page with all scopes; the outer scopes are expanded. The page loads no other files."""
+        """Returns an HTML page with all scopes; the outer scopes are expanded. The HTML page loads no other files."""
         return _graph_page.page(self, self._expanded(), self._made, self._values, self._color, self._title)
 
     def svg(self) -> str:
@@ -76,7 +76,7 @@ class Graph:
         return dot(self._flow, self._expanded(), second_line, lambda node: share_of(self, node, self._color))
 
     def save(self, path: str | os.PathLike) -> Path:
-        """Writes a .html, .svg or .dot file, and returns its path.
+        """Writes the graph to a .html, .svg or .dot file, and returns the path of the file.
 
         Raises:
             ValueError: the path does not end in .html, .svg or .dot.
@@ -94,29 +94,29 @@ class Graph:
 
 def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops", chip: Any = None,
           train: bool = False, **options: Any) -> Graph:
-    """Draws a program as a graph of its named scopes. The program is not run or compiled.
+    """Draws a program as a graph of its named scopes. The function `graph` does not run or compile the program.
 
         introspect.graph(model, x, "graph.html")                       # a layer, or a flax.nnx module, and its inputs
         introspect.graph(step, state, batch, "step.html")              # a complete training step
         introspect.graph(model, x, "model.svg", depth=2)
 
-    The page shows scopes as boxes that can be expanded by click or key, down to single operations. The color of a box
-    shows its share of the cost. Edges are labeled with shapes and dtypes. A scan, such as a `Stack`, is drawn once,
-    with the number of iterations, such as "× 12". In the graph of a training step, the forward pass runs from top to
-    bottom, and the backward pass runs beside the forward pass from bottom to top. The update of the parameters follows
-    the backward pass.
+    The HTML page shows scopes as boxes that can be expanded by click or key, down to single operations. The color of a
+    box shows its share of the program's cost. Edges of the graph are labeled with the shapes and dtypes of values. A
+    scan, such as a `Stack` of equal layers, is drawn once, with the number of iterations, such as "× 12". In the graph
+    of a training step, the forward pass runs from top to bottom, and the backward pass runs beside the forward pass
+    from bottom to top. In the graph of a training step, the update of the parameters follows the backward pass.
 
-    Parameters and constants are not drawn as boxes. A box lists the parameters and constants that it reads. The first
-    argument of a function is assumed to be its parameters if this argument contains several arrays and there are
-    further arguments.
+    In the graph of a program, parameters and constants are not drawn as boxes. A box lists the parameters and constants
+    that it reads. The first argument of a function is assumed to be its parameters if this argument contains several
+    arrays and there are further arguments.
 
     Args:
         f: a layer, a `flax.nnx.Module`, or a function. Scopes in a function come from models of fnet, Flax, Equinox or
             Haiku, or from `jax.named_scope`.
         args: the arguments of f, arrays or `jax.ShapeDtypeStruct`s. After the arguments of f, the path of a file may
             follow, to which the graph is written. The path of the file must end in .html, .svg or .dot.
-        depth: the number of levels of scopes that are expanded at first. Default: the largest number for which at most
-            28 boxes are shown.
+        depth: the number of levels of scopes that are expanded in the initial view. Default: the largest number of
+            levels for which at most 28 boxes are shown.
         color: the quantity that determines the color of a box: "flops" (default), "bytes" (after fusion) or "time" (the
             roofline time, see `hardware.roofline`).
         chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default: this machine's chip.
@@ -218,8 +218,8 @@ def _results(traced, of_layer) -> list[str]:
 
 
 def _add_parameters(flow: Flow) -> None:
-    """Counts each parameter in the scope whose path is a part of the parameter's path. If no scope has such a path,
-    counts the parameter in the first node that reads it."""
+    """Counts each parameter in the scope whose path is a part of the parameter's path. If a parameter belongs to no
+    scope, it is counted in the first node that reads the parameter."""
     by_path: dict[str, Node] = {}
     for node in flow.nodes:
         if node.children and node.path:
@@ -335,8 +335,8 @@ def _main(node: Node) -> str:
 
 
 def first_view(root: Node, depth: int | None) -> set[Node]:
-    """Returns the scopes that are expanded at first: all scopes down to the level `depth`. If `depth` is None, the
-    number of levels is limited by the maximum number of boxes."""
+    """Returns the scopes that are expanded in the initial view of a graph: all scopes down to the level `depth`. If
+    `depth` is None, the number of levels of expanded scopes is limited by the maximum number of boxes."""
     expanded, level, visible = {root}, [root], len(root.children)
     for _ in range(200 if depth is None else depth):
         level = [child for node in level for child in node.children if child.children]

@@ -31,7 +31,7 @@ def page(drawn: Any, expanded: set[Node], made: dict[Node, Arrangement], values:
 
 
 class _Strings(dict):
-    """The index of each string, so that the page contains each string only once."""
+    """A dict {string: index} of the strings of a page, so that the page contains each string only once."""
 
     def __missing__(self, text):
         self[text] = len(self)

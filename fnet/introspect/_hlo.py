@@ -116,8 +116,8 @@ def _inside(each, computations) -> Iterable[_Instruction]:
 def _name_the_nameless(computations, every, roots) -> None:
     """Names the operations that the compiler inserted without a name.
 
-    A fusion gets the name of its root. Operations other than fusions get the name of an operation that reads the
-    result, or of an operand.
+    A fusion without a name gets the name of its root operation. An operation without a name that is not a fusion gets
+    the name of an operation that reads its result, or of one of its operands.
     """
     for each in every.values():
         if not each.op_name and each.opcode == "fusion":
@@ -142,9 +142,9 @@ def _phases(computations, every, entry) -> None:
     """Sets the phase of every operation.
 
     An operation outside of the differentiated function belongs to the optimizer if it reads the result of a backward
-    pass, or if only the optimizer reads its result. All other operations outside of the differentiated function have
-    the phase "forward" if the program has no derivatives or if they are in a named scope. The remaining operations are
-    "other".
+    pass, or if only the optimizer reads its result. An operation outside of the differentiated function that does not
+    belong to the optimizer has the phase "forward" if the program has no derivatives or if the operation is in a named
+    scope. All remaining operations have the phase "other".
     """
     trained = any(_DIFFERENTIATED.search(each.op_name) for each in every.values())
 
@@ -178,7 +178,7 @@ def _phases(computations, every, entry) -> None:
 
 
 def _only_read_by(instructions, phase: str) -> None:
-    """Sets the phase of an operation that has none to `phase` if only operations of this phase read its result."""
+    """Sets the phase of an operation without a phase to `phase` if all readers of its result have this phase."""
     users: dict[int, list[_Instruction]] = {}
     for each in instructions:
         for i in each.operands:

@@ -17,8 +17,8 @@ class Mark(str):
 
 @dataclasses.dataclass(eq=False)
 class Item:
-    """An operation to be placed: its node, the names of the groups around the node, and the indices of the items that
-    the node reads."""
+    """An operation to be put into groups: its node, the names of the groups around the node, and the indices of the
+    operations whose results the node reads."""
 
     node: Any
     segments: tuple[str, ...]
@@ -26,11 +26,11 @@ class Item:
 
 
 def nest(items: list[Item], owner: Any, base: str, *, scope: Callable[[str, str], Any]) -> None:
-    """Puts items into groups below `owner`, in their order.
+    """Puts items (operations) into groups below the node `owner`, in the order of the items.
 
-    A scope that is entered several times, for example because parameters are shared, is one group. There is one
-    exception: if an operation outside the scope depends on the first entry, and the second entry depends on this
-    operation, the entries become two groups, such as "embed" and "embed (2)".
+    A scope that is entered several times, for example because parameters are shared, is one group. However, if an
+    operation outside the scope depends on the first entry of the scope, and the second entry depends on this operation,
+    the two entries become two groups, such as "embed" and "embed (2)".
 
     Args:
         base: the path of `owner`.
@@ -69,8 +69,8 @@ def _nest(items, members, level, owner, base, scope):
 
 
 def _merged(items, runs):
-    """Joins the groups in `runs` that have the same name, unless this creates a cycle. Returns a list of (name, indices
-    of items), like `runs`."""
+    """Joins the groups of operations in `runs` that have the same name, unless joining them creates a cycle of
+    dependencies. Returns the joined groups in the form of `runs`, a list of (name, indices of items)."""
     run_of = {i: r for r, (_, group) in enumerate(runs) for i in group}
     after: list[set[int]] = [set() for _ in runs]
     for i, r in run_of.items():
@@ -86,7 +86,7 @@ def _merged(items, runs):
         return r
 
     def detour(a, b):
-        """Whether a path leads from a to b through another group."""
+        """Whether a path of dependencies leads from group a to group b through another group."""
         seen, stack = {a}, [r for r in map(find, after[a]) if r not in (a, b)]
         while stack:
             r = stack.pop()

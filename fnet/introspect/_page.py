@@ -1,5 +1,5 @@
-"""HTML pages that load no other files: one file contains style, script and data. The pages never execute names and
-texts that they contain."""
+"""HTML pages that load no other files: one file contains style, script and data. The HTML pages never execute the names
+and texts that they contain."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 def page(title: str, body: str, *, style: str, script: str, data: Any) -> str:
     """Returns an HTML page.
 
-    The page's content security policy allows only this style, this script, and images that the page contains.
+    The page's content security policy allows only the page's own style, script and images.
 
     Args:
         title: plain text.
         body: HTML, in which every text is escaped.
         style, script: names of files, separated by spaces, such as "fnet.introspect/page.css fnet.report/report.css".
-        data: a value of JSON types, which the script reads from the element "data".
+        data: a value of JSON types, which the script of the page reads from the element with the id "data".
     """
     css, js = ("\n".join(_asset(name) for name in names.split()) for names in (style, script))
     allowed = base64.b64encode(hashlib.sha256(js.encode()).digest()).decode()

@@ -11,16 +11,17 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 def phases(frame: Frame, results: Sequence[str] | None, hidden: Mapping[int, Sequence[str]]
            ) -> list[tuple[str, tuple[str, ...] | None]]:
-    """Returns (phase, segments) for each operation of a frame. The segments replace those of the path of the
-    operation's scope, unless the segments are None.
+    """Returns (phase, segments) for each operation of a frame (one jaxpr). Unless the segments are None, they replace
+    the segments of the path of the operation's scope.
 
-    The update consists of the operations after the backward pass that depend on it. An operation outside any scope,
-    such as the computation of a learning rate, also belongs to the update if only the update reads its result.
-    Operations of the update that contribute to only one parameter are grouped by this parameter.
+    The update of the parameters consists of the operations after the backward pass that depend on the backward pass. An
+    operation outside any scope, such as the computation of a learning rate, also belongs to the update of the
+    parameters if only the update reads its result. Operations of the update that contribute to only one parameter are
+    grouped by the parameter.
 
     Args:
-        results: the names of the frame's results; None for the body of a loop.
-        hidden: {id of a value: names of parameters}.
+        results: the names of the results of the frame (jaxpr); None for the body of a loop.
+        hidden: the names of the parameters that each value holds, {id of a value: names of parameters}.
     """
     backward = [op.at.phase != FORWARD for op in frame.ops]
     if not any(backward):

@@ -1,4 +1,4 @@
-"""Sizes and positions of the visible nodes. layout.js computes the same values for the page of a graph."""
+"""Sizes and positions of the visible nodes of a graph. layout.js computes the same values for its HTML page."""
 
 from __future__ import annotations
 

@@ -55,14 +55,15 @@ class Profile:
 
     Attributes:
         rows: a `TimedRow` for each path, outer paths first. Operations without a scope have the path "".
-        total: the row of all operations.
+        total: the `TimedRow` with the time of all operations.
         step_seconds: mean seconds of a step, from its call to its last result.
         steps: the number of steps over which the times are averaged. `profile` averages over the faster half of the
             calls.
         spanning: the fraction of the operations' time that is spent in fusions whose parts belong to several paths.
         operations: pairs (operation, seconds in a step), the longest first.
         chip: the chip for which the roofline time (`TimedRow.bound`) is computed.
-        trace: the recorded events. The method `trace.save(path)` writes these events to a file for ui.perfetto.dev.
+        trace: the recorded events. The method `trace.save(path)` writes the recorded events to a file for
+            ui.perfetto.dev.
         notes: the reasons why some figures are not exact.
 
     >>> profile = introspect.profile(lambda x: x @ x, jnp.ones((64, 64)), repeats=2)
@@ -146,8 +147,8 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
     JAX's profiler measures the time of each operation of the compiled program. `profile` reads the path and the phase
     of an operation from the compiled program, which the trace contains. The time of a fusion is assigned to the path of
     its root operation. While several operations run at the same time, on threads of a CPU or streams of a GPU, the
-    elapsed time is divided equally among these operations. The times of all operations therefore sum to the time in
-    which at least one operation ran. If there are several devices, each time is the mean over the devices.
+    elapsed time is divided equally among these operations. The times of all operations in the profile sum to the time
+    in which at least one operation ran. If there are several devices, each time is the mean over the devices.
 
     The phases are forward, backward, recomputed (by `jax.checkpoint`), optimizer (operations that follow the backward
     pass), and other (operations that precede the forward pass).
@@ -160,7 +161,7 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
             the arguments are stored.
         depth: the number of segments of a path to show. Default None: all segments.
         repeats: the number of measured calls. An additional first call, which compiles the step, is not measured. The
-            means are over the faster half of the measured calls. Default 5.
+            reported times are means over the faster half of the measured calls. Default 5.
         trace: the name of a file to which the operations are written as a Perfetto trace (.json or .json.gz). Default:
             no file is written.
 
@@ -210,7 +211,7 @@ def of_trace(trace: Trace, bounds: Iterable[Bound], chip: hw.Chip, *, steps: int
     """Returns the profile of a recorded trace.
 
     Args:
-        bounds: a `Bound` for each path, which contains its cost.
+        bounds: a `Bound` (lower bound of the time, and cost) for each path.
         steps: the number of steps in each interval of `trace.steps`. None: one step.
     """
     windows = trace.steps or ((min(event.start for event in trace.events), max(event.end for event in trace.events)),)
@@ -257,7 +258,7 @@ def _faster_half(trace: Trace) -> Trace:
 
 
 def attributed(events: Iterable[_trace.Event], windows: Iterable[tuple[float, float]]) -> dict[Operation, float]:
-    """Returns for each operation the time in nanoseconds that it ran within the windows.
+    """Returns for each operation the time in nanoseconds that it ran within the time intervals `windows`.
 
     While several operations run at the same time, the elapsed time is divided equally among them. An operation that
     contains other operations, such as a loop, counts only while none of the contained operations runs.

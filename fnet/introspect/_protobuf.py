@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 
 def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yields (field number, value) for each field of a message. Strings, bytes and messages are memoryviews.
+    """Yields (field number, value) for each field of a protocol buffer message.
+
+    Values that are strings, bytes or messages are memoryviews.
 
     Raises:
-        ValueError: the data are not a message.
+        ValueError: `data` is not a protocol buffer message.
     """
     at, end = 0, len(data)
     while at < end:
@@ -31,7 +33,7 @@ def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
 
 def varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Returns (an integer, the position after it)."""
+    """Returns (the integer at the position `at`, the position after the integer)."""
     value = shift = 0
     while True:
         if at >= len(data):
@@ -45,7 +47,7 @@ def varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def numbers(value: int | memoryview) -> list[int]:
-    """Returns the integers of a repeated field, packed or not."""
+    """Returns the integers of a repeated protocol buffer field, packed or not."""
     if isinstance(value, int):
         return [value]
     found, at = [], 0

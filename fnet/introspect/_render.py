@@ -18,9 +18,9 @@ class Table(NamedTuple):
     Attributes:
         titles: the titles of the columns.
         left: the number of columns that are aligned to the left.
-        rows: (depth, cells). If the depth of a row is greater than 0, it is the depth of the path in the first cell:
-            text shows only the last segment of the path, indented. If the depth is 0, text shows the first cell of the
-            row unchanged.
+        rows: (depth, cells). A depth greater than 0 is the depth of the path in the first cell of the row: `text` then
+            shows only the last segment of the path, indented. If the depth of a row is 0, `text` shows the first cell
+            of the row unchanged.
         footer: the lines below the table.
     """
 

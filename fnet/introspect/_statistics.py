@@ -51,8 +51,8 @@ class Statistics:
         result: the result of the function.
         sites: a `Statistic` for each site (named value), in the order of computation.
         parameters: a `Statistic` for each parameter.
-        arrays: a dict {name: array} for histograms. The names are "values/site", "cotangents/site", "parameters/path"
-            and "gradients/path", where "site" or "path" is the name of the site or parameter.
+        arrays: a dict {name: array} for histograms. The names in `arrays` are "values/site", "cotangents/site",
+            "parameters/path" and "gradients/path", where "site" or "path" is the name of the site or parameter.
 
     >>> report = introspect.statistics(lambda w, x: ft.tag(x @ w, "product").sum(), jnp.ones((2, 3)), jnp.ones((4, 2)))
     >>> "product" in str(report)
@@ -77,8 +77,8 @@ def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Sta
         report = introspect.statistics(loss, params, batch)
         print(report)
 
-    Sites are the values of named scopes and tagged values (see `transforms.sites`). To show histograms of
-    `report.arrays` in TensorBoard, pass a function to `tr.fit(evaluate=)` that returns
+    The sites of a function are the values of named scopes and tagged values (see `transforms.sites`). To show
+    histograms of `report.arrays` in TensorBoard, pass a function to `tr.fit(evaluate=)` that returns
     `{name: tr.Histogram(x) for name, x in report.arrays.items()}`.
 
     Args:

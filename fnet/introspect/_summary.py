@@ -30,7 +30,8 @@ class Row:
         parameters, parameter_bytes: number of parameters of the scope, and their bytes.
         forward, backward: the cost of the forward pass, and the additional cost of the derivative with respect to the
             parameters.
-        kept: the activations that the scope stores for the backward pass. Arguments of the function do not count.
+        kept: the activations that the scope stores for the backward pass. Arguments of the function do not count as
+            kept activations.
         share: the scope's fraction of the roofline time (see `hardware.roofline`) of a forward and backward pass, or
             None if the chip's peaks are unknown.
 
@@ -63,7 +64,7 @@ class Summary:
 
     Attributes:
         rows: a `Row` for each path, outer paths first.
-        total: the row of the whole function.
+        total: the `Row` of the whole function.
         chip: the chip for which the roofline time is computed.
         notes: the reasons why some figures are not exact.
         temporary_bytes: the memory that the compiled forward and backward pass needs in addition to its arguments and
@@ -116,14 +117,14 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
         f: a layer, a `flax.nnx.Module`, or a function.
         args: arrays or `jax.ShapeDtypeStruct`s: the inputs of a layer or module, or the arguments of a function. If f
             is a function, its first argument is the tree of its parameters.
-        depth: the number of segments of a path to show. The rows of longer paths are not shown, but their figures are
-            included in the rows of the paths that contain them. Default None: all segments.
+        depth: the number of segments of a path to show, or None (the default) for all segments. The rows of longer
+            paths are not shown, but their figures are included in the rows of the paths that contain them.
         chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default: this machine's chip.
         train: whether a layer is called with train=True. Default False.
         compile: whether to compile the forward and backward pass for this machine, and to report XLA's temporary memory
             in addition to the kept activations. The temporary memory is larger than the kept activations if the program
-            has other temporary values. The temporary memory is smaller if XLA recomputes activations or reuses their
-            memory. Default False.
+            has other temporary values. The temporary memory is smaller than the kept activations if XLA recomputes
+            activations or reuses their memory. Default False.
         options: keyword arguments of f.
 
     Returns:
@@ -213,8 +214,8 @@ def _training(run):
 
 
 def _cost(f, params, inputs, chip) -> tuple[hw.Count, hw.Chip, dict[str, float]]:
-    """Returns (the `Count` of a function, the chip, {scope: seconds at the roofline}). The dictionary is empty if the
-    times are unknown."""
+    """Returns (the `Count` of a function, the chip, {scope: seconds at the roofline}). The dictionary {scope: seconds}
+    is empty if the times are unknown."""
     leaves = jax.tree.leaves((params, inputs))
     if any(jax.export.is_symbolic_dim(size) for leaf in leaves for size in getattr(leaf, "shape", ())):
         return hw.count(f, params, *inputs), hw.detect(chip), {}
@@ -232,7 +233,7 @@ def _inexact(result):
 
 
 def _tree(paths: Iterable[str]) -> list[str]:
-    """Returns the paths and all paths that enclose them. An outer path precedes the paths inside it."""
+    """Returns the given paths and all paths that enclose them. An outer path precedes the paths inside it."""
     children: dict[str, dict] = {}
     for path in paths:
         node = children

@@ -1,7 +1,7 @@
 """The operations in a trace of `jax.profiler`: when each operation ran, and its path and phase.
 
 The trace is an XSpace message of XLA's profiler. `jax.profiler.ProfileData` reads its events. The compiled programs are
-in the metadata of the plane "/host:metadata", which ProfileData does not expose.
+in the metadata of the trace's plane "/host:metadata", which `jax.profiler.ProfileData` does not expose.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Trace(NamedTuple):
     steps: tuple[tuple[float, float], ...]
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the operations as a trace for ui.perfetto.dev and chrome://tracing. The name of each event is its path
-        and phase. The file is compressed if its name ends in .gz."""
+        """Writes the operations as a trace for ui.perfetto.dev and chrome://tracing. The name of each event in the
+        written file is its path and phase. The file is compressed if its name ends in .gz."""
         lines = {line: number for number, line in enumerate(dict.fromkeys(
             ("steps", *((event.device, event.line) for event in self.events))))}
         origin = min((start for start, _ in self.steps), default=min((event.start for event in self.events), default=0))
@@ -62,7 +62,7 @@ class Trace(NamedTuple):
 
 @contextlib.contextmanager
 def recording(folder: str | os.PathLike) -> Iterator[None]:
-    """Runs JAX's profiler and writes its trace below the folder.
+    """Runs JAX's profiler and writes its trace below the folder `folder`.
 
     Raises:
         RuntimeError: a profiler is already running in this process.
@@ -117,8 +117,9 @@ def read(folder: str | os.PathLike) -> Trace:
 def _line(plane, line, programs, events, steps, started, ended) -> None:
     """Adds the operations and steps of one thread or stream to `events` and `steps`.
 
-    An operation can start on one thread and end on another. At its start, {id of the operation: index of its event} is
-    added to `started`. At its end, (id, end time) is added to `ended`.
+    An operation can start on one thread and end on another. At the start of an operation, {id of the operation: index
+    of its event} is added to `started`. At the end of an operation, (id of the operation, end time) is added to
+    `ended`.
     """
     device = plane.startswith("/device:")
     for event in line.events:
@@ -175,5 +176,5 @@ class _Programs:
 
 
 def folder() -> tempfile.TemporaryDirectory:
-    """Returns a temporary folder for a trace. The folder is removed after the trace was read."""
+    """Returns a temporary folder for a trace. The temporary folder is removed after the trace was read."""
     return tempfile.TemporaryDirectory(prefix="fnet-profile-")

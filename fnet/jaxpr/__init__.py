@@ -1,4 +1,4 @@
-"""Analysis and rewriting of jaxprs. All transforms and analyses use this package.
+"""Analysis and rewriting of jaxprs. All transforms and analyses of fnet use the package `fnet.jaxpr`.
 
 - `Scope`, `scopes_in`, `scope_of_operation`: the scope of an equation, or of an operation of a compiled program.
 - `traits`, `describe`, `product`, ...: properties of primitives, and typed access to the parameters of equations.

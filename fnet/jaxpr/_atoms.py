@@ -8,10 +8,11 @@ Axis = tuple[int, ...]    # atoms, from major to minor
 
 
 class Atoms:
-    """The factors of the axes of a program, called atoms. An axis is a tuple of atoms, from major to minor.
+    """The factors of the axes of a program, called atoms. An axis is a tuple of its factors, from major to minor.
 
-    Axes whose sizes must stay equal are tied: they share their atoms. An atom is split if a reshape splits its axis. An
-    atom whose size cannot change is frozen, with a reason.
+    Axes whose sizes must stay equal are tied: they share their atoms (factors of the axes). An atom (a factor of an
+    axis) is split if a reshape splits its axis. An atom (a factor of an axis) whose size cannot change is frozen, with
+    a reason.
     """
 
     def __init__(self):
@@ -26,7 +27,7 @@ class Atoms:
         return len(self._up) - 1
 
     def axes(self, shape: Iterable[int]) -> tuple[Axis, ...]:
-        """Returns new axes with the sizes `sizes`."""
+        """Returns new axes with the sizes in `shape`."""
         return tuple((self.new(size),) for size in shape)
 
     def size(self, atom: int) -> int:
@@ -53,12 +54,12 @@ class Atoms:
                 self._frozen.setdefault(atom, why)
 
     def reason(self, atom: int) -> str | None:
-        """Returns the reason why the size of an atom cannot change, or None if it can."""
+        """Returns the reason why the size of an atom (a factor of an axis) cannot change, or None if it can."""
         return self._frozen.get(self.root(atom))
 
     def tie(self, x: Axis, y: Axis) -> None:
-        """Ties two axes of the same size, so that they share their atoms (factors). Atoms are frozen if neither size is
-        a multiple of the other."""
+        """Ties two axes of the same size, so that they share their atoms (factors). Atoms (factors) of the axes are
+        frozen if neither size is a multiple of the other."""
         left, right = list(self.expand(x)), list(self.expand(y))
         while left and right:
             a, b = left[-1], right[-1]
@@ -86,7 +87,7 @@ class Atoms:
         return parts
 
     def _join(self, a: int, b: int) -> None:
-        """Joins two atoms. After two atoms are united, the older atom represents both."""
+        """Joins two atoms. After two atoms (factors of axes) are joined, the older atom represents both."""
         a, b = sorted((a, b))
         if a != b:
             self._up[b] = a

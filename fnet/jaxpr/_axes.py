@@ -20,12 +20,12 @@ _OPAQUE = {"while": "a while loop", "custom_vjp_call": "a custom_vjp", "custom_v
 
 @dataclasses.dataclass(eq=False)
 class Frame:
-    """The axes of the values of a jaxpr. If several calls share a jaxpr, each call has its own frame.
+    """The axes of the values of a jaxpr. If several calls share a jaxpr, each call has its own `Frame`.
 
     Attributes:
         jaxpr: the open jaxpr.
         axes: {variable: its axes}.
-        inner: {id of an equation: the frames of its bodies}.
+        inner: {id of an equation: the `Frame`s of the jaxprs inside the equation}.
         groups: {id of a convolution equation: the axis of its feature groups}.
     """
 
@@ -82,14 +82,14 @@ def _shape(v) -> tuple[int, ...]:
 
 
 def _results(inner, eqn, atoms):
-    """Returns the axes of the outputs of a body. Literals get new axes."""
+    """Returns the axes of the outputs of a jaxpr inside an equation (its body). Literals get new axes."""
     return [atoms.axes(_shape(v)) if isinstance(out, _jax.Literal) else inner.of(out)
             for out, v in zip(inner.jaxpr.outvars, eqn.outvars)]
 
 
 def _pointwise(eqn, ins, atoms):
-    """Ties corresponding axes of the operands. Scalars are not tied, and neither are axes of size 1 that are
-    broadcast."""
+    """Ties corresponding axes of the operands of an elementwise operation, so that their sizes stay equal. Scalar
+    operands are not tied, and neither are axes of size 1 that are broadcast."""
     out = []
     for i, n in enumerate(_shape(eqn.outvars[0])):
         alike = [axes[i] for axes, v in zip(ins, eqn.invars) if len(axes) > i and _shape(v)[i] == n]
@@ -134,7 +134,7 @@ def _branched(frame, eqn, ins, atoms):
 
 
 def _described(eqn, ins, atoms):
-    """Ties the axes of one of fnet's own primitives, whose description names the factors of axes."""
+    """Ties the axes of an equation of one of fnet's own primitives, as the description of the primitive states."""
     sizes, free, operands, results = description(eqn.primitive).axes(eqn)
     if len(results) != len(eqn.outvars):
         return _unknown(eqn, ins, atoms, f"an operation without a rule ({eqn.primitive.name})")

@@ -1,8 +1,8 @@
 """Rules that state for each primitive which axes of its inputs and outputs must have equal sizes.
 
-A rule is a function of (frame, equation, axes of the inputs, atoms) that returns the axes of the outputs. An axis is a
-tuple of atoms, which are its factors. A rule ties atoms whose sizes must stay equal, and freezes atoms whose size
-cannot change (see `Atoms`).
+The rule of a primitive is a function of (frame, equation, axes of the inputs, atoms) that returns the axes of the
+outputs. An axis is a tuple of its factors, which are called atoms. The rule of a primitive ties atoms (factors of axes)
+whose sizes must stay equal, and freezes atoms whose size cannot change (see `Atoms`).
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _divides(m, n) -> bool:
 
 
 def _reshape(frame, eqn, ins, atoms):
-    """Splits and joins axes. A group of adjacent input axes corresponds to a group of adjacent output axes if the
-    products of their sizes are equal."""
+    """Splits and joins axes. In a reshape, a group of adjacent input axes corresponds to a group of adjacent output
+    axes if the products of their sizes are equal."""
     before, after, axes = list(_shape(eqn.invars[0])), list(_shape(eqn.outvars[0])), ins[0]
     if order := eqn.params["dimensions"]:
         before, axes = [before[i] for i in order], [axes[i] for i in order]
@@ -99,8 +99,9 @@ def _reshape(frame, eqn, ins, atoms):
 
 
 def _reduced(over):
-    """Returns the rule of a reduction. `over` is the reason why the sizes of the reduced axes cannot change. It is None
-    for a sum: whether these sizes can change depends on the summands (see `freeze_nonzero_sums`)."""
+    """Returns the rule of a reduction: a function that determines the axes of the outputs. `over` is the reason why the
+    sizes of the reduced axes cannot change. For a sum, `over` is None, because whether the sizes can change depends on
+    the summands (see `freeze_nonzero_sums`)."""
     def rule(frame, eqn, ins, atoms):
         reduced = eqn.params["axes"]
         for axes in ins[:len(eqn.outvars)] if over else ():
@@ -112,8 +113,8 @@ def _reduced(over):
 
 def _along(parameter, why):
     """Returns the rule of an operation, such as a cumulative sum, that computes along certain axes and does not change
-    the shape. The parameter of the equation named `parameter` contains these axes, and `why` is the reason why their
-    sizes cannot change."""
+    the shape. `parameter` is the name of the equation's parameter that contains the axes along which the operation
+    computes, and `why` is the reason why the sizes of the axes cannot change."""
     def rule(frame, eqn, ins, atoms):
         where = eqn.params[parameter]
         for i in where if isinstance(where, (tuple, list)) else (where,):
@@ -238,7 +239,7 @@ def _tile(frame, eqn, ins, atoms):
 
 def _resized(eqn, axes, atoms, changed, why):
     """Returns the axes of the output of an operation that changes the sizes of the axes for which `changed(i)` is true.
-    The sizes of the changed axes cannot change further, because of `why`."""
+    The sizes of the axes that the operation changes are frozen, with the reason `why`."""
     out = list(atoms.axes(_shape(eqn.outvars[0])))
     for i, axis in enumerate(axes):
         if changed(i):

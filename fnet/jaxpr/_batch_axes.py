@@ -11,8 +11,8 @@ from fnet.jaxpr._primitives import description, traits
 
 
 def batch_axes(eqn, notes: list) -> list:
-    """Returns the batch axis of each output. `notes` contains the batch axis of each input. None means that a value has
-    no batch axis, or that its batch axis is unknown."""
+    """Returns the batch axis of each output of an equation. `notes` contains the batch axis of each input. None in
+    `notes` or in the result means that a value has no batch axis, or that its batch axis is unknown."""
     if all(note is None for note in notes):
         return [None] * len(eqn.outvars)
     name = eqn.primitive.name
@@ -32,7 +32,7 @@ def batch_axes(eqn, notes: list) -> list:
 
 
 def _through(jaxpr, notes: list) -> list:
-    """Returns the batch axes of the outputs of a whole jaxpr."""
+    """Returns the batch axes of the outputs of a jaxpr, given the batch axes of its inputs."""
     axes = dict(zip(jaxpr.invars, notes))
     read = lambda v: None if isinstance(v, _jax.Literal) else axes.get(v)
     for eqn in jaxpr.eqns:
@@ -69,9 +69,9 @@ def _broadcast(eqn, notes):
 
 
 def _reshaped(eqn, notes):
-    """The sizes of the axes before the batch axis have the same product in the input and the output of a reshape. The
-    batch axis may be merged with later axes, or it may be split, for example into microbatches. If a reshape splits the
-    batch axis, the first part is the batch axis of the output."""
+    """The sizes of the axes before the batch axis have the same product in the input and the output of a reshape. A
+    reshape may merge the batch axis with later axes, or split the batch axis, for example into microbatches. If a
+    reshape splits the batch axis, the first part is the batch axis of the output."""
     note = notes[0]
     if note is None:
         return [None]
@@ -83,9 +83,9 @@ def _reshaped(eqn, notes):
 
 
 def _product(contract, batched, ranks, notes):
-    """Returns the batch axis of the output of a dot_general. The axes of the output are the axes in `batched`, followed
-    by the remaining axes of the left operand and the remaining axes of the right operand. Contracted axes are
-    omitted."""
+    """Returns the batch axis of the output of a dot_general. The axes of the output of a dot_general are the axes in
+    `batched`, followed by the remaining axes of the left operand and the remaining axes of the right operand.
+    Contracted axes are omitted."""
     for side, note in enumerate(notes[:2]):
         if note is None:
             continue
@@ -108,9 +108,9 @@ def _multiplied(found, notes):
 
 
 def _gathered(eqn, notes):
-    """The batch axis of a gather is the batch axis of the indices if they have one. If the indices have no batch axis,
-    the batch axis is that of the operand if the gathered slices contain this whole axis, or if this axis is a batching
-    dimension of the gather."""
+    """The batch axis of a gather's output is the batch axis of the indices if the indices have one. If the indices have
+    no batch axis, the output has the batch axis of the operand if the gathered slices contain this whole axis, or if
+    this axis is a batching dimension of the gather."""
     numbers, (operand, indices) = eqn.params["dimension_numbers"], notes[:2]
     rank = len(eqn.outvars[0].aval.shape)
     batch = [i for i in range(rank) if i not in numbers.offset_dims]

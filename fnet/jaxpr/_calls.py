@@ -26,14 +26,15 @@ class Body(NamedTuple):
     """A jaxpr inside an equation.
 
     Attributes:
-        kind: "call" for a body that runs once on the equation's inputs (jit, remat, custom_jvp, ...), "scan",
-            "while_cond", "while_body", "branch" for a branch of a cond, "shard_map", "solve" for the forward solve of a
-            custom_linear_solve, or "other" for a body of a primitive that fnet does not know.
+        kind: "call" (a body that runs once on the equation's inputs, as in jit, remat and custom_jvp), "scan",
+            "while_cond", "while_body", "branch" (of a cond), "shard_map", "solve" (the forward solve of a
+            custom_linear_solve), or "other" (a body of a primitive that fnet does not know).
         closed: the closed jaxpr.
         times: how often the body runs: the length of a scan, the number of shards of a shard_map, None for a loop of
             unknown length, and 1 otherwise.
-        inputs: for each input of the jaxpr, the index of the equation's input that it receives. A body of a scan or
-            shard_map receives slices of this input. `inputs` is None if the indices are unknown.
+        inputs: for each input of the jaxpr, the index of the equation's input that it receives. The body of a scan or
+            shard_map receives slices of the equation's inputs. `inputs` is None if it is unknown which inputs of the
+            equation the body receives.
     """
 
     kind: str
@@ -82,7 +83,7 @@ def _body(kind, jaxpr, times, inputs):
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields every equation of an open jaxpr, at any depth. An equation precedes the equations inside it."""
+    """Yields every equation of an open jaxpr, at any depth. Each equation precedes the equations inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for body in bodies(eqn):
@@ -105,8 +106,8 @@ def donated(eqn: Any) -> tuple[bool, ...]:
 
 
 def opened(closed: Any) -> Any:
-    """Removes the calls of `jax.jit` that enclose a whole jaxpr, and returns the jaxpr inside them. Calls with
-    shardings are not removed."""
+    """Removes the calls of `jax.jit` that enclose a whole jaxpr, and returns the jaxpr inside them. Calls of `jax.jit`
+    with shardings are not removed."""
     while len(closed.jaxpr.eqns) == 1 and closed.jaxpr.eqns[0].primitive.name in ("jit", "pjit"):
         jaxpr, eqn = closed.jaxpr, closed.jaxpr.eqns[0]
         if jaxpr.constvars or eqn.invars != jaxpr.invars or eqn.outvars != jaxpr.outvars or has_shardings(eqn):
@@ -140,7 +141,7 @@ class Scan:
         return self.options["length"]
 
     def split(self, values: Any) -> tuple[list, list, list]:
-        """Splits `values`, one for each input of the equation in the same order, into constants, carry and slices."""
+        """Splits `values`, one value for each input of the scan equation, into constants, carry and slices."""
         values, start = list(values), self.consts + self.carry
         return values[:self.consts], values[self.consts:start], values[start:]
 

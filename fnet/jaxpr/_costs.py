@@ -80,7 +80,7 @@ def touched(eqn: Any) -> tuple[list[int], list[int]]:
 
 
 def nbytes(aval: Any) -> int:
-    """Returns the bytes of an array of this type, and 0 for types that are not arrays, such as a token."""
+    """Returns the bytes of an array of the type `aval`, and 0 for types that are not arrays, such as a token."""
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return 0

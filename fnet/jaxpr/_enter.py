@@ -1,8 +1,8 @@
-"""Evaluates calls, loops and branches with rewritten bodies. Apart from their bodies, the equations do not change.
+"""Evaluates calls, loops and branches with rewritten bodies, but does not change the equations otherwise.
 
-Each function has the arguments (interpreter, equation, scope, inputs, requirements on the outputs) and returns the
-outputs. The traced dtype of a value is the dtype that the value had when JAX traced the program; rewriting may change
-the dtype.
+Each function that evaluates an equation has the arguments (interpreter, equation, scope, inputs, requirements on the
+outputs) and returns the outputs. The traced dtype of a value is the dtype that the value had when JAX traced the
+program; rewriting may change the dtype.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def inline(self, eqn, scope, inputs, wanted):
 
 
 def _scan(self, eqn, scope, inputs, wanted):
-    """Rewrites a scan. The carry keeps its traced dtypes. Constants, slices and stacked outputs may change dtypes."""
+    """Rewrites a scan.
+
+    The carry of a scan keeps its traced dtypes. The constants, slices and stacked outputs of a scan may change dtypes.
+    """
     parts = scan(eqn)
     consts, carry, slices = parts.split(inputs)
     start = [restore(value, v.aval) for value, v in zip(carry, parts.split(eqn.invars)[1])]
@@ -53,7 +56,7 @@ def _scan(self, eqn, scope, inputs, wanted):
 
 
 def _while(self, eqn, scope, inputs, wanted):
-    """Rewrites a while loop. The carry keeps its traced dtypes."""
+    """Rewrites a while loop. The carry of a while loop keeps its traced dtypes."""
     params = eqn.params
     a, b = params["cond_nconsts"], params["body_nconsts"]
     init = [restore(value, v.aval) for value, v in zip(inputs[a + b:], eqn.invars[a + b:])]
@@ -98,8 +101,9 @@ def _shard_map(self, eqn, scope, inputs, wanted):
 
 
 def _custom_jvp(self, eqn, scope, inputs, wanted):
-    """Rewrites the function and its JVP rule separately. The outputs of the equation have the dtypes that the rewritten
-    function returns. As before the rewriting, the JVP rule is traced only for tangents that are not symbolic zeros."""
+    """Rewrites the function of a custom_jvp and its JVP rule separately. The outputs of the custom_jvp equation have
+    the dtypes that the rewritten function returns. As before the rewriting, the JVP rule is traced only for tangents
+    that are not symbolic zeros."""
     notes, types = [value.note for value in inputs], [jax.typeof(value.x) for value in inputs]
     rule = _jax.CustomJvp(eqn.params)
     free = [False] * len(eqn.outvars)
@@ -128,9 +132,10 @@ def _custom_jvp(self, eqn, scope, inputs, wanted):
 
 
 def _custom_vjp(self, eqn, scope, inputs, wanted):
-    """Rewrites the forward and the backward function separately. The inputs of the backward function have their traced
-    dtypes, which the user's rule expects. As before the rewriting, the user's rule receives symbolic zeros, and the
-    information which inputs are differentiated."""
+    """Rewrites the forward and the backward function of a custom_vjp separately. The inputs of the backward function
+    have their traced dtypes, which the user's backward function expects. As before the rewriting, the user's backward
+    function receives symbolic zeros, and the user's forward function receives the information about which inputs are
+    differentiated."""
     notes, types = [value.note for value in inputs], [jax.typeof(value.x) for value in inputs]
     rule = _jax.CustomVjp(eqn.params)
     free = [False] * len(eqn.outvars)
@@ -169,15 +174,15 @@ def _custom_vjp(self, eqn, scope, inputs, wanted):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Perturbed:
-    """States for each input of a custom_vjp whether it is differentiated. JAX treats the object as a part of the tree
-    structure of the residuals."""
+    """States for each input of a custom_vjp whether it is differentiated. JAX treats a `_Perturbed` object as a part of
+    the tree structure of the residuals."""
 
     inputs: tuple[bool, ...]
 
 
 def _custom_vmap(self, eqn, scope, inputs, wanted):
-    """Rewrites the function and its batching rule separately. The rewritten function and the rewritten rule return
-    outputs of the traced dtypes."""
+    """Rewrites the function of a custom_vmap and its batching rule separately. The rewritten function and the rewritten
+    rule return outputs of the traced dtypes."""
     notes = [value.note for value in inputs]
     function = jax.custom_batching.custom_vmap(self.body(bodies(eqn)[0].closed, scope, wanted, notes))
 

@@ -1,5 +1,5 @@
-"""Typed access to the parameters of equations. All packages of fnet use these functions instead of JAX's names of the
-parameters."""
+"""Typed access to the parameters of equations. All packages of fnet use the functions of this module instead of JAX's
+names of the parameters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Product:
 
     @property
     def default_precision(self) -> bool:
-        """Whether the program does not set a precision."""
+        """Whether the program sets no precision for the product."""
         return self.precision in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2)
 
     @property
@@ -64,7 +64,7 @@ class Product:
 
     @property
     def summed(self) -> int:
-        """The number of multiplications whose results are summed in one element of the result."""
+        """The number of multiplications whose results are summed in one element of the product."""
         left, right = (v.aval.shape for v in self.eqn.invars[:2])
         if self.op is DOT:
             return math.prod(left[i] for i in self.dimensions[0][0])
@@ -133,9 +133,10 @@ def lookup_mode(eqn: Any) -> str | None:
     """Returns the mode of a gather that selects one element of each row. The mode states what the gather returns for an
     index out of range.
 
-    In such a gather, a row is a slice along the last axis, and the indices are an array [..., 1, 1]. The mode is
-    "fill", "clip", or "promised" if the program promises that no index is out of range. The mode of a scatter that is
-    the transpose of such a gather is determined in the same way. For all other equations, the result is None.
+    A row is a slice along the last axis of the operand, and the indices of the gather are an array [..., 1, 1]. The
+    mode of the gather is "fill", "clip", or "promised" if the program promises that no index is out of range. The mode
+    of a scatter that is the transpose of a gather of one element of each row is determined like the mode of the gather.
+    For equations that are not gathers or scatters of one element of each row, the result is None.
     """
     params, (x, indices) = eqn.params, (v.aval for v in eqn.invars[:2])
     numbers, rows, last = params["dimension_numbers"], tuple(range(x.ndim - 1)), (x.ndim - 1,)
@@ -158,8 +159,9 @@ def overwritten(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Describes a scatter that overwrites complete slices of its operand, and ignores indices out of range.
 
     Returns:
-        (the axes of the operand that each index selects, in the order of the index's elements; the axes of the updates
-        that are axes of a slice, in the order of the operand's other axes). None for all other equations.
+        A pair (selected, window) of tuples. `selected` contains the axes of the operand that an index selects, in the
+        order of the elements of an index. `window` contains the axes of the updates that are axes of a slice, in the
+        order of the operand's other axes. None for all other equations.
     """
     params, (x, _, updates) = eqn.params, (v.aval for v in eqn.invars)
     numbers = params["dimension_numbers"]

@@ -103,7 +103,7 @@ def _reshape(params, outvars, x):
 
 def _dimensions(params, outvars, x):
     """Replaces a reshape. If the reshape has the parameter `dimensions`, the axes of the operand are first permuted to
-    this order."""
+    the order `dimensions`."""
     order = params.get("dimensions")
     return _reshape(params, outvars, x if order is None else lax.transpose(x, order))
 

@@ -24,7 +24,7 @@ from fnet.jaxpr._values import Value, arrays_of
 
 
 class Fold(NamedTuple):
-    """A product into which an affine map of its result was folded.
+    """A product into which an affine map (a scale and a shift) of its result was folded.
 
     Attributes:
         path: the path of the product's scope.
@@ -150,7 +150,7 @@ def _concrete(x):
 
 
 def _evaluated(eqn, inputs):
-    """Computes the outputs of an equation whose inputs are known."""
+    """Computes the outputs of an equation whose inputs depend only on constants."""
     with jax.ensure_compile_time_eval():
         shape = getattr(eqn.outvars[0].aval, "shape", ())
         if eqn.primitive.name == "broadcast_in_dim" and all(isinstance(n, int) for n in shape):
@@ -168,8 +168,8 @@ def _evaluated(eqn, inputs):
 
 
 def _pending(eqn, at, inputs):
-    """Returns a pending product for a product in float32 or float64 that has exactly one known operand. Returns None
-    for other equations."""
+    """Returns a `_Pending` (a product that is not computed yet) for a product in float32 or float64 that has exactly
+    one constant operand. Returns None for other equations."""
     made = product(eqn)
     if made is None or made.op is not eqn.primitive or len(eqn.outvars) != 1:
         return None
@@ -193,8 +193,9 @@ def _pending(eqn, at, inputs):
 
 
 def _absorbed(eqn, inputs):
-    """Merges an elementwise operation into the pending product that is one of its operands, and returns the new pending
-    product. Returns None if this is not possible, for example because the other operand is not known."""
+    """Merges an elementwise operation into the `_Pending` (product that is not computed yet) among its operands, and
+    returns the new `_Pending`. Returns None if the operation cannot be merged, for example because the other operand is
+    not constant."""
     name = eqn.primitive.name
     which = [i for i, x in enumerate(inputs) if isinstance(x, _Pending)]
     if len(which) != 1 or eqn.outvars[0].aval.dtype != inputs[which[0]].eqn.outvars[0].aval.dtype:
@@ -227,8 +228,8 @@ def _absorbed(eqn, inputs):
 
 
 def _along(known, pending, rank):
-    """Returns a known operand with length 1 on all axes except those that come from the kernel. Returns None if the
-    operand varies along other axes."""
+    """Returns the constant operand `known` with length 1 on all axes except those that come from the kernel. Returns
+    None if the operand varies along axes that do not come from the kernel."""
     small = known.small if known.small.ndim == rank else jnp.reshape(known.small, (1,) * rank)
     if any(n != 1 and axis not in pending.axes for axis, n in enumerate(small.shape)):
         return None

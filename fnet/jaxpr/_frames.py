@@ -45,7 +45,10 @@ class Frame:
 
 
 def read(jaxpr: Any, outer: Scope = TOP) -> Frame:
-    """Returns the frame of a jaxpr in the scope `outer`. The ids 0, 1, ... are those of its constants and inputs."""
+    """Returns the `Frame` (a flat list of operations) of a jaxpr in the scope `outer`.
+
+    In the frame, the ids 0, 1, ... are those of the jaxpr's constants and inputs.
+    """
     ids = itertools.count()
     ops: list[Op] = []
 

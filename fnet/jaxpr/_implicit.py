@@ -2,8 +2,8 @@
 quantized matrix from codes and scales.
 
 `ImplicitArray` is the base class of parameters that are computed from several arrays. A `View` represents an implicit
-array that a program has cast, transposed or reshaped. The view only records these operations, so that the array need
-not be computed.
+array that a program has cast, transposed or reshaped. A `View` only records the casts, transposes and reshapes, so that
+the array need not be computed.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class ImplicitArray:
     A subclass must be a registered pytree whose leaves are plain arrays, and must have the properties `shape` and
     `dtype`. The constructor of a subclass must not validate the leaves, because JAX also calls the constructor with
     placeholders. `ft.use_implicit_arrays(f)` evaluates f with implicit arrays as parameters. If an operation of f reads
-    an implicit array, `use_implicit_arrays` calls the method `dot`, `convolve` or `lookup` of the array. If the method
-    returns `NotImplemented`, the method `materialize` is called instead.
+    an implicit array, `use_implicit_arrays` calls the method `dot`, `convolve` or `lookup` of the array. If `dot`,
+    `convolve` or `lookup` returns `NotImplemented`, `use_implicit_arrays` calls the method `materialize` instead.
 
     Attributes:
         shape, dtype: the shape and dtype of the array that the object represents.
-        beside: {name of a field: name of another field}. The first of these fields contains one element for each block
-            of elements of the other field, for example the scale of each block of codes. `parallel.plan` splits both
-            fields of a pair in `beside` along the same axes.
+        beside: {name of a field: name of another field}. In each pair of `beside`, the first field contains one element
+            for each block of elements of the second field, for example the scale of each block of codes.
+            `parallel.plan` splits the two fields of a pair in `beside` along the same axes.
 
     >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
     >>> isinstance(params["kernel"], compress.ImplicitArray), params["kernel"].materialize().shape
@@ -97,17 +97,17 @@ class ImplicitArray:
         return NotImplemented
 
     def convolve(self, x: jax.Array, convolution: Convolution) -> Any:
-        """Returns the convolution of x with this kernel. For a plain array `kernel`, the result is `convolution(x,
-        kernel)`."""
+        """Returns the convolution of x with this array as the kernel. For a plain array `kernel`, the result is
+        `convolution(x, kernel)`."""
         return NotImplemented
 
     def lookup(self, take: Callable) -> Any:
         """Returns rows (slices of axis 0) of this array.
 
         Args:
-            take: a function. `take(a)` performs the same lookup in a plain array `a` with the same number of rows. For
-                indices out of range, `take` returns NaN if the program's lookup returns NaN. If `a` contains integers,
-                `take` clips the indices.
+            take: a function. `take(a)` performs the program's lookup in a plain array `a` that has the same number of
+                rows as this array. For indices out of range, `take` returns NaN if the program's lookup returns NaN. If
+                `a` contains integers, `take` clips the indices.
         """
         return NotImplemented
 
@@ -128,7 +128,7 @@ class View:
 
     Attributes:
         base: the implicit array.
-        groups: for each axis of the view, the parts of axes of `base` of which it consists, from major to minor.
+        groups: for each axis of the view, the parts of axes of `base` that form the axis, from major to minor.
         dtype: the dtype after casts.
     """
 
@@ -151,7 +151,7 @@ class View:
 
     @property
     def whole(self) -> bool:
-        """Whether the view has the same axes as the base."""
+        """Whether the view has the same axes as its base (the implicit array)."""
         return self.groups == View.of(self.base).groups
 
     def astype(self, dtype: Any) -> View:
@@ -184,7 +184,7 @@ class View:
     def part(self, leaves: Callable) -> View | None:
         """Returns a view of the base with the function `leaves` applied to each leaf.
 
-        Returns None if the axes of the view are not those of the base, or if a leaf lacks the leading axis.
+        Returns None if the axes of the view are not those of the base, or if a leaf of the base lacks the leading axis.
         """
         if not self.whole or not self.base.has_leading_axis:
             return None
@@ -199,13 +199,13 @@ class View:
     def dot(self, x: jax.Array, contracted: tuple[int, ...], batch: int, dot: Callable) -> Any:
         """Returns the product of x and this view, contracted over axes of this view.
 
-        Returns `NotImplemented` if the base does not support this product.
+        Returns `NotImplemented` if the base (the implicit array) does not support the product.
 
         Args:
             x: the other operand, an array [*batch axes, ..., *contracted axes].
             contracted: axes of this view.
             batch: the number of leading axes of this view and of x that are batch axes.
-            dot: the same as for `ImplicitArray.dot`.
+            dot: a function `dot(x, w, axes)` for plain arrays, as for `ImplicitArray.dot`.
 
         Returns:
             An array [*batch axes, ..., *the other axes of this view].
@@ -281,7 +281,7 @@ def _size(group):
 
 
 def _merged(group):
-    """Joins adjacent parts of the same axis in a group."""
+    """Joins adjacent parts of the same axis in `group`, a list of parts of axes."""
     merged = []
     for axis, n, stride in group:
         if merged and merged[-1][0] == axis and merged[-1][2] == n * stride:

@@ -38,15 +38,15 @@ class Use:
 
 
 class ImplicitInterpreter(Interpreter):
-    """Evaluates programs whose values may be `View`s of implicit arrays. The `note` of a view's `Value` is the path of
-    the implicit array among the arguments."""
+    """Evaluates programs whose values may be `View`s of implicit arrays. The `note` of a `Value` that contains a view
+    is the path of the implicit array among the arguments."""
 
     def __init__(self):
         super().__init__()
         self.uses: dict[tuple, Use] = {}
 
     def __call__(self, closed: Any, arguments: list, names: list[str]) -> list:
-        """Returns the outputs: plain arrays, and the implicit arrays that the program returns unchanged."""
+        """Returns the outputs of a program: plain arrays, and implicit arrays that the program returns unchanged."""
         values = [Value(View.of(x), name) if isinstance(x, ImplicitArray) else Value(x)
                   for x, name in zip(arguments, names)]
         outputs = self.evaluate(closed.jaxpr, closed.consts, values)
@@ -82,7 +82,7 @@ class ImplicitInterpreter(Interpreter):
         return view.materialize()
 
     def call(self, closed, at, values) -> tuple[Callable, list]:
-        """Returns (a function that evaluates a body on plain arrays and returns plain arrays, its arguments)."""
+        """Returns (a function that evaluates a jaxpr on plain arrays and returns plain arrays, its arguments)."""
         leaves, structure = jax.tree.flatten([value.x for value in values])
 
         def flat(*leaves):
@@ -122,7 +122,7 @@ def _reshape(self, eqn, at, inputs):
 
 
 def _broadcast(self, eqn, at, inputs):
-    """Supports only broadcasts that add axes of length 1, which are reshapes."""
+    """Broadcasts an implicit array if the broadcast only adds axes of length 1 (a reshape)."""
     view, shape = inputs[0].x, eqn.outvars[0].aval.shape
     if int(np.prod(shape)) != int(np.prod(view.shape)):
         return NotImplemented
@@ -134,7 +134,7 @@ def _identity(self, eqn, at, inputs):
 
 
 def _of_each_leaf(self, eqn, at, inputs):
-    """Applies to each leaf an operation that does not change values, such as `pvary` in a shard_map."""
+    """Applies an operation that does not change values, such as `pvary`, to each leaf of an implicit array."""
     view = inputs[0].x
     base = jax.tree.map(lambda a: bind(eqn, [a])[0].x, view.base)
     return [Value(dataclasses.replace(view, base=base), inputs[0].note)]
@@ -261,7 +261,11 @@ def _scan(self, eqn, at, inputs):
 
 
 def _while(self, eqn, at, inputs):
-    """Evaluates a while loop. Constants of the body may be implicit arrays. All other inputs are materialized."""
+    """Evaluates a while loop.
+
+    Constants of the body of a while loop may be implicit arrays. All other inputs of the loop are materialized
+    (computed as plain arrays).
+    """
     params = eqn.params
     tests, steps = params["cond_nconsts"], params["body_nconsts"]
     reason = "it is the carry or in the condition of a while loop"

@@ -1,4 +1,4 @@
-"""Evaluation of a program in which values of sites are captured or replaced."""
+"""Evaluation of a program in which the values of sites (named values) are captured or replaced."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Inspector(Interpreter):
     Args:
         level: the sites of the whole program, from `find_sites`.
         captured: the sites whose values are captured.
-        selected: {site: tuple}. The tuple has an element for each scan around the site: the index of the captured
-            iteration, or None if all iterations are captured.
+        selected: {site: captured iterations}. For each scan around a site, the tuple of its captured iterations
+            contains the index of the captured iteration, or None if all iterations are captured.
         changes: {site: change}. A change is a function `change(leaves, indices) -> leaves` that computes the new value
             of the site. The argument `indices` contains the current iteration of each scan around the site.
-        offsets: {site: offsets}. A site in `offsets` has a change with a third argument: `change(leaves, indices,
-            offsets)`. The argument `offsets` of a change is a list with an array or None for each leaf. Each array in
-            `offsets` has a leading axis for each scan around the site.
+        offsets: {site: offsets}. The change of a site in `offsets` has a third argument: `change(leaves, indices,
+            offsets)`. The argument `offsets` of a change is a list with an array or None for each leaf of the site.
+            Each array in `offsets` has a leading axis for each scan around the site.
     """
 
     def __init__(self, level: Level, captured: Sequence[Site] = (), changes: Mapping[Site, Callable] | None = None,
@@ -47,7 +47,7 @@ class Inspector(Interpreter):
         self._held: dict[Site, dict[int, Value]] = {}
 
     def __call__(self, closed: Any, arrays: Sequence) -> tuple[list, dict[Site, list]]:
-        """Returns (the outputs, {site: its leaves})."""
+        """Returns (the outputs of the program, {site: the leaves of its captured value})."""
         self._found = found = {}
         outputs = self.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), TOP, (self._level,))
         self._found, self._offsets = {}, {}    # custom derivatives refer to this object after the trace has ended
@@ -87,8 +87,8 @@ class Inspector(Interpreter):
         return outputs
 
     def _within(self, eqn, at, inputs, sites):
-        """Evaluates an equation whose primitive has sites that are not its outputs, such as the weights of an
-        attention."""
+        """Evaluates an equation whose primitive has sites (named values) that are not its outputs, such as the weights
+        of an attention."""
         arrays, outputs = arrays_of(inputs), None
         for site in sites:
             values = {0: Value(site.compute(eqn, arrays))}
@@ -126,7 +126,7 @@ class Inspector(Interpreter):
         return self.evaluate(closed.jaxpr, closed.consts, inputs, at, (level,))
 
     def _body(self, closed, at, level):
-        """Returns a jaxpr as a function of arrays, which stores the captured values in `_found`."""
+        """Returns a function of arrays that evaluates the jaxpr `closed` and stores the captured values in `_found`."""
         return lambda *arrays: arrays_of(self.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), at,
                                                        (level,)))
 
@@ -164,8 +164,9 @@ class Inspector(Interpreter):
         return outputs[:len(eqn.outvars)]
 
     def _scan(self, eqn, at, inputs, level):
-        """Evaluates a scan. If two stacked outputs are the same array with different tags, the array is stacked only
-        once. If only one iteration of a site is requested, its value is carried instead of stacked."""
+        """Evaluates a scan. If two stacked outputs of the scan are the same array with different tags, the array is
+        stacked only once. If only one iteration of a site is requested, its value is a part of the scan's carry instead
+        of a stacked output."""
         parts, depth = scan(eqn), self._depth
         consts, carry, slices = map(arrays_of, parts.split(inputs))
         run, collect, sites = self._apart(self._body(parts.closed, at, level), level)
@@ -203,12 +204,12 @@ class Inspector(Interpreter):
         return [*map(Value, carried), *map(Value, stacked[:count - parts.carry])]
 
     def _pick(self, site, depth):
-        """Returns the iteration that is requested for a site in the scan at this depth. Returns None if all iterations
-        are requested."""
+        """Returns the iteration that is requested for a site in the scan at the depth `depth`. Returns None if all
+        iterations of the scan are requested."""
         return self._selected.get(site, (None,) * (depth + 1))[depth]
 
     def _zeros(self, site, depth):
-        """Returns zeros of the type of each leaf of a site in one iteration of the scan at this depth."""
+        """Returns zeros of the type of each leaf of a site in one iteration of the scan at the depth `depth`."""
         lengths = [length for i, (_, length) in enumerate(site.scans) if i > depth and self._pick(site, i) is None]
         return [_jax.zeros((*lengths, *t.shape), t.dtype, _jax.varies_over(t))
                 for t in (site.types[i] for i in site.leaves)]

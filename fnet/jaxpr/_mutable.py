@@ -1,7 +1,8 @@
 """Passes flax.nnx modules to a traced function as arrays, and returns the changes that the function makes to the
 modules.
 
-An nnx module is updated in place. A traced function receives a copy of the module, so updates would otherwise be lost.
+An nnx module is updated in place. A traced function receives a copy of an nnx module, so it must return the updates,
+which would otherwise be lost.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Modules:
 
     Attributes:
         arrays: the arrays of the modules' variables.
-        structure: the tree structure of the state that these arrays form (static).
+        structure: the tree structure of the state that `arrays` forms (static).
         graph: the structure of the modules and their attributes that are not variables (static).
         changed: whether a function has changed `graph` (static).
         written: for each array, whether a function has replaced it (static). An array that was not replaced needs no
@@ -81,7 +82,7 @@ def insert(tree: Any, modules: Modules | None) -> tuple[Any, Any]:
 
 
 def updates(new: Any, modules: Modules | None) -> Modules | None:
-    """Returns the arrays of the modules after the function has run, or None without modules.
+    """Returns the arrays of the nnx modules after the function has run, or None if there are no modules.
 
     Raises:
         TypeError: if the function has added or removed variables.
@@ -99,7 +100,7 @@ def updates(new: Any, modules: Modules | None) -> Modules | None:
 
 
 def returned(result: Any, new: Any) -> Any:
-    """Returns a result in which modules of the call are replaced by placeholders."""
+    """Returns `result` with the nnx modules of the call replaced by placeholders."""
     if not new:
         return result
     numbers = {id(module): number for number, module in enumerate(new)}
@@ -108,7 +109,10 @@ def returned(result: Any, new: Any) -> Any:
 
 
 def apply(result: Any, found: tuple, updated: Modules | None) -> Any:
-    """Writes the changes into the caller's modules. Returns the result with these modules instead of placeholders."""
+    """Writes the changes that a traced function made into the caller's nnx modules.
+
+    Returns the result of the function with the caller's modules instead of placeholders.
+    """
     if updated is None:
         return result
     nnx, state = sys.modules["flax.nnx"], jax.tree.unflatten(updated.structure, updated.arrays)

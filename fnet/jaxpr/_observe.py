@@ -21,8 +21,8 @@ _WEIGHTS = "weights"    # the note on values that are computed only from paramet
 def observe(program: TiedProgram, arrays: list) -> list:
     """Evaluates a program. For each product of data and parameters, computes and tags the mean squares of the data.
 
-    Each atom of the contracted axes has its own tag. The name of the tag is `NAME` with the number of the atom, and the
-    tagged value contains one mean square for each index of the atom.
+    Each factor (atom) of the contracted axes has its own tag. The name of the tag is `NAME` with the number of the atom
+    (factor of an axis), and the tagged value contains one mean square for each index of the atom.
     """
     values = [Value(x, _WEIGHTS if masked else None) for x, masked in zip(arrays, program.parameters)]
     return _Observer(program.atoms, {}).whole(program.closed, program.frame, values)

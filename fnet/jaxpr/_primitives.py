@@ -109,9 +109,8 @@ def traits(name: str) -> Traits:
 def unsupported() -> tuple[str, ...]:
     """Returns one line for each feature that fnet uses and that this version of JAX lacks.
 
-    The result is an empty list for the versions of JAX with which fnet is tested. A primitive that JAX has renamed is
-    treated as
-    unknown: transforms do not change it, and `hardware.count` reports its name.
+    The result is empty for the versions of JAX with which fnet is tested. Transforms do not change a primitive that JAX
+    has renamed, and `hardware.count` reports its name.
     """
 
     for platform in ("cuda", "tpu"):
@@ -126,9 +125,9 @@ def unsupported() -> tuple[str, ...]:
 # Descriptions of fnet's own primitives.
 
 class Inside(NamedTuple):
-    """An intermediate value of a primitive. `compute(eqn, arrays)` returns this value for the inputs `arrays` of an
-    equation. `replace(eqn, arrays, value)` returns the outputs of the equation with the intermediate value replaced by
-    `value`."""
+    """An intermediate value of a primitive. `compute(eqn, arrays)` returns the intermediate value for the inputs
+    `arrays` of an equation. `replace(eqn, arrays, value)` returns the outputs of the equation with the intermediate
+    value replaced by `value`."""
 
     compute: Callable
     replace: Callable
@@ -141,20 +140,23 @@ class Description:
     Attributes:
         traits: the `Traits` of the primitive.
         lower: `lower(params, compute, out)` returns the new values of those parameters that autocast must change. With
-            the new values, operands are rounded to the dtype `compute`, and results have the dtype `out`. The result is
-            None if autocast must not change the equation, for example because the user has set its precision.
-        explain: `explain(*avals, **params)` returns a description of the implementation on this machine.
+            the new parameter values, operands are rounded to the dtype `compute`, and results have the dtype `out`.
+            `lower` returns None if autocast must not change the equation, for example because the user has set its
+            precision.
+        explain: `explain(*avals, **params)` returns a description of the primitive's implementation on this machine.
         plain: `plain(eqn)` returns an open jaxpr that computes the outputs of the equation with JAX's primitives.
         refusal: `refusal(platform, eqn)` returns the reason why "cuda" or "tpu" has no kernel for the equation, or None
             if the platform has one.
-        stands_for: for a primitive that computes the same as a bilinear primitive of JAX, such as dot_general.
-            `stands_for(params)` returns (JAX's primitive, its parameters, the dtype to which the operands are rounded).
+        stands_for: a function for a primitive that computes the same as a bilinear primitive of JAX, such as
+            dot_general. `stands_for(params)` returns (JAX's primitive, its parameters, the dtype to which the operands
+            are rounded).
         batch_first: whether the first axis of all operands and results is the batch axis.
         inside: {name: `Inside`} for the intermediate values of the primitive that `transforms.capture` can return.
-        axes: a function of an equation that describes its axes. Each axis is a product of factors, and each factor is
-            named by a letter. For example, the string "b gr" describes two axes: the first has the factor b, the second
-            has the factors g and r. `axes(eqn)` returns ({letter: size of the factor}, the letters of the factors whose
-            size may change, a list with a string for each operand, a list with a string for each result).
+        axes: a function that describes the axes of the operands and results of an equation. An axis is described as a
+            product of factors, and each factor is named by a letter. For example, the string "b gr" describes two axes:
+            the first has the factor b, the second has the factors g and r. `axes(eqn)` returns ({letter: size of the
+            factor}, the letters of the factors whose size may change, a list with a string for each operand, a list
+            with a string for each result).
     """
 
     traits: Traits

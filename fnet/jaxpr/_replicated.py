@@ -15,8 +15,9 @@ _DIFFERENT = frozenset(("axis_index", "get", "swap"))           # mutable arrays
 def may_differ(jaxpr: Any, inputs: Sequence[bool], axis: Any) -> list[bool]:
     """Returns, for each output of an open jaxpr, whether its value may differ between the devices of a mapped axis.
 
-    An operation on equal values gives equal values on all devices. psum, pmax, pmin and all_gather over the whole axis
-    give equal values for any input. The results of all other collectives are assumed to differ.
+    An operation on equal values gives equal values on all devices. The collectives psum, pmax, pmin and all_gather over
+    the whole axis give equal values for any input. The results of all collectives other than psum, pmax, pmin and
+    all_gather are assumed to differ.
 
     Args:
         jaxpr: the body of the mapped function.
@@ -59,7 +60,7 @@ def _outputs(eqn, inputs, axis) -> list[bool]:
 
 def _loop(jaxpr, consts, carry, slices, axis) -> list[bool]:
     """Returns, for each element of the carry and each other output of a loop, whether it may differ between devices.
-    The body is analyzed again until no further element of the carry differs."""
+    The body of the loop is analyzed again until no further element of the carry may differ."""
     while True:
         outputs = may_differ(jaxpr, [*consts, *carry, *slices], axis)
         after = [before or now for before, now in zip(carry, outputs)]

@@ -27,8 +27,8 @@ class TiedProgram:
         changing: for each input, whether its axes may change. `changing` is True for parameters and state.
         parameters: for each input, whether it is a parameter. Removing indices from the program has the same effect as
             setting all parameters to zero at these indices.
-        returned: {index of an output: index of an input} for the state: the new state has the same axes as the old
-            state.
+        returned: {index of an output: index of an input} for the arrays of the state, because the new state has the
+            same axes as the old state.
         factors: {index of an input: the sizes of the factors of each axis} for inputs whose axes are known to be
             products of factors.
 
@@ -61,12 +61,12 @@ class TiedProgram:
                             self.atoms)
 
     def factors(self, i: int) -> tuple[Axis, ...]:
-        """Returns the atoms of each axis of an input."""
+        """Returns the factors (atoms) of each axis of an input."""
         return tuple(map(self.atoms.expand, self.inputs[i]))
 
     def evaluate(self, arrays: Sequence, kept: Mapping[int, np.ndarray]) -> list:
-        """Returns the outputs for input arrays from which indices were removed, for example by pruning. `kept`
-        contains the remaining indices for each atom whose size has changed."""
+        """Returns the outputs for input arrays from which indices were removed, for example by pruning. `kept` contains
+        the remaining indices for each atom (factor of an axis) whose size has changed."""
         return Resizer(self.atoms, kept).whole(self.closed, self.frame, list(map(Value, arrays)))
 
     def shape(self, i: int, kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class Resizer(Interpreter):
         return tuple(map(self.size, axes))
 
     def cut(self, x, axes: Axes):
-        """Returns the array without the removed indices."""
+        """Returns the array `x` without the removed indices along its axes."""
         for i, axis in enumerate(axes):
             factors = self._atoms.expand(axis)
             if any(atom in self._kept for atom in factors):
@@ -174,7 +174,7 @@ def _split(self, plan, eqn):
 
 
 def _slice_sizes(self, plan, eqn):
-    """If a slice contains a whole axis, its new size is the new size of the axis."""
+    """If a slice contains a whole axis, the new size of the slice is the new size of the axis."""
     before, after = eqn.invars[0].aval.shape, self.shape(plan.of(eqn.invars[0]))
     return {"slice_sizes": tuple(n if size == m else size
                                  for size, m, n in zip(eqn.params["slice_sizes"], before, after))}

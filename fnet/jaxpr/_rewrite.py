@@ -1,8 +1,8 @@
 """The jaxpr interpreter: a function is traced, then evaluated equation by equation, and a rule may replace equations.
 
-`rewrite(f, rule)` is the public form. Transforms such as autocast and tune use subclasses of `Interpreter`. A subclass
-can also attach a note (any hashable information) to each value, analyze each jaxpr before its evaluation, and change
-the dtypes of values.
+`rewrite(f, rule)` is the public function of this module. Transforms such as autocast and tune use subclasses of
+`Interpreter`. A subclass of `Interpreter` can also attach a note (any hashable information) to each value, analyze each
+jaxpr before its evaluation, and change the dtypes of values.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
 
         g = ft.rewrite(f, double_sines)
 
-    The result is an ordinary JAX function: it can be differentiated, compiled, batched and rewritten again. Loops,
-    branches, jit, remat, shard_map, custom derivatives and custom batching are preserved, and the rule is also called
-    for the equations inside them. A jitted function inside `f` keeps its name, its donated arguments and its shardings.
-    Equations for which the rule returns NotImplemented do not change.
+    The rewritten function is an ordinary JAX function: it can be differentiated, compiled, batched and rewritten again.
+    Loops, branches, jit, remat, shard_map, custom derivatives and custom batching are preserved, and the rule is also
+    called for the equations inside them. A jitted function inside `f` keeps its name, its donated arguments and its
+    shardings. Equations for which the rule returns NotImplemented do not change.
 
     Args:
-        f: any JAX function. Array arguments are traced. Other arguments, and results that are not JAX arrays, are
-            passed through unchanged.
+        f: any JAX function. Array arguments are traced. Arguments that are not arrays, and results that are not JAX
+            arrays, are passed through unchanged.
         rule: a function `rule(primitive, scope, inputs, equation)`. `primitive` is the name of the primitive, and
             `inputs` are the input arrays. `scope` is the path of the named scopes around the equation, which is the
             same in the forward and backward pass. `equation` is JAX's equation, whose `params` contain the options of
-            the primitive. The rule returns NotImplemented, or the outputs: one array for each of `equation.outvars`,
-            with the same shape and dtype. If JAX traces a body (such as the body of a loop) more than once, the rule
-            may be called several times for an equation in this body.
+            the primitive. The rule returns NotImplemented, or a list of outputs with one array for each of
+            `equation.outvars`, of the same shape and dtype. If JAX traces a body (such as the body of a loop) more than
+            once, the rule may be called several times for an equation in this body.
 
     Returns:
         A function with f's signature and results.
@@ -67,9 +67,11 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
 
 
 class Interpreter:
-    """Evaluates jaxprs equation by equation. Subclasses override the method `equation`, and other methods if necessary.
+    """Evaluates jaxprs equation by equation.
 
-    An instance caches rewritten jaxprs, so that a jitted function that is called 60 times is rewritten only once.
+    Subclasses of `Interpreter` override the method `equation`, and other methods if necessary.
+
+    An `Interpreter` caches rewritten jaxprs, so that a jitted function that is called 60 times is rewritten only once.
     """
 
     def __init__(self, rule: Callable | None = None):
@@ -78,34 +80,37 @@ class Interpreter:
     def equation(self, eqn, at: Scope, inputs: list[Value], plan) -> Any:
         """Returns the outputs of an equation, a list of `Value`s, or NotImplemented.
 
-        If the method returns NotImplemented, the equation is evaluated with rewritten bodies (the jaxprs inside it). An
-        equation without bodies is evaluated unchanged.
+        If `equation` returns NotImplemented, the equation is evaluated with rewritten bodies (the jaxprs inside it). An
+        equation without bodies (inner jaxprs) is evaluated unchanged.
         """
         return NotImplemented
 
     def plan(self, jaxpr, wanted: tuple) -> Any:
-        """Analyzes a jaxpr before its evaluation, and returns the result as the `plan` for the other methods.
+        """Analyzes a jaxpr before its evaluation.
+
+        The other methods get the result of the analysis as the argument `plan`.
 
         `wanted` contains for each output a requirement of the code that uses it, for example whether it needs float32.
-        Each subclass defines the form of its requirements. None means no requirement.
+        Each subclass of `Interpreter` defines the form of its requirements on outputs. None means no requirement.
         """
         return None
 
     def wanted(self, plan, eqn) -> tuple:
-        """Returns the requirements on an equation's outputs. `plan` gets these requirements for the equation's body."""
+        """Returns the requirements on an equation's outputs, which `plan` gets for the equation's body."""
         return (None,) * len(eqn.outvars)
 
     def literal(self, atom) -> Value:
         return Value(atom.val)
 
     def tangent(self, note) -> Any:
-        """Returns the note that a tangent gets in the derivative of a custom_jvp. `note` is the note (a value that the
-        interpreter attaches to each value of the program) of the corresponding primal value."""
+        """Returns the note (information on a value) that a tangent gets in the derivative of a custom_jvp. `note` is
+        the note (a value that the interpreter attaches to each value of the program) of the corresponding primal
+        value."""
         return None
 
     def depends(self, at: Scope) -> Any:
-        """Returns the part of a scope that affects the rewriting. A rewritten body is reused only for scopes in which
-        this part is equal."""
+        """Returns the part of a scope that affects the rewriting. A rewritten jaxpr is reused only for scopes for which
+        `depends` returns equal results."""
         return at
 
     def saveable(self, policy):
@@ -127,18 +132,18 @@ class Interpreter:
         return traced.result(self.outputs(self.opened(traced.closed), traced.arrays))
 
     def examine(self, f, args, kwargs) -> None:
-        """Rewrites f for these arguments, arrays or `jax.ShapeDtypeStruct`s, without computing anything."""
+        """Rewrites f for the given arguments, arrays or `jax.ShapeDtypeStruct`s, without computing anything."""
         traced = Traced(f, args, kwargs)
         jax.eval_shape(lambda arrays: self.outputs(self.opened(traced.closed), arrays), traced.arrays)
 
     def outputs(self, closed, arrays) -> list:
-        """Returns the outputs of the jaxpr of a whole function."""
+        """Evaluates the rewritten jaxpr of a whole function, and returns the outputs."""
         outputs = self.evaluate(closed.jaxpr, closed.consts, list(map(self.argument, arrays)), TOP,
                                 self.outer(closed.jaxpr))
         return [restore(y, v.aval) for y, v in zip(outputs, closed.jaxpr.outvars)]
 
     def argument(self, x) -> Value:
-        """Returns the `Value` of an argument of the whole function."""
+        """Returns the `Value` (array and note) of an argument of the whole function."""
         return Value(x)
 
     def opened(self, closed):
@@ -146,7 +151,7 @@ class Interpreter:
         return closed
 
     def outer(self, jaxpr) -> tuple:
-        """Returns the requirements on the outputs of the whole function."""
+        """Returns the requirements on the outputs of the whole function, for the method `plan`."""
         return (None,) * len(jaxpr.outvars)
 
     def evaluate(self, jaxpr, consts, args: list[Value], outer: Scope = TOP, wanted: tuple | None = None
@@ -183,8 +188,8 @@ class Interpreter:
     def body(self, closed, at, wanted, notes, *, pin=None):
         """Returns a rewritten closed jaxpr as a function of arrays.
 
-        `pin` states for each output whether it is converted back to its traced dtype. If `pin` is None, all outputs
-        are converted back.
+        `pin` states for each output whether it is converted back to the dtype with which it was traced. If `pin` is
+        None, all outputs are converted back.
         """
 
         def call(*arrays):
@@ -199,7 +204,7 @@ class Interpreter:
 
     def kept(self, jaxpr, at, wanted, inputs: list[Value]):
         """Returns (the rewritten closed jaxpr, the notes of its outputs) for inputs with the same types and notes as
-        `inputs`. The result is read from the cache if possible."""
+        `inputs`. The rewritten jaxpr is read from the interpreter's cache if possible."""
         notes = tuple(value.note for value in inputs)
         types = tuple(jax.typeof(value.x) for value in inputs)
         key = self.depends(at), types, notes, wanted

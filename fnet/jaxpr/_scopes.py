@@ -1,9 +1,9 @@
 """The scope of an operation: the part of the model, and the pass (forward or backward), to which it belongs.
 
 JAX records the named scopes of an operation together with marks of the transformations that created it, such as
-"transpose(jvp(block))/fc". The path without the marks, "block/fc", is the same in the forward and backward pass. The
-marks determine the phase. This module parses the name stacks that jaxprs and compiled HLO contain, such as
-"transpose(jvp(block))/fc".
+"transpose(jvp(block))/fc". The path without the transformation marks, "block/fc", is the same in the forward and
+backward pass. The marks determine the phase. This module parses the name stacks that jaxprs and compiled HLO contain,
+such as "transpose(jvp(block))/fc".
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Scope(NamedTuple):
     Attributes:
         path: the named scopes, joined by "/"; "" outside of all scopes.
         phase: "forward", "backward", or "recomputed" (computed again for the backward pass).
-        transposes: how often the operation was transposed. Inside a differentiated jax.checkpoint, only transpositions
-            within the innermost one are counted. The number of transpositions is needed because for each transposition,
-            JAX may write the scopes of a jax.checkpoint twice if it is in a loop, call or branch.
+        transposes: how often the operation was transposed. Inside differentiated jax.checkpoints, only the
+            transpositions inside the innermost checkpoint are counted. The number of transpositions is needed because,
+            if a jax.checkpoint is in a loop, call or branch, JAX may write its scopes twice for each transposition.
     """
 
     path: str = ""
@@ -53,9 +53,10 @@ TOP = Scope()
 
 
 def in_jaxpr(jaxpr: Any, outer: Scope = TOP) -> Callable[..., Scope]:
-    """Returns a function that maps an equation of a jaxpr to the equation's scope. `outer` is the scope of the jaxpr.
+    """Returns a function that maps an equation of a jaxpr to the equation's scope.
 
-    The optional second argument of the function is the equation's name stack, if known.
+    `outer` is the scope that contains the jaxpr. The optional second argument of the returned function is the
+    equation's name stack, if known.
     """
     doubled = {}
     for eqn in jaxpr.eqns:
@@ -73,8 +74,8 @@ def in_jaxpr(jaxpr: Any, outer: Scope = TOP) -> Callable[..., Scope]:
 
 
 def _differentiates(eqn) -> bool:
-    """Whether an equation is a differentiated jax.checkpoint. JAX does not repeat scopes in the body of such an
-    equation."""
+    """Whether an equation is a differentiated jax.checkpoint. JAX does not repeat scopes in the body of a
+    differentiated jax.checkpoint."""
     return eqn.primitive.name in _REMATS and bool(eqn.params.get("differentiated"))
 
 
@@ -83,8 +84,7 @@ def _doubled(stack: str, differentiated: bool, transposes: int) -> dict[tuple[st
     """Returns {names with repetitions: names without them} if JAX has repeated the names of a jax.checkpoint.
 
     Otherwise returns {}. `transposes` is the number of transpositions of the enclosing equations. The result is a guess
-    in three cases: the program itself repeats names, a loop contains nested checkpoints, or the derivative is of second
-    order.
+    if the program itself repeats names, if a loop contains nested checkpoints, or if the derivative is of second order.
     """
     tokens = _tokens(stack)
     names = tuple(name for name, mark in tokens if not mark)
@@ -185,7 +185,8 @@ def _once(tokens):
     """Removes repetitions from tokens.
 
     JAX writes the name stack of a differentiated jax.checkpoint twice, as A followed by B, where A is B with another
-    "transpose" mark. In higher derivatives, A and B may contain further repetitions. Only A is kept.
+    "transpose" mark. In higher derivatives, the copies A and B of the name stack may contain further repetitions. Only
+    A is kept.
     """
     marks = [token == ("transpose", True) for token in tokens]
     for end in range(1, len(tokens) if any(marks) else 0):

@@ -1,4 +1,4 @@
-"""Sites: the named values of a program. Sites are found in the program's jaxpr, which is not evaluated.
+"""Finds the sites (named values) of a program in its jaxpr, which is not evaluated.
 
 A site is a tagged value (see `_tags`), the outputs of a named scope that is not tagged, or a value inside one of fnet's
 own primitives, such as the weights of an attention.
@@ -33,13 +33,14 @@ class Site:
         structure: the tree structure of the value.
         types: the types of the leaves, without the leading axes that stacking over scans would add. The type is None
             for a leaf that the program no longer contains.
-        scans: (path, length) of the scans around the site, outermost first.
+        scans: (path, length) of the scans around the value, outermost first.
         obstacle: the enclosing operation, such as a while loop, that prevents capturing the value, or None.
-        differentiated: whether the site is in a part of the program that is differentiated.
-        custom: whether the site is inside a function with a custom derivative.
-        compute: a function `compute(eqn, arrays)` that returns the value if it is inside a primitive; otherwise None.
-        replace: a function `replace(eqn, arrays, value)` that returns the outputs of this primitive with the inner
-            value replaced by `value`; otherwise None.
+        differentiated: whether the value is computed in a part of the program that is differentiated.
+        custom: whether the value is inside a function with a custom derivative.
+        compute: if the value is inside a primitive, a function `compute(eqn, arrays)` that returns the value; otherwise
+            None.
+        replace: if the value is inside a primitive, a function `replace(eqn, arrays, value)` that returns the outputs
+            of the primitive with the inner value replaced by `value`; otherwise None.
         name: the path, followed by "#0", "#1", ... if several sites have the same path.
     """
 
@@ -68,13 +69,14 @@ class Site:
 
 
 class Level:
-    """The sites of one jaxpr. If several calls share a jaxpr, each call has its own `Level`.
+    """The sites of one jaxpr. If several calls share a jaxpr, each call has a separate `Level`, which contains the
+    sites of this call.
 
     Attributes:
         made: {id of an equation: [(index of an output, site, index of a leaf)]} for the outputs that are leaves of
             sites.
         complete: {id of an equation: [site]} for the sites whose last leaf this equation computes.
-        inner: {id of an equation: the level of its body}.
+        inner: {id of an equation: the `Level` with the sites of its body}.
         sites: all sites in the jaxpr and in its bodies, in the order in which they are computed.
     """
 
@@ -99,7 +101,7 @@ class _Place:
 
 
 def find(jaxpr: Any) -> Level:
-    """Returns the `Level` of a whole program, and sets the names of its sites."""
+    """Returns the `Level` with all sites (named values) of a program, and sets the names of the sites."""
     level = _level(jaxpr, _Place(), [True] * len(jaxpr.outvars))
     uses = collections.Counter(site.path for site in level.sites)
     numbers: dict[str, int] = collections.Counter()
@@ -110,7 +112,8 @@ def find(jaxpr: Any) -> Level:
 
 
 def _level(jaxpr, place: _Place, live: list[bool]) -> Level:
-    """Returns the `Level` of a jaxpr. `live` states for each output whether it is used outside of a backward pass."""
+    """Returns the `Level` with the sites (named values) of a jaxpr. `live` states for each output whether it is used
+    outside of a backward pass."""
     level, scopes = Level(), list(map(in_jaxpr(jaxpr, place.at), jaxpr.eqns))
     forward = [i for i, scope in enumerate(scopes) if scope.phase == FORWARD]
     readers = collections.defaultdict(set)
@@ -177,8 +180,8 @@ class _Run:
 
 
 def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int, list[Site]]:
-    """Finds the sites of scopes without a tag, as `_tagged` finds the tagged sites. The site of such a scope contains
-    the values that are computed inside the scope and used outside of it.
+    """Finds the sites (named values) of scopes without a tag, as `_tagged` finds the tagged values. The site of a scope
+    without a tag contains the values that are computed inside the scope and used outside of it.
     """
     runs, open_runs = [], []
     for i in forward:
@@ -241,7 +244,7 @@ def _inside(level, eqn, place, scope) -> None:
 
 
 def _enter(level, eqn, place, scope, readers) -> None:
-    """Adds the sites of an equation's bodies."""
+    """Adds the sites (named values) in the bodies of an equation, such as a loop, to `level`."""
     inside, name = bodies(eqn), eqn.primitive.name
     for body in inside:
         obstacle = _OBSTACLES.get(body.kind)

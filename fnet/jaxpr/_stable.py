@@ -1,7 +1,8 @@
 """A program as plain data: lists, numbers and strings that mean the same in every later version of JAX.
 
-The documentation of `fnet.export` lists the operations. The names and options of these operations are independent of
-JAX. If JAX renames a primitive or a parameter, only this file must change, and existing programs remain valid.
+A program in stable form (plain data) contains only the operations that the documentation of `fnet.export` lists. The
+names and options of operations in stable form are independent of JAX. If JAX renames a primitive or a parameter, only
+`fnet/jaxpr/_stable.py` must change, and existing programs remain valid.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fnet.jaxpr._scopes import TOP
 
 
 class Unsupported(NotImplementedError):
-    """An operation that has no stable form.
+    """An operation that has no stable form, that is, no form that is independent of JAX.
 
     Attributes:
         primitive: the name of JAX's primitive.
@@ -39,12 +40,13 @@ def stable(closed: Any) -> tuple[dict, list[np.ndarray]]:
     """Returns (the program as JSON data, its array constants) for a closed jaxpr.
 
     The program is a dict with the keys "values", "constants", "inputs", "equations" and "outputs". A value is an
-    integer, the index of its type [dtype, shape] in "values". Sizes are integers or expressions of size variables. A
-    literal is [dtype, number]. An equation is [operation, inputs, outputs, options, path of named scopes]. The body of
-    a loop or branch is a dict with the keys "inputs", "equations" and "outputs", and may read the constants.
+    integer, the index of its type [dtype, shape] in "values". Sizes of axes are integers or expressions of size
+    variables. A literal is [dtype, number]. An equation is [operation, inputs, outputs, options, path of named scopes].
+    The body of a loop or branch is a dict with the keys "inputs", "equations" and "outputs", and may read the constants
+    of the program.
 
     Raises:
-        Unsupported: an operation has no stable form.
+        Unsupported: an operation has no form that is independent of JAX.
     """
     closed = flatten(closed)
     writer = _Writer()
@@ -189,7 +191,7 @@ def _round(self, eqn, at):
 
 
 def _ints(values) -> list[int]:
-    """Converts integers to Python's type. Some parameters contain integers of NumPy."""
+    """Converts integers, which may be NumPy integers, to Python's type."""
     return [int(value) for value in values]
 
 

@@ -14,9 +14,9 @@ import jax
 class Static:
     """A leaf that JAX treats as a part of the tree's structure.
 
-    A jitted function with such a leaf in its arguments is traced again for each new value.
+    A jitted function with a `Static` in its arguments is traced again for each new value of the `Static`.
 
-    1, 1.0 and True are different values; 0.0 and -0.0 are different, too.
+    `Static(1)`, `Static(1.0)` and `Static(True)` are unequal, and so are `Static(0.0)` and `Static(-0.0)`.
     """
 
     value: Any
@@ -45,7 +45,7 @@ def results_boxed(tree: Any, arguments: Any = ()) -> Any:
     """Wraps in `Static`s all leaves of a tree of results that are neither arrays nor numbers.
 
     Python numbers inside objects, such as the options of an Equinox module, become `Static`s too if the function
-    returns them unchanged from its boxed arguments.
+    returns them unchanged from arguments that `boxed` has wrapped.
     """
     given = {(_field(path), x) for path, x in jax.tree.leaves_with_path(arguments, is_leaf=_static) if _static(x)}
 
@@ -74,7 +74,7 @@ def is_array(x: Any) -> bool:
 
 
 def array_leaves(tree: Any, wanted: Callable[[Any], bool] = is_array) -> tuple[list, Callable[[Iterable], Any]]:
-    """Returns a list of the leaves of a tree that are `wanted`, and a function that rebuilds the tree from such a list.
+    """Returns a list of the leaves for which `wanted(leaf)` is true, and a function that rebuilds the tree from a list.
 
     Unwanted leaves (None, bools, strings, functions) stay Python values, so that a traced function can branch on them.
     """

@@ -1,7 +1,8 @@
-"""Tags: identity operations that mark values for inspection. Only programs that are traced for inspection contain tags.
+"""Tags: identity operations that mark values for inspection.
 
-`tag` creates tags only while `tagging` is True. The setting `tagging` is a part of the key of JAX's caches of traced
-functions. Tags therefore do not affect the speed of other programs.
+`tag` creates identity operations only while the setting `tagging` is True, that is, while a program is traced for
+inspection. The setting `tagging` is a part of the key of JAX's caches of traced functions. Programs that are not traced
+for inspection contain no tags and are therefore not slower.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def tag(value: Any, name: str | None = None) -> Any:
 
     Args:
         value: a tree of arrays.
-        name: the last part of the name of the value. `name` is appended to the path of the named scopes around the
-            value. Default None: the name of the value is the path of the named scopes.
+        name: the last part of the name of the value. The path of the named scopes around the value precedes `name`.
+            Default None: the name of the value is the path of the named scopes.
 
     >>> def f(x):
     ...     return jnp.sin(tag(x * 2, "doubled"))
@@ -68,7 +69,7 @@ def tag(value: Any, name: str | None = None) -> Any:
 
 
 def tag_of(eqn: Any) -> tuple[Tagged, int] | None:
-    """Returns (the `Tagged`, the index of the array in this call of `tag`) for an equation that is a tag. Returns None
+    """For an equation that is a tag, returns (the `Tagged`, the index of the array in the call of `tag`). Returns None
     for other equations."""
     return (eqn.params["call"], eqn.params["index"]) if is_tag(eqn) else None
 

@@ -16,7 +16,7 @@ class Value:
         x: the array. The dtype of the array may differ from the dtype with which the value was traced.
         note: hashable information about the value, set by the interpreter. Default None.
         restored: the array in its traced dtype, or None before `restore` has created it. All equations that need the
-            traced dtype use this one array. The gradients of its uses are therefore summed in the traced dtype.
+            traced dtype use the one array `restored`, so the gradients of all its uses are summed in the traced dtype.
     """
 
     __slots__ = ("note", "restored", "x")

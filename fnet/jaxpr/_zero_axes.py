@@ -1,9 +1,9 @@
 """Determines at which indices the values of a program are zero if its parameters are zero at some indices.
 
-Indices may be removed from a program if this has the same effect as setting the parameters to zero at these indices. An
-atom is a factor of an axis (see `Atoms`). A value is *zero on* an atom if it is zero at all indices of the atom at
-which the parameters are zero. The program may sum over an atom only if the summands are zero on this atom: all removed
-summands are then zero.
+Indices may be removed from a program if the removal has the same effect as setting the parameters to zero at these
+indices. An atom is a factor of an axis (see `Atoms`). A value is *zero on* an atom if the value is zero at all indices
+of the atom at which the parameters are zero. The program may sum over an atom only if the summands are zero on this
+atom, because all removed summands are then zero.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _BOTH = frozenset(("add", "sub", "add_any", "or", "concatenate", "stack", "dynam
 
 
 def freeze_nonzero_sums(frame: Frame, inputs: Sequence[Zero], atoms: Atoms) -> list[Zero]:
-    """Freezes the atoms over which a jaxpr sums if the summands are not zero on these atoms.
+    """Fixes the sizes of atoms (factors of axes) over which a jaxpr sums values that are not zero on these atoms.
 
     Args:
         frame: the axes of the values of the jaxpr.
-        inputs: for each input of the jaxpr, the atoms on which it is zero, or `ALWAYS`.
+        inputs: for each input of the jaxpr, the atoms on which it is zero, or `ALWAYS` if it is zero everywhere.
         atoms: the atoms of the program.
 
     Returns:
-        For each output of the jaxpr, the atoms on which it is zero, or `ALWAYS`.
+        For each output of the jaxpr, the atoms on which it is zero, or `ALWAYS` if it is zero everywhere.
     """
     jaxpr = frame.jaxpr
     zero: dict[Any, Zero] = dict(zip(jaxpr.invars, inputs))
@@ -102,7 +102,7 @@ def _zero(frame, eqn, ins, atoms) -> list[Zero]:
 
 
 def _broadcast(frame, eqn, v, zero, atoms) -> Zero:
-    """Returns the atoms on which an operand is zero after it was broadcast. The operand is not zero on the atoms of
+    """Returns the atoms (factors of axes) on which a broadcast operand is zero. The operand is not zero on the atoms of
     axes along which it was broadcast."""
     if not zero:
         return zero

@@ -6,10 +6,10 @@ A layer is an immutable object. The parameters of a layer are stored outside the
     params, state = model.init(jax.random.key(0), x)
     logits = model(params, x)
 
-For activation functions, use `jax.nn`: `sigmoid`, `leaky_relu`, `tanh`, `relu`, `elu`, `gelu`, `silu`, ... For losses,
-use Optax: `optax.squared_error`, `optax.sigmoid_binary_cross_entropy`,
-`optax.softmax_cross_entropy_with_integer_labels`, `optax.hinge_loss`, ... For the cross-entropy over a large
-vocabulary, use `linear_cross_entropy`.
+For activation functions, use `jax.nn`: `sigmoid`, `leaky_relu`, `tanh`, `relu`, `elu`, `gelu`, `silu`, ... Optax
+contains losses, such as `optax.squared_error`, `optax.sigmoid_binary_cross_entropy`,
+`optax.softmax_cross_entropy_with_integer_labels` and `optax.hinge_loss`. For the cross-entropy over a large vocabulary,
+use `linear_cross_entropy`.
 """
 
 from fnet.layers import _hints

@@ -50,8 +50,7 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
         key, value: [b, s, g, d] in the query's dtype. h / g query heads share one key/value head (Ainslie et al.,
             2023).
         mask: boolean, True if a query may attend to a key: [t, s], [b, t, s] or [b, h, t, s]. Any axis of the mask may
-            have length 1. In the formula, mask[t, s] is 0 where the argument `mask` is True, and minus infinity where
-            it is False. Default None: no mask.
+            have length 1. In the formula, mask[t, s] is 0 for True and minus infinity for False. Default None: no mask.
         lengths: integers [b], the number of valid keys in each example. Keys after the valid keys are ignored. Default
             None: all keys are valid.
         starts: integers [b], the position of each example's first query among its keys. `causal` and `window` use
@@ -176,7 +175,8 @@ def _cotangents(args):
 
 
 def _in_one_block(operand, f, *args, **params):
-    """Evaluates `f` on all queries and keys at once. `operand(dtype)` is the dtype of the operands of products."""
+    """Evaluates the attention function `f` on all queries and keys at once. `operand(dtype)` is the dtype of the
+    operands of products."""
     form, compute = params["form"], params["compute"]
     products = Products(compute, operand(compute), form.precision)
     return f([xla.Span(0, args[0].shape[1], 0, args[1].shape[1])], products, *args, **params)
@@ -264,9 +264,9 @@ def _reweighted(eqn, arrays, weights):
 def _axes(eqn):
     """Describes the axes of an attention equation, as documented for `jaxpr.Description.axes`.
 
-    The letters are those of `dot_product_attention`, and "o" for axes of length 1. The axis of the h query heads is
-    written "gr", because each of the g key/value heads serves r query heads. In these letters, only the sizes of g and
-    r may change.
+    The letters of the axes are those of `dot_product_attention`, and "o" for axes of length 1. The axis of the h query
+    heads is written "gr", because each of the g key/value heads serves r query heads. Only the sizes of the head axes g
+    and r may change.
     """
     (b, t, h, d), (_, s, g, _) = (v.aval.shape for v in eqn.invars[:2])
     sizes = {"b": b, "t": t, "s": s, "g": g, "r": h // g, "d": d, "o": 1}
@@ -278,7 +278,7 @@ def _axes(eqn):
 
 
 def _lower(params, compute, out) -> dict | None:
-    """Returns the parameters that autocast changes to set the dtypes.
+    """Returns the parameters of an attention equation that autocast changes, with their new values.
 
     Returns None if autocast must not change the equation, because its dtype is not float32 or the user set a precision.
     """
@@ -379,8 +379,7 @@ def _backward_transpose(cotangents, *args, form, compute, outs):
 
 
 def _backward_by_definition(blocks, products, *args, form, compute, outs):
-    """Computes the results of `_backward` with `jax.vjp` of the forward pass, without the stored out, peak and
-    total."""
+    """Computes the results of `_backward` with `jax.vjp` of the forward pass instead of the stored forward results."""
     where = args[3:3 + len(form.given)]
     def run(q, k, v, cotangent, *where):
         return jax.vjp(lambda q, k, v: xla.forward(form, products, blocks, q, k, v, *where)[0], q, k, v)[1](cotangent)

@@ -23,7 +23,7 @@ AMPERE, HOPPER = 8.0, 9.0
 
 
 def refusal(platform: str, form: Form, compute, q, k, partitioning: str = "whole") -> str | None:
-    """Returns why a platform's kernel does not support this attention, or None if it is supported.
+    """Returns why a platform's kernel does not support an attention, or None if the kernel supports the attention.
 
     Args:
         platform: "cuda" or "tpu".
@@ -88,8 +88,8 @@ def _splash(form, compute, t, s, d):
 
 @functools.cache
 def _nvidia() -> tuple[float, int]:
-    """Returns (compute capability, cuDNN version). If the machine has no GPU, returns the values of an Ampere GPU and
-    cuDNN 9.5."""
+    """Returns (compute capability, cuDNN version). On a machine without a GPU, returns the compute capability of Ampere
+    GPUs and the version number of cuDNN 9.5."""
     try:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:
@@ -98,7 +98,7 @@ def _nvidia() -> tuple[float, int]:
 
 
 def forward(platform: str, form: Form, compute, residuals: bool, partitioning: str, q, k, v, *where):
-    """Returns [out], or [out, peak, total] if `residuals` is True. Peak and total have the shape [b, h, t]."""
+    """Returns [out], or [out, peak, total] if `residuals` is True. The statistics peak and total are [b, h, t]."""
     arrays, kinds, (mask, lengths) = _operands(form, compute, q, k, v, where)
     results = ("bthd", "bht") if residuals else ("bthd",)
     out, *sums = _split(_KERNELS[platform][0], form, tuple(kinds), results, partitioning)(*arrays)
@@ -107,7 +107,8 @@ def forward(platform: str, form: Form, compute, residuals: bool, partitioning: s
 
 
 def backward(platform: str, form: Form, compute, partitioning: str, q, k, v, *rest):
-    """Returns the cotangents of q, k and v. `rest` ends with out, peak, total and the cotangent of out."""
+    """Returns the cotangents of q, k and v. The last arrays in `rest` are the output, its row statistics peak and
+    total, and the cotangent of the output."""
     *where, out, peak, _, gradient = rest
     arrays, kinds, (mask, lengths) = _operands(form, compute, q, k, v, where)
     blind = _blind(form, mask, lengths)
@@ -123,8 +124,8 @@ def backward(platform: str, form: Form, compute, partitioning: str, q, k, v, *re
 def _operands(form, compute, q, k, v, where):
     """Returns (the operands of a kernel, the axes of each operand, (mask, lengths)).
 
-    Mask and lengths are those that the kernel uses, or None. If the caller passed a mask and lengths, they are combined
-    into one mask.
+    The returned mask and lengths are those that the kernel uses, or None. If the caller passed both a mask and lengths,
+    they are combined into one mask.
     """
     given = dict(zip(form.given, where))
     mask, lengths = given.get("mask"), given.get("lengths")
@@ -166,7 +167,7 @@ def _silent(blind, x):
 
 
 def _named(kinds, arrays):
-    """Splits `arrays`, the operands after query, key and value, into (bias, lengths, list of the others).
+    """Splits `arrays`, the operands after query, key and value, into (bias, lengths, list of the other arrays).
 
     `bias` and `lengths` are None if they were not passed.
     """
@@ -215,13 +216,13 @@ _KERNELS = {"cuda": (_cudnn_attention, _cudnn_attention), "tpu": (_splash_forwar
 def _split(kernel, form, operands, results, partitioning):
     """Returns a function of `*arrays` that calls `kernel(form, operands, results, *arrays)`.
 
-    XLA can partition this function along the batch and the heads. Arrays that are sharded along other axes are gathered
-    first.
+    XLA can partition the returned function along the batch and the heads. Arrays that are sharded along other axes are
+    gathered first.
 
     Args:
         operands, results: the axes of each array as a string of letters, such as "bthd". The letters are b for batch, t
             and s for time, h and g for heads, and d for head_dim. A capital letter is an axis of length 1.
-        partitioning: as in `refusal`. If it is "whole", XLA does not partition the program.
+        partitioning: as in `refusal`. If `partitioning` is "whole", XLA does not partition the program.
     """
     whole = partitioning == "whole"
     return functools.partial(kernel, form, operands, results) if whole else _splitting(kernel, form, operands, results)

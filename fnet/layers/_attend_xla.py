@@ -36,8 +36,8 @@ class Form:
     softcap: float | None = None
 
     def blind(self, t: int, s: int) -> bool:
-        """Whether the options allow queries that attend to no key. If t or s is symbolic, t is assumed to be larger
-        unless both are equal."""
+        """Whether the options allow queries that attend to no key. If the number of queries t or of keys s is symbolic,
+        t is assumed to be larger unless t and s are equal."""
         more = t > s if sized(t, s) else t != s
         return bool(self.given) or (self.window is not None and more)
 
@@ -55,7 +55,7 @@ def spans(form: Form, t: int, s: int) -> list[Span]:
     """Splits the queries into up to eight blocks (more with a window), each with the keys that it can attend to.
 
     With a causal mask, four blocks need 5/8 of the work of one block. With more than eight blocks, the products have so
-    few rows that the total time increases. For symbolic sizes, there is one block.
+    few rows that the total time increases. If the number of queries or of keys is symbolic, all queries form one block.
     """
     if not sized(t, s):
         return [Span(0, t, 0, s)]
@@ -76,7 +76,7 @@ def spans(form: Form, t: int, s: int) -> list[Span]:
 
 
 def widened(dtype):
-    """Returns the dtype of sums and of the softmax for inputs of this dtype."""
+    """Returns the dtype of sums and of the softmax for inputs of the given dtype."""
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
 
 
@@ -126,10 +126,10 @@ class Products(NamedTuple):
 
 
 def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where):
-    """Returns (out [b, t, h, d], peak, total), all in `products.wide`.
+    """Returns (output [b, t, h, d], peak, total), three arrays of the dtype `products.wide`.
 
-    The weights are normalized after the product with the values, so that an array [t, d] is divided instead of an array
-    [t, s].
+    The attention weights are normalized after the product with the values, so that an array [t, d] is divided instead
+    of an array [t, s].
     """
     b, t, h, _ = q.shape
     g = k.shape[2]
@@ -172,16 +172,18 @@ def mixed(products: Products, weights, v):
 
 
 def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest):
-    """Returns the cotangents of q, k and v. `rest` ends with out, peak, total and the cotangent of out.
+    """Returns the cotangents of q, k and v. The last arrays in `rest` are the output, its row statistics peak and
+    total, and the cotangent of the output.
 
-    The weights are recomputed from peak and total, with the same operations as in the forward pass. If both passes are
-    in one program, XLA runs these operations only once. With w = normalized weights and the cotangent y' of y = w v:
+    The attention weights are recomputed from peak and total, with the same operations as in the forward pass. If the
+    forward and the backward pass are in one program, XLA computes the weights only once. In the formulas, w contains
+    the normalized attention weights, y = w v is the output, and x' is the cotangent of x:
 
         v' = w^T y',  w' = y' v^T,  logits' = w (w' - sum(w w')),  q' = logits' k,  k' = logits'^T q
 
-    sum(w w') equals sum(y y'), which is faster to compute (Dao et al., 2022, FlashAttention, appendix B.4). But in
-    16-bit dtypes, y is rounded. With sum(y y'), the cotangents of a row of logits would not sum to exactly 0, as they
-    should. Therefore this function computes sum(w w').
+    sum(w w') equals sum(y y'), which is faster to compute (Dao et al., 2022, FlashAttention, appendix B.4). In 16-bit
+    dtypes, however, the output y is rounded. With sum(y y'), the cotangents of a row of logits would not sum to exactly
+    0, as they should. Therefore `backward` computes sum(w w').
     """
     *where, _, peak, total, y = rest
     b, t, h, d = q.shape
@@ -226,8 +228,8 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
 
 
 def tangent(form: Form, products: Products, blocks: list[Span], moving, q, k, v, *rest):
-    """Returns the tangent of out. `moving` contains one boolean each for q, k and v: whether it has a tangent. The
-    tangents of q, k and v are at the end of `rest`."""
+    """Returns the tangent of the output. `moving` contains three booleans, which state whether q, k and v have
+    tangents. The tangents of q, k and v are at the end of `rest`."""
     tangents = iter(rest[len(form.given):])
     return jax.jvp(lambda q, k, v: forward(form, products, blocks, q, k, v, *rest[:len(form.given)])[0], (q, k, v),
                    tuple(_cast(next(tangents), x.dtype) if moves else jnp.zeros_like(x)
@@ -235,15 +237,15 @@ def tangent(form: Form, products: Products, blocks: list[Span], moving, q, k, v,
 
 
 def seen(form: Form, at: Span, shape, where):
-    """Returns booleans that are True where a query of a span attends to a key of the span, or None if all are True.
+    """Returns booleans that are True where a query of the span `at` attends to a key, or None if all are True.
 
-    The booleans broadcast to [b, h, t, s] with the span's t queries and s keys.
+    The booleans broadcast to [b, h, t, s], where t and s are the numbers of queries and keys in the span.
 
     Args:
         form: the options of the attention.
-        at: the span.
+        at: the span, a block of queries and the keys to which the queries may attend.
         shape: (t, s) of all queries and keys.
-        where: the arrays that `form.given` names.
+        where: the optional arrays (mask, lengths, starts) whose names are in `form.given`.
     """
     given = dict(zip(form.given, where))
     found = []
@@ -269,7 +271,7 @@ def seen(form: Form, at: Span, shape, where):
 
 
 def _logits(form, products, at, q, k, where):
-    """Returns (the logits [b, h, t, s] of a span, the result of `seen` for this span)."""
+    """Returns (the logits [b, h, t, s] of a block of queries and its keys, the result of `seen` for this block)."""
     b, g, r, t, _ = q.shape
     shape = b, g * r, at.stop - at.start, at.high - at.low
     logits = products.rows(_merged(q[:, :, :, at.start:at.stop]), k[:, :, at.low:at.high]).reshape(shape) * form.scale

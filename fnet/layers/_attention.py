@@ -34,22 +34,22 @@ class Rotary:
     The result has the shape and dtype of x. Angles are computed in float32.
 
     The argument `scaling` is for models whose context was extended after training, because these models use other
-    angles. `scaling` is a function, for example an instance of `models.Llama3Scaling`. The function receives a float32
-    NumPy array [head_dim / 2], which contains for each pair the angle between two successive positions. The function
-    returns the new angles as an array of the same shape. The function may have two attributes, `amplitude` and
+    angles. `scaling` is a function, for example an instance of `models.Llama3Scaling`. `scaling` receives a float32
+    NumPy array [head_dim / 2], which contains for each pair of features the angle between two successive positions.
+    `scaling` returns the new angles, also an array [head_dim / 2]. `scaling` may have two attributes, `amplitude` and
     `by_length`. `amplitude` is a factor by which the rotated features are multiplied. `by_length` states whether the
-    angles depend on the length of the text. If `by_length` is True, the function has a second argument, an array
-    [batch] with the number of tokens of each example, and returns an array [batch, head_dim / 2]. If `by_length` is
-    True, an `Attention` layer caches the keys before their rotation, and rotates all cached keys with the angles for
-    the current length. When the angles change, the cached keys and values of deeper layers are not updated, although
-    they were computed from outputs for the earlier angles.
+    angles depend on the length of the text. If `by_length` is True, `scaling` has a second argument, an array [batch]
+    with the number of tokens of each example, and returns an array [batch, head_dim / 2]. If `by_length` is True, an
+    `Attention` layer caches the keys before their rotation, and rotates all cached keys with the angles for the current
+    length. When the angles change, the cached keys and values of deeper layers remain those that were computed with the
+    earlier angles.
 
     Args:
-        base: the base of the powers in the formula. The pair that rotates most slowly completes one rotation in about
-            2 pi * base positions. Default 10,000.
+        base: the base of the powers in the formula for the angles. The pair that rotates most slowly completes one
+            rotation in about 2 pi * base positions. Default 10,000.
         interleaved: whether the pairs of features are (0, 1), (2, 3), ... as in the paper and llama2.c. Default False:
             the pairs are (i, i + head_dim / 2), as in GPT-NeoX and in Hugging Face's Llama.
-        scaling: the function described above. Default None: the angles of the formula.
+        scaling: the function described above. Default None: the angles are not changed.
         features: number of features of each head that are rotated, counted from the first feature. `features` replaces
             head_dim in the formula. Default None: all features are rotated.
 
@@ -120,8 +120,8 @@ class Attention(Layer):
         scale: the factor by which the logits are multiplied. Default: 1 / sqrt(head_dim).
         softcap: a bound on the logits. Scaled logits are replaced by softcap * tanh(logits / softcap), as in Gemma 2.
             Default None: no bound.
-        qk_norm: a normalization layer for queries and keys, such as `nn.RMSNorm()`. The layer is applied before the
-            rotation. Default None: no normalization.
+        qk_norm: a normalization layer for queries and keys before the rotation, such as `nn.RMSNorm()`. Default None:
+            no normalization.
         norm_heads: True (default): `qk_norm` normalizes each head separately, as in Qwen 3. False: `qk_norm` normalizes
             the features of all heads together, as in OLMo 2.
         use_bias: whether the four projections have a bias. Default True.

@@ -78,8 +78,8 @@ class Residual(_Children):
 
     Args:
         layers: the layers of f, passed and named as in `Sequential`.
-        shortcut: a layer or function that is applied to the input before the addition. If it is a layer, the paths of
-            its parameters begin with "shortcut". Default: the input is added unchanged.
+        shortcut: a layer or function that is applied to the input before the addition. If `shortcut` is a layer, the
+            paths of its parameters begin with "shortcut". Default: the input is added unchanged.
 
     Source: He et al. (2016), Deep Residual Learning for Image Recognition, eq. 1 and 2.
 
@@ -163,7 +163,7 @@ class Stack(Layer):
         depth: the number of copies.
         unroll: the number of copies that one iteration of the scan applies, as in `lax.scan`. Default 1.
 
-    Inputs: x, and any further inputs of the block. Every copy receives the same further inputs.
+    Inputs: x, and any further inputs of the block. Every copy of the block receives the same further inputs.
 
     >>> from fnet import layers as nn
     >>> stack = nn.Stack(nn.Dense(8), 12)
@@ -199,8 +199,8 @@ class Remat(Layer):
 
     Args:
         block: the layer.
-        policy: a policy from `jax.checkpoint_policies`, which selects intermediate values to be stored instead of
-            recomputed. Default None: no intermediate values are stored.
+        policy: a policy from `jax.checkpoint_policies`, which selects the intermediate values to be stored.
+            Default None: no intermediate values are stored.
 
     Source: Chen et al. (2016), Training Deep Nets with Sublinear Memory Cost.
 

@@ -111,11 +111,11 @@ class ConvTranspose(Layer):
     """Transposed convolution, for example to increase the resolution of images by the factor `strides`.
 
     As in PyTorch and Keras, the layer is the transpose of a `Conv` with the same window, strides, padding and dilation.
-    In a backward pass, this `Conv` computes the gradient of its input from the gradient of its output. `ConvTranspose`
-    computes the same linear map in its forward pass, and adds a bias. With "SAME", the output size is the input size
-    times the stride. With "VALID" and dilation 1, the output size is (input size - 1) * stride + window. Explicit
-    padding is the padding that the `Conv` would add to its input, so `ConvTranspose` removes this number of positions
-    from its output.
+    In its forward pass, `ConvTranspose` applies the linear map that a `Conv` applies in the backward pass to compute
+    the gradient of its input from the gradient of its output. `ConvTranspose` then adds a bias. With the padding
+    "SAME", the output size is the input size times the stride. With the padding "VALID" and dilation 1, the output size
+    is (input size - 1) * stride + window. Explicit padding is the padding that a `Conv` would add to its input, so
+    `ConvTranspose` removes this number of positions from its output.
 
     Args:
         features: number of output channels.

@@ -38,8 +38,8 @@ class Layer:
     (4, 3)
 
     A layer is immutable, hashable, comparable, picklable and a pytree without leaves. Fields that are lists become
-    tuples; a field that is an array or a dict raises an error. Each evaluation of a lambda expression creates a new
-    function, and `jax.jit` traces a model again if a field is a new function. Define functions for fields only once.
+    tuples; a field that is an array or a dict raises an error. Define functions for fields only once, because `jax.jit`
+    traces a model again if a field is a new function, such as the result of evaluating a lambda expression again.
     """
 
     _varargs: typing.ClassVar[bool] = False    # whether the class or one of its bases defines __init__
@@ -85,8 +85,8 @@ class Layer:
         Args:
             where: inside a model, the Scope of the layer; outside a model, the dict of the model's parameters.
             inputs, options: the inputs of `forward`. Calls outside a model also accept state, key and train.
-            state: the dict of the model's state. If a dict is passed, even an empty dict, the call also returns a new
-                state with the same structure, shapes and dtypes. Default None: no state is returned.
+            state: the dict of the model's state. The call also returns the new state, with the same structure, shapes
+                and dtypes, if a dict is passed, even `{}`. Default None: no state is returned.
             key: a `jax.random.key` for layers that use random numbers, such as Dropout. Default None.
             train: whether layers such as Dropout and BatchNorm behave as in training. Default False.
 
@@ -102,7 +102,7 @@ class Layer:
     def spec(self, *inputs: Any, train: bool = False, **options: Any) -> Spec:
         """Returns `(params, state)`, two trees of `ParamSpec` with the shapes and initializers of all arrays.
 
-        The arguments are those of `init` except `key`. The method traces `forward` once, but computes no arrays.
+        The arguments of `spec` are those of `init` except `key`. `spec` traces `forward` once, but computes no arrays.
         """
         record = self._record(inputs, options, train)
         return Spec(record["params"], record["state"])
@@ -152,7 +152,7 @@ class Layer:
             raise ValueError(f"{type(self).__name__}: arrays do not match the model: {'; '.join(wrong)}")
 
     def _record(self, inputs, options, train, path=()):
-        """Returns the spec trees "params", "state" and "cache" for these inputs. Paths in errors begin with `path`."""
+        """Returns the spec trees "params", "state" and "cache" for the inputs. Paths in errors begin with `path`."""
         _check_train(train)
         arrays, rebuild = array_leaves((inputs, options))
         record = {"params": {}, "state": {}, "cache": {}}
@@ -336,7 +336,7 @@ def _options(layer):
 
 
 class _Public(typing.NamedTuple):
-    """The public name of a JAX function, such as `jax.nn.relu`. Pickled layers contain it instead of the function."""
+    """The public name of a JAX function, such as `jax.nn.relu`, which is pickled instead of the function."""
 
     module: str
     name: str

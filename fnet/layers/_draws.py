@@ -1,9 +1,9 @@
 """Random initialization without a long compilation for every shape.
 
 Most of the compile time of `he_normal(key, (3, 3, 64, 64))` is spent on the random bits. In JAX's threefry, a random
-bit depends on the key and on the index of the bit, not on the number of bits. Therefore the same compiled program draws
-the bits for many shapes. Only the conversion of the random bits to values is compiled separately for each shape. The
-values are bit-identical to those of the initializer.
+bit depends on the key and on the index of the bit, not on the number of bits. Therefore one compiled program draws the
+random bits for many shapes. Only the conversion of the random bits to values is compiled separately for each shape. The
+values are bit-identical to those that the initializer draws when it is compiled for its shape.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def compiled(init, key, shape, dtype):
 
 @functools.lru_cache(1024)
 def _size(init, shape, dtype, x64):
-    """Returns the smallest of the `_SIZES` that is at least the number of words that the initializer draws.
+    """Returns the smallest number in `_SIZES` that is at least the number of 32-bit words that the initializer draws.
 
-    Returns None if no size suffices, if the initializer does not use its key, or if it uses the key for anything except
-    drawing 32-bit words.
+    Returns None if all numbers in `_SIZES` are too small, if the initializer does not use its key, or if it uses the
+    key for anything except drawing 32-bit words.
     """
     uses = list(_uses(jax.make_jaxpr(init, static_argnums=(1, 2))(jax.random.key(0), shape, dtype)))
     if not uses or any(eqn.primitive.name != "random_bits" or jaxpr.random_bits(eqn)[0] != 32

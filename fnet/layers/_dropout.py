@@ -20,8 +20,8 @@ class Dropout(Layer):
 
     Args:
         rate: the probability that an element is set to zero, in [0, 1]. Default None: each call must pass `rate=`.
-        broadcast: axes along which all elements share one random decision. For example, `(1, 2)` drops whole channels
-            of images. Default (): each element has its own random decision.
+        broadcast: axes along which all elements share one random decision; `(1, 2)` drops whole channels of images.
+            Default (): each element has its own random decision.
 
     Input and output: a floating-point array of any shape with at least one axis. If a call passes `rate=`, this rate
     replaces the rate of the layer. The rate in the call may be a scalar array, such as a hyperparameter of

@@ -24,7 +24,7 @@ class Embed(Layer):
         vocab_size: number of tokens.
         features: length of each vector.
         embedding_init: initializer of the table. Default: normal with standard deviation 0.02 (Radford et al., 2018).
-            This standard deviation is also suitable if `attend` computes logits with the same table.
+            A standard deviation of 0.02 is also suitable if `attend` computes logits with the embedding table.
 
     Input: integers [...] in 0 .. vocab_size - 1. For any other token, the output is NaN. Output: [..., features], in
     the dtype of the table.
@@ -33,7 +33,7 @@ class Embed(Layer):
 
     `first(scope, count)` returns the first `count` vectors of the table, for example for learned positions.
 
-    `attend` computes logits over the vocabulary with the same table. `cross_entropy` computes the cross-entropy of
+    `attend` computes logits over the vocabulary with the embedding table. `cross_entropy` computes the cross-entropy of
     the logits that `attend` returns, without storing all of these logits:
 
         embed, at = nn.Embed(50257, 768), scope["embed"]

@@ -39,10 +39,10 @@ class MixtureOfExperts(Layer):
         capacity: the maximum load of an expert, as a multiple of the mean load. An expert processes at most
             ceil(capacity * tokens * top_k / experts) tokens of the batch. An expert first processes the tokens that
             have this expert as their first choice, then the tokens that have it as their second choice, and so on.
-            Within the same rank of choice, the expert processes the tokens in the order of the batch. For tokens beyond
-            the maximum, the output of the expert is 0. With a capacity, all experts do equal work, so the experts can
-            be placed on different devices: `parallel.rules(spec, {"expert": "tensor"})`. Default None: no maximum
-            (dropless).
+            The expert processes tokens with the same rank of choice in the order of the batch. For tokens beyond its
+            maximum load, the output of an expert is 0. With a capacity, all experts do equal work, so they can be
+            placed on different devices, for example by `parallel.rules(spec, {"expert": "tensor"})`. Default None: no
+            maximum (dropless).
         activation: the function that is applied to the outputs of `gate`. Default: `jax.nn.silu`.
         kernel_init: initializer of the arrays gate, up and down, each [E, in, out].
 
@@ -54,8 +54,8 @@ class MixtureOfExperts(Layer):
 
     Parameters: router/kernel [f, E]; gate, up [E, f, h]; down [E, h, f].
 
-    `load_balancing_loss` and `router_z_loss` need the logits of the router. To get these logits, capture the output of
-    the scope `router`:
+    `load_balancing_loss` and `router_z_loss` need the logits of the router. To get the logits of the router, capture
+    the output of the scope `router`:
 
         loss, seen = ft.capture(loss_fn, ".*/router")(params, batch)
 
@@ -134,7 +134,7 @@ def load_balancing_loss(logits: jax.Array, top_k: int, *, valid: jax.Array | Non
 
     f[e] is the number of tokens for which the expert e is among the top_k experts, divided by the number of tokens.
     P[e] is the mean of softmax(logits)[e] over the tokens. If the router selects all experts equally often, the loss is
-    top_k. The gradient of f is zero, so the gradient of the loss comes from P.
+    top_k. The gradient of f is zero, so only P contributes to the gradient of the loss.
 
     Args:
         logits: [..., E], the outputs of the scope `router` of one or several `MixtureOfExperts`.
@@ -159,8 +159,8 @@ def load_balancing_loss(logits: jax.Array, top_k: int, *, valid: jax.Array | Non
 
 
 def router_z_loss(logits: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
-    """Computes mean(logsumexp(logits)^2). This loss keeps the logits of a router small, and thus the rounding errors of
-    the logits.
+    """Computes mean(logsumexp(logits)^2). The router z-loss keeps the logits of a router small, and thus the rounding
+    errors of the logits.
 
     Args:
         logits: [..., E], the outputs of the scope `router` of one or several `MixtureOfExperts`.
@@ -193,12 +193,12 @@ def _masked_mean(valid, shape):
 def _tiles(starts, sizes, pairs):
     """Divides the pairs (token, expert), sorted by expert, into tiles with the same number of rows.
 
-    A tile contains pairs of one expert only.
+    A tile contains (token, expert) pairs of one expert only.
 
     Args:
-        starts: [E], the index of each expert's first pair.
-        sizes: [E], the number of pairs of each expert.
-        pairs: the total number of pairs.
+        starts: [E], the index of each expert's first (token, expert) pair.
+        sizes: [E], the number of (token, expert) pairs of each expert.
+        pairs: the total number of (token, expert) pairs.
 
     Returns:
         (expert, index). `expert`, an array [tiles], contains the expert of each tile. `index`, an array [tiles, rows],

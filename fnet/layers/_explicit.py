@@ -27,7 +27,7 @@ def like(x: Any, *axes: int | None) -> NamedSharding | None:
 
 
 def resharded(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
-    """Returns `x` with a sharding that `like` has returned."""
+    """Returns `x` with the given sharding, which is a result of `like`; None leaves `x` unchanged."""
     return x if sharding is None else jax.sharding.reshard(x, sharding)
 
 

@@ -1,6 +1,6 @@
 """Conversion between Flax modules (flax.linen and flax.nnx) and layers, in both directions.
 
-Flax is imported when one of these functions is first called, not by `import fnet`.
+Flax is imported when a conversion function is first called, not by `import fnet`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
         module: the module, which must not be bound to variables. In the fields of the module, lists become tuples and
             dicts become FrozenDicts, so that the module can be hashed.
         train: the name of the module's argument that selects training mode, such as "is_training". For an argument that
-            selects inference mode, write "not " before its name, for example "not frozen". "" means that the module has
-            no such argument. Default None: `from_linen` searches the signature of `__call__` for train, training or
-            is_training, and for deterministic, use_running_average or inference.
+            selects inference mode, write "not " before its name, for example "not frozen". If the module has no
+            argument for the mode, write "". Default None: `from_linen` searches the signature of `__call__` for train,
+            training or is_training, and for deterministic, use_running_average or inference.
 
     Returns:
         A layer that takes the inputs of the module.
@@ -102,10 +102,10 @@ def linen_variables(variables: Mapping) -> tuple[dict, dict]:
 def from_nnx(constructor: Callable[..., nnx.Module], *args: Any, **kwargs: Any) -> Layer:
     """Converts a flax.nnx module to a layer. For `CNN(features=32, rngs=...)`, write `from_nnx(CNN, features=32)`.
 
-    The params of the layer are nested dicts that contain the module's `nnx.Param`s. The names in these dicts are the
-    names of the module's attributes; an item of a list has its index as its name. The state of the layer consists of
-    all other variables, for example batch statistics. `init` constructs the module with `rngs=nnx.Rngs(key)`. Each call
-    of the layer creates a module with the arrays that were passed, sets train or eval mode, and runs the module. The
+    The params of the layer are nested dicts that contain the module's `nnx.Param`s. The names in params are the names
+    of the module's attributes; an item of a list has its index as its name. The state of the layer consists of all
+    other variables, for example batch statistics. `init` constructs the module with `rngs=nnx.Rngs(key)`. Each call of
+    the layer creates a module with the arrays that were passed, sets train or eval mode, and runs the module. The
     module's random streams are derived from the key that was passed to the model. If the module uses a random stream,
     the model must be called with a key, even in eval mode. For example, nnx.RNN uses a random stream for its first
     carry.
@@ -182,9 +182,9 @@ def update_nnx(module: nnx.Module, params: dict, state: dict | None = None) -> N
     """Writes `(params, state)` of a layer, as returned by `nnx_variables`, into a flax.nnx module.
 
     Args:
-        module: the module, whose arrays must have the same shapes.
+        module: the module, whose arrays must have the shapes of the arrays in `params` and `state`.
         params: all parameters of the module.
-        state: all other variables of the module. Default: the other variables do not change.
+        state: all other variables of the module. Default: variables that are not parameters do not change.
 
     Raises:
         ValueError: arrays of the module are missing in `params` or `state`, or these dicts contain arrays that have

@@ -132,7 +132,7 @@ def mode(module, how, inputs, options, train) -> dict[str, bool]:
 
 
 def record_of(params, state, whole, path) -> dict[str, dict]:
-    """Returns {"params": spec tree, "state": spec tree}.
+    """Returns {"params": spec tree, "state": spec tree} for arrays of the given shapes.
 
     Args:
         params, state: trees of shapes, which may be in Flax's boxes with logical axes.
@@ -159,8 +159,8 @@ def record_of(params, state, whole, path) -> dict[str, dict]:
 
 
 def hold(scope, record, params, state, owner):
-    """Checks that params and state contain all arrays of `record` with the right shapes. The errors are those of
-    `Scope.param` and `Scope.state`."""
+    """Checks that params and state contain all arrays of the spec trees in `record`, with the right shapes. Raises the
+    same errors as `Scope.param` and `Scope.state`."""
     for kind, tree in (("params", params), ("state", state)):
         for names, leaf in _spec.leaves(record[kind]):
             path = (*scope._place.path, *names)

@@ -106,7 +106,8 @@ class Maxout(Layer):
 
 
 def floating(x, scope: Scope, name: str):
-    """Returns `x` as a floating-point array (real or complex). Other dtypes raise an error that names the layer."""
+    """Returns `x` as a floating-point array (real or complex). Integers and booleans raise an error that names the
+    layer."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(f"{name} at {scope}: expected floating-point input; got {x.dtype}{list(x.shape)}; convert it, "

@@ -140,8 +140,8 @@ class BatchNorm(Layer):
 
         y = (x - mean) / sqrt(var + epsilon) * scale + bias
 
-    With `train=True`, mean and var are the statistics of the batch, and the running statistics in the state are
-    updated: `mean <- momentum * mean + (1 - momentum) * batch_mean`. Without `train=True`, mean and var are the running
+    With `train=True`, mean and var are the statistics of the batch. The call also updates the running statistics in the
+    state by `mean <- momentum * mean + (1 - momentum) * batch_mean`. Without `train=True`, mean and var are the running
     statistics. The batch variance and the running variance are both biased (divided by n), as in Flax and Keras.
     PyTorch's running variance is divided by n - 1.
 
@@ -151,7 +151,7 @@ class BatchNorm(Layer):
         use_scale: whether to multiply by scale. Default True.
         use_bias: whether to add bias. Default True.
         axis_name: the name of a mapped axis (of `pmap`, `vmap` or `shard_map`), or several names. The statistics are
-            then computed over the batch and these axes together. With `jit` and sharded arrays, no name is needed,
+            computed over the batch and the mapped axes together. With `jit` and sharded arrays, no axis name is needed,
             because the statistics are always those of the complete batch. Default None.
         scale_init: initializer of scale. Default: ones.
 
@@ -233,9 +233,9 @@ def _moments(x):
     """Returns mean and biased variance over all axes except the last, both [channels], in one pass over x.
 
     The sums of x - shift and of (x - shift)^2 are accurate if the distance between shift and mean is not much larger
-    than the standard deviation. The value at the first position, which is the shift, meets this condition (Chan, Golub
-    and LeVeque, 1983, Algorithms for computing the sample variance, eq. 1.6 and section 5). The name of the shift
-    states that another shift is also correct: see `fnet.jaxpr.SHIFT`.
+    than the standard deviation. The shift is the value of x at the first position, which is close enough to the
+    mean (Chan, Golub and LeVeque, 1983, Algorithms for computing the sample variance, eq. 1.6 and section 5).
+    The name `fnet.jaxpr.SHIFT` of the shift states that a transform may replace the shift by any other value.
     """
     axes = range(x.ndim - 1)
     if 0 in x.shape:
@@ -251,12 +251,11 @@ def _moments(x):
 def _own(x):
     """Returns a copy of `x`, cast to float32 if the dtype of `x` is narrower.
 
-    The copy determines the order in which JAX adds gradients. The norm reads only the copy. Therefore the gradients of
-    the norm's operations are summed first, and this sum is added to the gradients of other uses of `x`, such as a
-    residual connection. Without the copy, the gradient of the norm's mean, which is a broadcast, would be added last to
-    the gradient of the residual stream. XLA:CPU would then recompute the gradient of the residual stream in each
-    operation that reads it, together with the gradients of all later blocks. This recomputation would double the time
-    of a ViT's training step.
+    The norm reads only the copy of `x`. Therefore JAX first sums the gradients of the norm's operations, and then adds
+    this sum to the gradients of other uses of `x`, such as a residual connection. Without the copy, JAX would add the
+    gradient of the norm's mean, which is a broadcast, last to the gradient of the residual stream. Without the copy,
+    XLA:CPU would recompute the gradient of the residual stream in each operation that reads it, together with the
+    gradients of all later blocks. Without the copy of `x`, a ViT's training step would take twice as long.
     """
     return jnp.copy(wide(x))
 

@@ -18,9 +18,9 @@ def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
         trainable, frozen = nn.partition(params, "head")
         grads = jax.grad(lambda trainable: loss(nn.combine(trainable, frozen)))(trainable)
 
-    `trainable` and `frozen` have the structure of `params`. Each of the two trees contains None in place of the leaves
-    that are in the other tree. None is not a leaf in JAX, so gradients, optimizer states and checkpoints of `trainable`
-    contain no frozen parameters.
+    `trainable` and `frozen` have the structure of `params`. In each of `trainable` and `frozen`, the leaves of the
+    other tree are replaced by None. None is not a leaf in JAX, so gradients, optimizer states and checkpoints of
+    `trainable` contain no frozen parameters.
 
     Args:
       params: a tree of arrays (traced or not) or of `jax.ShapeDtypeStruct`s.

@@ -135,7 +135,7 @@ class _Recurrent(Layer):
         return _scan(self, arrays, x, carry, valid, reverse)
 
     def _more(self, scope):
-        """Returns the parameters of one direction that only this kind of layer has."""
+        """Returns additional parameters of one direction, which subclasses such as `GRU` define."""
         return {}
 
 
@@ -159,7 +159,8 @@ class RNN(_Recurrent):
             from its last valid time step. Default False.
         activation: the activation function. Default tanh.
         use_bias: whether to add a bias. Default True.
-        kernel_init: initializer of the kernel. Default: LeCun normal, with variance 1 / i for every gate.
+        kernel_init: initializer of the kernel. Default: LeCun normal, with variance 1 / i (i input features) for every
+            gate.
         recurrent_init: initializer of the recurrent kernel. Default: an orthogonal matrix for each gate, because
             multiplication by an orthogonal matrix preserves the norm of the hidden state.
         bias_init: initializer of the bias. Default: zeros.
@@ -167,8 +168,8 @@ class RNN(_Recurrent):
 
     Inputs:
         x: [b, t, i], floating point.
-        lengths: integers [b], the number of valid time steps in each example. The outputs after the valid time steps
-            are 0. The padding of an example has no effect on the result, even if the padding is NaN. Default: t.
+        lengths: integers [b], the number of valid time steps in each example. Outputs after the valid time steps are 0.
+            The padding of an example has no effect on the result, even if the padding is NaN. Default: t.
 
     Output: [b, t, f], or [b, t, 2 f] if bidirectional (the forward outputs first). The method `scan` accepts and
     returns the carry (the recurrent state), so that a later call can continue a sequence.
@@ -176,8 +177,8 @@ class RNN(_Recurrent):
     For 16-bit inputs, the operands of the matrix products are also 16-bit. The gates and the carry are float32, because
     small changes would be lost if the carry were rounded to 16 bits in each time step.
 
-    Parameters: kernel [i, f], recurrent_kernel [f, f], bias [f]. A bidirectional layer has these parameters for each
-        direction, at the paths "forward" and "backward".
+    Parameters: kernel [i, f], recurrent_kernel [f, f], bias [f]. A bidirectional layer has all three parameters for
+        each direction, at the paths "forward" and "backward".
 
     Source: Elman (1990), Finding Structure in Time.
 
@@ -205,8 +206,8 @@ class LSTM(_Recurrent):
     Args:
         features, bidirectional, use_bias, kernel_init, recurrent_init, unroll: as in `RNN`.
         bias_init: initializer of the bias. Default: 1 for the forget gate and 0 elsewhere, as in Keras. With a bias of
-            0, the forget gate would halve the cell state in each time step at the start of training. Flax uses 0;
-            PyTorch uses random values around 0.
+            0, the forget gate would halve the cell state in each time step at the start of training. Flax initializes
+            the bias with 0, and PyTorch with random values around 0.
 
     Inputs and output: as in `RNN`. The carry is `(hidden, cell)`.
 
@@ -256,8 +257,8 @@ class GRU(_Recurrent):
 
     Parameters: kernel [i, 3 f], recurrent_kernel [f, 3 f], bias [3 f], recurrent_bias [f]. The gates have PyTorch's
     order: reset, update, new. For the reset and update gates, bias is the sum of PyTorch's two biases. For the new
-    gate, the two biases are separate: recurrent_bias is added to the recurrent product, and bias to the projected
-    input.
+    gate, PyTorch's two biases are separate, with recurrent_bias added to the recurrent product and bias added to the
+    projected input.
 
     Source: Cho et al. (2014), Learning Phrase Representations using RNN Encoder-Decoder. Formula: Chung et al.
     (2014), Empirical Evaluation of Gated Recurrent Neural Networks on Sequence Modeling.

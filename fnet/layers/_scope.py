@@ -37,7 +37,7 @@ class Run:
 
 
 class Place:
-    """A node of params and state in one `Run`. All scopes with the same path share one Place."""
+    """A node of params and state during one call of a model. All scopes with the same path share one `Place`."""
 
     __slots__ = ("_key", "children", "draws", "params", "parent", "path", "run", "state", "written")
 
@@ -54,13 +54,14 @@ class Place:
         return found
 
     def key(self):
-        """Returns the key of this node, derived from the run's key and the path, or None if the run has no key."""
+        """Returns this node's random key, derived from the path and the key of the call, or None without a key."""
         if self._key is None and self.run.key is not None:
             self._key = self.run.key if self.parent is None else _spec.fold(self.parent.key(), self.path[-1])
         return self._key
 
     def read(self, name, spec):
-        """Returns the parameter `name` after checking its shape. While a spec is recorded, returns zeros."""
+        """Returns the parameter `name` after checking its shape. While the shapes of a model are traced, returns
+        zeros."""
         if self.run.record is not None:
             return self.record("params", name, spec)
         held = self.params.get(name) if isinstance(self.params, Mapping) else self.params
@@ -157,14 +158,14 @@ class Scope:
             name: the last segment of the parameter's path in the parameter tree.
             shape: the shape of the parameter for the current input.
             init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`. Only `Layer.init` calls it.
-            axes: a logical name or None for each axis of the parameter. The names are hints for sharding and have no
-                other effect. Default: no names.
+            axes: a logical name or None for each axis of the parameter. The names are only hints for sharding. Default:
+                no names.
 
         Returns:
             The array from the caller's `params`, without a cast. `Layer.init` creates it in float32.
 
         Raises:
-            ValueError: `params` has no array of this name and shape.
+            ValueError: `params` has no array with the name `name` and the shape `shape`.
 
         >>> from fnet import layers as nn
         >>> @nn.layer
@@ -198,7 +199,7 @@ class Scope:
             dtype: the dtype with which the array is created. Default float32.
 
         Raises:
-            ValueError: kind is "stats", and the caller passed no array of this name and shape.
+            ValueError: kind is "stats", and the caller passed no array with the name `name` and the shape `shape`.
         """
         self._use(name, "state")
         place, run, shape = self._place, self._place.run, tuple(shape)
@@ -272,8 +273,8 @@ class Scope:
             layer: the layer. The arrays of the layer are stored at the path of this scope.
             inputs: example inputs of the layer, or of one copy of the layer if `copies` is set. Only the shapes and
                 dtypes of arrays are used.
-            copies: the number of stacked copies of the layer. Every array of params, state and key then has a leading
-                axis of this length. The initial values of copy `i` are those of a child named `str(i)`. Default None:
+            copies: the number of stacked copies of the layer. Every array of params, state and key has a leading axis
+                of length `copies`. The initial values of copy `i` are those of a child named `str(i)`. Default None:
                 one layer, and no leading axis.
             options: example keyword inputs, like `inputs`.
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def sized(*sizes) -> bool:
-    """Whether all of these sizes are integers, not symbolic."""
+    """Whether all given sizes are integers, not symbolic."""
     return all(isinstance(size, int) for size in sizes)
 
 

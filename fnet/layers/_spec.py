@@ -56,9 +56,9 @@ class ParamSpec:
 class Copies(ParamSpec):
     """The spec of `shape[0]` stacked copies of an array that has the spec `each`.
 
-    The root of the copied layer is the node that is `depth` levels above the array. The initial values are those of
-    children "0", "1", ... of this node. Therefore stacking the parameters of unrolled layers gives the parameters of
-    the stacked layer.
+    The root of the copied layer is the node that is `depth` levels above the array. The initial values of the copies
+    are those of children of the root with the names "0", "1", .... Therefore stacking the parameters of unrolled layers
+    gives the parameters of the stacked layer.
     """
 
     each: ParamSpec = None
@@ -78,9 +78,9 @@ class Copies(ParamSpec):
 
 @dataclasses.dataclass(frozen=True)
 class Part(ParamSpec):
-    """The spec of one leaf of a tree. The function `whole(key)` creates all arrays of this tree at once.
+    """The spec of one leaf of a tree whose arrays are all created at once, by the function `whole(key)`.
 
-    The root of this tree is `depth` levels above the leaf.
+    The root of the tree is `depth` levels above the leaf.
     """
 
     whole: Callable = None

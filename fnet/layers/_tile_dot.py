@@ -2,9 +2,9 @@
 
 The rows of each expert (one row for each of its tokens) are divided into tiles. The primitive `tile_dot` multiplies
 each tile by the kernel of its expert. `tile_dot` is a scan over the tiles, and each iteration reads one kernel without
-copying it. If JAX transposed this scan, each iteration would add an array of the size of all kernels to the gradient.
-The primitive `tile_outer` adds only the gradient of one kernel in each iteration. `lax.ragged_dot` computes the same
-results, but on CPUs it multiplies all rows by all kernels.
+copying it. If JAX transposed the scan of `tile_dot`, each iteration would add an array of the size of all kernels to
+the gradient. The primitive `tile_outer`, the transpose of `tile_dot`, adds only the gradient of one kernel in each
+iteration. `lax.ragged_dot` computes the same products as `tile_dot`, but on CPUs it multiplies all rows by all kernels.
 """
 
 from __future__ import annotations

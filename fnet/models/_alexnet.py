@@ -19,8 +19,8 @@ class AlexNet(Model):
 
     Args:
         classes: number of logits.
-        width: number of channels of the first convolution. The other four convolutions have 3, 6, 4 and 4 times as many
-            channels.
+        width: number of channels of the first convolution. The second to fifth convolutions have 3, 6, 4 and 4 times as
+            many channels as the first.
         hidden: number of output features of each of the first two dense layers.
         dropout: dropout rate before each of the first two dense layers.
 

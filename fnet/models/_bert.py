@@ -28,12 +28,12 @@ class Encoded(NamedTuple):
 
     `Encoded` is registered with `jax.export` as "fnet.models.Encoded". An exported program that returns an `Encoded`
     can be deserialized only after `import fnet.models`. To deserialize the program without fnet, export a function that
-    returns a dict: `lambda params, tokens: model(params, tokens)._asdict()`.
+    returns a dict, such as `lambda params, tokens: model(params, tokens)._asdict()`.
 
     Attributes:
         hidden: [batch, time, width], the features of each token.
-        pooled: [batch, width], the features of each example. `Bert` computes them from the first token with its pooler.
-            `pooled` is None if the model does not compute features of an example.
+        pooled: [batch, width], the features of each example. `Bert` computes `pooled` from the first token with its
+            pooler. `pooled` is None if the model does not compute features of an example.
 
     >>> model = models.Bert(vocab_size=8, depth=1, heads=2, width=4, hidden=8, context=8)
     >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 3), jnp.int32))
@@ -98,8 +98,8 @@ def heads_of(dense: str, norm: str, logits: str, bias: str, *others: str) -> tup
 def architectures(prefix: str, without: str = "Model") -> dict:
     """Returns {name of a class of the library transformers: {field of the model: value}}.
 
-    The class in config.json determines these fields. If the value of a field is `...`, another field of config.json
-    determines this field.
+    The class that config.json states determines the fields of the model. If the value of a field is `...`, another
+    field of config.json determines the value.
     """
     return {
         f"{prefix}{without}": dict(head=None), f"{prefix}ForMaskedLM": dict(head="masked_lm"),
@@ -150,8 +150,8 @@ class Bert(Model):
             computed with the embedding table. "sequence": logits of the classes of a text, computed from the output of
             the pooler. "tokens": logits of the classes of each token. "questions": for each token, one logit that an
             answer starts at this token and one that it ends at this token. "next_sentence": two logits for a pair of
-            segments: one that the second segment continues the first, and one that the second segment is a random
-            text. "pretraining": both "masked_lm" and "next_sentence". Default: None.
+            segments, which predict whether the second segment continues the first or is a random text. "pretraining":
+            both "masked_lm" and "next_sentence". Default: None.
         classes: number of logits of the heads "sequence" and "tokens".
         pooler: whether a model without a head has a pooler.
         dropout: dropout rate of the embeddings, the attention weights, the residual branches and the input of the head.
@@ -166,10 +166,10 @@ class Bert(Model):
         segment: the index of the segment of each token, integers [batch, time], less than `segments`. Default: 0 for
             all tokens.
 
-    Output: without a head, an `Encoded`. With a head, logits of the shape [batch, time, vocab_size] for "masked_lm",
-    [batch, classes] for "sequence", [batch, time, classes] for "tokens", [batch, time, 2] for "questions", and [batch,
-    2] for "next_sentence". For "pretraining", the output is a pair: the logits of "masked_lm" and those of
-    "next_sentence".
+    Output: if the model has no head, an `Encoded` (the features of each token and of each example). With a head,
+    logits of the shape [batch, time, vocab_size] for "masked_lm", [batch, classes] for "sequence", [batch, time,
+    classes] for "tokens", [batch, time, 2] for "questions", and [batch, 2] for "next_sentence". For
+    "pretraining", the output is a pair: the logits of "masked_lm" and those of "next_sentence".
 
         tokenizer = models.WordPiece.read("vocab.txt")
         tokens, lengths = models.padded([tokenizer.encode("A cat."), tokenizer.encode("Dogs and cats.")])

@@ -22,13 +22,14 @@ class Blocks(nn.Layer):
     Args:
         block: the layer. The output of the block has the shape and dtype of its input.
         depth: number of copies.
-        stacked: if True, the copies are one `nn.Stack`. Compile time does not grow with the depth, and every parameter
-            has a leading axis of length depth. If False, the copies are unrolled in the scopes "0", "1", .... Text
-            generation is then faster, about 1.5 times on a CPU, because it does not slice the weights of each copy out
-            of stacked arrays.
+        stacked: if True, the copies are one `nn.Stack`, so compile time does not grow with the depth, and every
+            parameter has a leading axis of length depth. If False, the copies are unrolled in the scopes "0", "1", ....
+            Unrolled copies make text generation faster, about 1.5 times on a CPU, because the weights of a copy need
+            not be sliced out of stacked arrays.
         kinds: an integer for each copy, for copies whose parameters have the same shapes but which differ in constants,
-            such as the window of the attention. Copy i is called with `kind=kinds[i]`. With `stacked`, `kinds` is split
-            into parts that repeat one period, and each part becomes one scan. Default: (), all copies are equal.
+            such as the window of the attention. Copy i is called with `kind=kinds[i]`. If `stacked` is True,
+            `kinds` is split into parts that repeat one period, and each part becomes one scan. Default: (), all
+            copies are equal.
 
     The results do not depend on `stacked`. Keyword arguments are passed to every copy.
     """
@@ -48,7 +49,8 @@ class Blocks(nn.Layer):
         return x
 
     def _periodic(self, scope, x, options):
-        """Applies the blocks with stacked parameters. Each iteration of a scan applies all blocks of a period."""
+        """Applies the blocks with stacked parameters. Each iteration of a scan applies all blocks of one period of
+        `kinds`."""
         f, *stacks = scope.pure(self.block, x, copies=self.depth, kind=self.kinds[0], **options)
         states = []
         for start, period, count in periods(self.kinds):

@@ -89,7 +89,7 @@ def _tower(prefix, width, heads, hidden, fields):
 
 
 class _Encoder(Model):
-    """The fields and layers that both encoders share."""
+    """The fields and layers that the two encoders of CLIP share."""
 
     width: int
     depth: int
@@ -262,7 +262,7 @@ class CLIP(Model):
 
     Args:
         text: the encoder of texts, with a projection.
-        vision: the encoder of images, with a projection to the same number of features.
+        vision: the encoder of images, with a projection to as many features as the encoder of texts has.
 
     Inputs:
         images: [images, size, size, 3].

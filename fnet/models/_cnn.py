@@ -22,15 +22,16 @@ class CNN(nn.Layer):
     Args:
         classes: number of logits.
         widths: number of channels in each stage.
-        convs: number of convolutions in each stage: an integer for all stages, or a tuple with an integer for each.
+        convs: number of convolutions in each stage: an integer for all stages, or a tuple with an integer for each
+            stage.
         stem: (kernel size, stride) of the first convolution. Stride 2 reduces the cost of all later layers to a
             quarter.
         dropout: dropout rate before the last layer.
 
     Input: [batch, height, width, channels]. Output: [batch, classes].
 
-    Source: Simonyan and Zisserman (2015), Very Deep Convolutional Networks. BatchNorm: Ioffe and Szegedy (2015). Mean
-    over all positions: Lin, Chen and Yan (2014), Network In Network.
+    Source: Simonyan and Zisserman (2015), Very Deep Convolutional Networks. BatchNorm: Ioffe and Szegedy (2015).
+    Global mean pooling: Lin, Chen and Yan (2014), Network In Network.
 
     >>> model = models.CNN(classes=10, widths=(8, 16))
     >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 28, 28, 1)))

@@ -37,8 +37,8 @@ def decoder_mlp(scope, x, *, hidden, activation, gated, use_bias):
 
 @nn.layer
 def decoder_block(scope, x, lengths=None, kind=0, *, attentions, mlp, norm, pre_norm, post_norm, parallel):
-    """Applies attention and an MLP, each with a residual connection. `attentions[kind]` is the attention layer of this
-    block."""
+    """Applies attention and an MLP, each with a residual connection. `kind` is the kind of the block, and
+    `attentions[kind]` is its attention layer."""
     def branch(f, x, number):
         y = norm(scope[f"norm{number}"], x) if pre_norm else x
         y = f(y)
@@ -61,8 +61,8 @@ _PYTHIA = dict(vocab_size=50304, rotary_dim=16, qkv_bias=True, out_bias=True, ml
 class Decoder(LanguageModel):
     """A decoder of text with rotary positions.
 
-    The families are Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi-3, SmolLM 2 and 3, OLMo 2, GPT-NeoX and Pythia,
-    Mixtral and Qwen 3 with experts, and the small models of llama2.c.
+    The supported families of models are Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi-3, SmolLM 2 and 3, OLMo 2,
+    GPT-NeoX and Pythia, Mixtral and Qwen 3 with experts, and the small models of llama2.c.
 
     Each block has causal grouped-query attention and an MLP, `down(silu(gate(x)) * up(x))`. The attention and the MLP
     each have an RMSNorm before them and a residual connection around them. The default values of the options are those
@@ -88,19 +88,19 @@ class Decoder(LanguageModel):
         head_dim: number of features of a head. Default: width / heads.
         window: the maximum number of tokens to which a query attends. A query attends to its own token and to the
             tokens directly before it (Mistral 7B v0.1). Default: no maximum.
-        rope_scaling: `LinearScaling`, `Llama3Scaling`, `YarnScaling`, `DynamicScaling` or `LongScaling`, for models
-            whose context was extended after training. Default: no scaling.
+        rope_scaling: `LinearScaling`, `Llama3Scaling`, `YarnScaling`, `DynamicScaling` or
+            `LongScaling`, if the context of the model was extended after training. Default: no scaling.
         stacked: whether the parameters of all blocks are stacked and a scan applies the blocks (`nn.Stack`). See also
-            `models.unstack`. Different kinds of blocks may alternate, for example blocks with and without a window.
-            Each iteration of the scan then applies several consecutive blocks, one repetition of the pattern.
+            `models.unstack`. If different kinds of blocks alternate, for example blocks with and without a window, each
+            iteration of the scan applies several consecutive blocks, one repetition of the pattern.
         rotary_dim: number of features of each head to which the rotary embedding is applied, counted from the first
             feature (Phi-3, GPT-NeoX). Default: all features.
-        qkv_bias, out_bias, mlp_bias: whether these layers have biases: the projections to queries, keys and values
-            (`qkv_bias`); the output projection of the attention (`out_bias`); the MLP (`mlp_bias`). Qwen 2 has only
-            `qkv_bias`, and GPT-NeoX has all three biases.
+        qkv_bias, out_bias, mlp_bias: whether the projections to queries, keys and values (`qkv_bias`), the output
+            projection of the attention (`out_bias`) and the MLP (`mlp_bias`) have biases. Qwen 2 has only `qkv_bias`,
+            and GPT-NeoX has all three biases.
         qk_norm: how queries and keys are normalized: "head", each head separately (Qwen 3, Gemma 3); "all", all heads
             together (OLMo 2); or None, not at all.
-        query_scalar: attention scores are divided by the square root of this number. Default: head_dim.
+        query_scalar: attention scores are divided by the square root of `query_scalar`. Default: head_dim.
         attention_softcap, logit_softcap: replace each attention score and each logit x by softcap * tanh(x / softcap)
             (Gemma 2). Default: scores and logits are not replaced.
         activation: activation of the MLP: "silu", "gelu", "gelu_tanh" (Gemma) or "relu".
@@ -108,7 +108,8 @@ class Decoder(LanguageModel):
         layer_norm: whether the norms are LayerNorms with bias (GPT-NeoX).
         norm_offset: a number that is added to the scales of the RMSNorms, 1 in Gemma.
         pre_norm, post_norm: whether attention and MLP have a norm before them (`pre_norm`) and after them
-            (`post_norm`). Gemma 2 and 3 have both norms. OLMo 2 has norms only after attention and MLP.
+            (`post_norm`). Gemma 2 and 3 have norms before and after attention and MLP. OLMo 2 has norms only after
+            attention and MLP.
         parallel: whether the attention and the MLP are both applied to the input of the block (GPT-NeoX). If False, the
             MLP is applied after the attention.
         scale_embeddings: whether the embeddings are multiplied by sqrt(width) (Gemma).
@@ -123,7 +124,7 @@ class Decoder(LanguageModel):
             tokens are valid.
 
     Output: logits [batch, time, vocab_size]. If you pass a cache from `model.cache` as `state`, the tokens continue the
-    text in the cache, and the result is (logits, cache). `models.generate` uses a cache in this way.
+    text in the cache, and the result is (logits, cache). `models.generate` passes a cache to the model in each step.
 
     Source: Touvron et al. (2023), LLaMA: Open and Efficient Foundation Language Models. Grouped queries: Llama 2.
     Grattafiori et al. (2024), The Llama 3 Herd of Models. SwiGLU: Shazeer (2020), GLU Variants Improve Transformer.

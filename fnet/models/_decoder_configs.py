@@ -19,7 +19,8 @@ GATED = "gelu_pytorch_tanh"
 
 @dataclasses.dataclass(frozen=True)
 class Count(Use):
-    """A `Use` that accepts only integers above 0 in config.json. Null is also accepted if `default` is set."""
+    """Sets a field of the model from config.json, like `Use`, but accepts only integers above 0. Null is also accepted
+    if `default` is set."""
 
     def wanted(self, value, config) -> dict[str, Any]:
         return super().wanted(value if value is None and self.default else whole(value), config)
@@ -27,7 +28,8 @@ class Count(Use):
 
 @dataclasses.dataclass(frozen=True)
 class Number(Use):
-    """A `Use` that accepts only numbers above 0 in config.json. Null is also accepted if `null` is True."""
+    """Sets a field of the model from config.json, like `Use`, but accepts only numbers above 0. Null is also accepted
+    if `null` is True."""
 
     null: bool = False
 
@@ -37,7 +39,7 @@ class Number(Use):
 
 @dataclasses.dataclass(frozen=True)
 class Flag(Use):
-    """A `Use` that accepts only true and false in config.json."""
+    """Sets a field of the model from config.json, like `Use`, but accepts only true and false."""
 
     def wanted(self, value, config) -> dict[str, Any]:
         return super().wanted(flag(value), config)
@@ -91,9 +93,10 @@ def head_dim(absent=None):
 
 
 def family(fields, architecture, *, irrelevant="", names=("huggingface",), sets="", **constants) -> Config:
-    """Returns the `Config` of a family of decoders.
+    """Returns the `Config` (the meaning of all fields of config.json) of a family of decoders.
 
-    The entry for `model_type` sets the fields of `Decoder` that do not depend on other fields of config.json.
+    The entry for `model_type` in the `Config` sets the fields of `Decoder` that do not depend on other fields of
+    config.json.
 
     Args:
         fields: {field of config.json: `Use`, `Must` or `Fields`}.
@@ -239,7 +242,7 @@ PHI3 = sizes(32064, 3072, 32, 32, 8192, 4096, epsilon=1e-5) | {
 
 # SmolLM3: layers without positions.
 def _no_rope(config):
-    """Returns a list with 1 for each layer with positions, and 0 for each layer without positions."""
+    """Returns a list with 1 for each layer with a position embedding, and 0 for each other layer."""
     held, depth = config.get("no_rope_layers"), whole(config.get("num_hidden_layers", 36))
     if held is None:
         interval = whole(config.get("no_rope_layer_interval", 4))

@@ -11,14 +11,15 @@ LLAMA2C = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "rms_att_weight", "rms_ffn_
 
 
 def block(ours, keys):
-    """Returns the rules for the arrays of a Llama block. `keys` contains the keys of the kernels in the order of
-    `KERNELS`, then the keys of the two norms. In the file, kernels have the layout [out, in]."""
+    """Returns the rules that map the keys of a file to the arrays of a Llama block. `keys` contains the keys of the
+    kernels in the order of `KERNELS`, then the keys of the two norms. In the file, kernels have the layout [out,
+    in]."""
     paths = (*(f"{ours}/{name}/kernel" for name in KERNELS), f"{ours}/norm1/scale", f"{ours}/norm2/scale")
     return tuple(Rule(path, key, DENSE if path.endswith("kernel") else SAME) for path, key in zip(paths, keys))
 
 
 def both(rules):
-    """Returns rules for a model with stacked blocks, and rules for a model with a separate path for each block."""
+    """Returns the naming rules for a model with stacked blocks, and those for a model with a path for each block."""
     return rules("blocks"), rules("blocks/{i}")
 
 
@@ -28,7 +29,7 @@ def header(model):
 
 
 def ends(block_rules):
-    """Returns the rules for the blocks, and for the arrays before and after the blocks."""
+    """Returns the naming rules for the arrays of the blocks, and for those before and after the blocks."""
     rates = "model.layers.{i}.self_attn.rotary_emb.inv_freq"
     return (torch.embed("embed", "model.embed_tokens"), torch.dense("head", "lm_head"), both(block_rules),
             torch.norm("norm", "model.norm"), Tied("lm_head.weight", "embed/embedding"),
@@ -36,9 +37,9 @@ def ends(block_rules):
 
 
 def norms(model, ours, theirs):
-    """Returns the rules for the norms of a block. The key post_attention_layernorm belongs to the norm after the
-    attention if the model has `post_norm`. If the model has no `post_norm`, this key belongs to the norm before the
-    MLP."""
+    """Returns the rules that map the keys of a file to the norms of a block. The key post_attention_layernorm belongs
+    to the norm after the attention if the model has `post_norm`. If the model has no `post_norm`,
+    post_attention_layernorm belongs to the norm before the MLP."""
     second = "pre_feedforward_layernorm" if model.post_norm else "post_attention_layernorm"
     return torch_layers(ours, theirs, {}, {
         "norm1": "input_layernorm", "norm2": second, "post_norm1": "post_attention_layernorm",
@@ -46,7 +47,7 @@ def norms(model, ours, theirs):
 
 
 def experts(ours, theirs, router="mlp.gate", name="mlp.experts.{e}.{}_proj", parts=("gate", "up", "down")):
-    """Returns the rules for the router of an MLP with experts, and for the kernels of each expert."""
+    """Returns the naming rules for the router of an MLP with experts, and for the kernels of each expert."""
     kernels = zip(("gate", "up", "down"), parts)
     return (torch.dense(f"{ours}/router", f"{theirs}.{router}"),
             *(Rule(f"{ours}/{mine}", f"{theirs}.{name.replace('{}', part)}.weight", DENSE) for mine, part in kernels))
@@ -75,8 +76,8 @@ def huggingface(model):
 
 
 def phi3(model):
-    """Returns the rules for files in which one matrix contains the kernels of query, key and value, and another matrix
-    contains those of gate and up."""
+    """Returns the naming rules for files in which one matrix contains the kernels of query, key and value, and another
+    matrix contains those of gate and up."""
     def rules(ours, theirs="model.layers.{i}"):
         kernels = tuple(f"{each}/kernel" for each in qkv(ours))
         return (Rule(kernels, f"{theirs}.self_attn.qkv_proj.weight", DENSE),
@@ -88,8 +89,8 @@ def phi3(model):
 
 
 def gpt_neox(model):
-    """Returns the rules for files in which one matrix contains the kernels of query, key and value, interleaved by
-    head."""
+    """Returns the naming rules for files in which one matrix contains the kernels of query, key and value, interleaved
+    by head."""
     layout = interleaved(model.heads)
 
     def rules(ours, theirs="gpt_neox.layers.{i}"):

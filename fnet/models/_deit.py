@@ -28,7 +28,7 @@ class DeiT(ViT):
 
     The class token and the distillation token each have their own last layer. The last layer of the distillation token
     was trained to predict the labels that a convolutional network computes. The output of the model is the mean of the
-    logits of both layers.
+    logits of both last layers.
 
     Args:
         width, depth, heads, classes, patch, size, hidden, pooler, dropout, epsilon: as in `ViT`.

@@ -58,8 +58,8 @@ def bicubic(old: int, new: int) -> np.ndarray:
 
 
 def _size(config):
-    """Returns the fields `hidden` and `gated`. `hidden` is `mlp_ratio` times the width, or two thirds of this product
-    if the hidden layer is gated."""
+    """Returns the fields `hidden` and `gated` of the model. `hidden` is `mlp_ratio` times the width, or two thirds of
+    this product if the hidden layer is gated."""
     width, ratio, gated = (config.get(name, default) for name, default in (
         ("hidden_size", 768), ("mlp_ratio", 4), ("use_swiglu_ffn", False)))
     if not isinstance(gated, bool) or any(isinstance(each, bool) or not isinstance(each, int | float)
@@ -70,7 +70,7 @@ def _size(config):
 
 
 def _ratio(model):
-    """Returns the `mlp_ratio` for config.json. From this value, `_size` computes the model's `hidden`."""
+    """Returns the `mlp_ratio` for config.json, from which `_size` computes the model's `hidden`."""
     ratio = model.hidden / model.width * (1.5 if model.gated else 1)
     for each in (round(ratio), ratio):
         if _size({"hidden_size": model.width, "mlp_ratio": each, "use_swiglu_ffn": model.gated})["hidden"] \
@@ -89,7 +89,7 @@ class DINOv2(ViT):
 
     Args:
         width, depth, heads, patch, size, dropout, epsilon: as in `ViT`.
-        classes: number of logits. None: the model has no last layer, and its output is an `Encoded`.
+        classes: number of logits. If `classes` is None, the model has no last layer, and its output is an `Encoded`.
         hidden: number of features between the two dense layers of a block's MLP.
         gated: whether the MLPs have a gate with SiLU.
         interpolate: whether the model accepts images of other sizes than `size`. For images of other sizes, the

@@ -58,7 +58,7 @@ def _stage(index):
 
 
 def _names_of_blocks(key, expand, depthwise, squeeze, project):
-    """Returns the rules for keys that number the blocks consecutively across all stages."""
+    """Returns the naming rules for files whose keys number the blocks consecutively across all stages."""
     return (_torch("block{b}/expand", *(f"{key}.{each}" for each in expand)),
             _torch("block{b}/depthwise", *(f"{key}.{each}" for each in depthwise)),
             torch.conv("block{b}/reduce", f"{key}.{squeeze[0]}"), torch.conv("block{b}/restore", f"{key}.{squeeze[1]}"),
@@ -66,8 +66,8 @@ def _names_of_blocks(key, expand, depthwise, squeeze, project):
 
 
 def _timm():
-    """Returns the rules for timm's keys, which number the blocks of each stage from 0. The rules are for models with
-    depth 1 (B0 and Lite0)."""
+    """Returns the naming rules for timm's keys, which number the blocks of each stage from 0. The rules for timm's keys
+    are for models with depth 1 (B0 and Lite0)."""
     number = 0
     for s, (_, _, blocks, _, _) in enumerate(STAGES):
         inner = ("conv_dw", "bn1"), ("conv_pw", "bn2")
@@ -89,8 +89,8 @@ class EfficientNet(Model):
     images.
 
     Args:
-        width: factor by which the number of channels of each layer is multiplied. The result is rounded to a multiple
-            of 8.
+        width: factor by which the number of channels of each layer is multiplied. The number of channels is rounded to
+            a multiple of 8.
         depth: factor by which the number of blocks of each stage is multiplied. The result is rounded up.
         classes: number of logits.
         size: height and width of the images with which pretrained weights were trained. The model also accepts images

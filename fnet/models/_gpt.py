@@ -27,8 +27,8 @@ normal = functools.cache(jax.nn.initializers.normal)    # equal options give the
 @nn.layer
 def gpt_block(scope, x, lengths=None, kind=0, *, heads, hidden, dropout, epsilon, activation, scales, kernel_init,
               residual_init):
-    """Applies attention and an MLP, each with a residual connection. `scales[kind]` is the factor of this block's
-    attention scores."""
+    """Applies attention and an MLP, each with a residual connection. The attention scores of the block are multiplied
+    by `scales[kind]`."""
     norm, drop, width = nn.LayerNorm(epsilon=epsilon), nn.Dropout(dropout), x.shape[-1]    # [batch, time, width]
     attention = nn.Attention(heads, causal=True, scale=scales[kind], dropout=dropout, kernel_init=kernel_init,
                              out_init=residual_init)
@@ -73,8 +73,8 @@ class GPT(LanguageModel):
         activation: activation of the MLP: "gelu_tanh", "gelu", "silu" or "relu".
         scale_scores: whether the attention scores are divided by sqrt(width / heads).
         scale_by_depth: whether the attention scores of block i = 1, 2, ... are also divided by i, which keeps the
-            scores small in low precision (as in Mistral of Stanford CRFM). If this option is True, XLA compiles each
-            block separately, even if `stacked` is True.
+            scores small in low precision (as in Mistral of Stanford CRFM). If `scale_by_depth` is True, XLA compiles
+            each block separately, even if `stacked` is True.
 
     Inputs:
         tokens: integers [batch, time].
@@ -82,7 +82,7 @@ class GPT(LanguageModel):
             tokens are valid.
 
     Output: logits [batch, time, vocab_size]. If you pass a cache from `model.cache` as `state`, the tokens continue the
-    text in the cache, and the result is (logits, cache). `models.generate` uses a cache in this way.
+    text in the cache, and the result is (logits, cache). `models.generate` passes a cache to the model in each step.
 
     Source: Radford et al. (2019), Language Models are Unsupervised Multitask Learners.
 

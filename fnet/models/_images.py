@@ -53,7 +53,7 @@ class ImageInput:
 
         Raises:
             FileNotFoundError: the folder has neither a preprocessor_config.json nor a config.json of timm.
-            ValueError: a field has a value that `ImageInput` does not support. The message names the field.
+            ValueError: a field has a value that `ImageInput` does not support. The error message names the field.
         """
         from fnet.models.weights._json import read
 
@@ -68,8 +68,8 @@ class ImageInput:
         return cls(**_fields_of(path, config, _timm))
 
     def at(self, size: int) -> ImageInput:
-        """Returns the preprocessing for another input size. The crop for the other size covers the same fraction of the
-        photo."""
+        """Returns the preprocessing for the input size `size`. The center crop covers the same fraction of the photo as
+        for the size `self.size`."""
         resize = None if self.resize is None else max(size, round(self.resize * size / self.size))
         return dataclasses.replace(self, size=size, resize=resize)
 
@@ -155,7 +155,7 @@ def _timm(config):
 
 
 def _square(value, name):
-    """Returns the side of a square. `value` is a number, or an object with equal height and width."""
+    """Returns the side of a square image in pixels. `value` is a number, or an object with equal height and width."""
     if isinstance(value, dict) and value.keys() == {"height", "width"} and value["height"] == value["width"]:
         value = value["height"]
     return _side(value, name)

@@ -75,7 +75,7 @@ class MobileNetV2(Model):
 
     Args:
         classes: number of logits.
-        width: factor by which the number of channels of each layer is multiplied. The number of channels is then
+        width: factor by which the number of channels of each layer is multiplied. The resulting number of channels is
             rounded to a multiple of 8. The last layer always has at least 1,280 inputs.
         dropout: dropout rate before the last layer.
 

@@ -21,12 +21,12 @@ class Model(nn.Layer):
 
         model = ResNet.preset("resnet50", classes=10)      # ResNet((3, 4, 6, 3), classes=10)
 
-    Subclasses may define these class attributes:
+    Subclasses of `Model` may define the following class attributes:
 
         PRESETS: {name: fields}, the published configurations.
         NAMES: {framework: Names}, the names of the arrays in other frameworks, for `pretrained.load` and `save`.
-        CONFIGS: {model_type of config.json: Config}. `pretrained.load` uses the `Config` to compare the model with
-            config.json. The key for timm's config.json is "timm".
+        CONFIGS: {model_type of config.json: Config}. `pretrained.load` uses the `Config` (the meaning of each field of
+            config.json) to compare the model with config.json. In `CONFIGS`, the key for timm's config.json is "timm".
         HUB: {preset: sources of its weights}. A source is a repository of Hugging Face's hub, or "torchvision:NAME" for
             weights that only torchvision distributes, in a pickle file.
 
@@ -49,7 +49,7 @@ class Model(nn.Layer):
             changes: values of fields, which replace those of the published configuration.
 
         Raises:
-            ValueError: this class has no preset of this name.
+            ValueError: the class has no preset `name`.
         """
         if name not in cls.PRESETS:
             near = difflib.get_close_matches(name, cls.PRESETS, 1)
@@ -60,17 +60,18 @@ class Model(nn.Layer):
     def of_keys(self, keys: Collection[str]) -> Model:
         """Returns the model for a file of weights that contains the given keys (names of arrays).
 
-        `pretrained.load(folder)` creates a model from config.json, and then calls this method. By default, the method
-        returns the model unchanged. A subclass overrides the method if config.json does not determine all fields of the
-        model, such as whether a ViT has a pooler. The method then sets these fields according to the keys.
+        `pretrained.load(folder)` creates a model from config.json, and then calls `model.of_keys`. By default,
+        `of_keys` returns the model unchanged. A subclass overrides `of_keys` if config.json does not determine all
+        fields of the model, such as whether a ViT has a pooler. The override sets the missing fields according to the
+        keys.
         """
         return self
 
     def example(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
         """Returns the shape and dtype of an input of the size for which the model was published, with a batch of 1.
 
-        Pass the result to `spec`: `model.spec(model.example())`. If the model has several inputs, `example` returns a
-        tuple: `model.spec(*model.example())`.
+        Pass the result of `example` to `spec`: `model.spec(model.example())`. For a model with several inputs,
+        `example` returns a tuple: `model.spec(*model.example())`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no example(self)")
 
@@ -90,8 +91,8 @@ class LanguageModel(Model):
         """Returns the cross-entropy of each label in nats, an array [batch, time]. `labels` [batch, time] contains the
         next token at each position.
 
-        If there are more than 2^29 logits, they are computed in chunks, so that they are not all in memory at once; see
-        `nn.linear_cross_entropy`.
+        More than 2^29 logits are computed in chunks, so that they are not all in memory at once (see
+        `nn.linear_cross_entropy`).
         """
         head, at, x = self._body(scope, tokens, lengths)
         return head.cross_entropy(at, x, labels, getattr(self, "logit_softcap", None))

@@ -29,8 +29,8 @@ _DEPTH, _CONTEXT, _WINDOW, _BASES = 22, 8192, 128, (160000.0, 10000.0)
 @nn.layer
 def modernbert_block(scope, x, lengths=None, kind=0, *, attentions, hidden, activation, mlp_bias, norm, dropout,
                      first=False):
-    """Applies attention and an MLP, each with a residual connection. `attentions[kind]` is the attention layer of this
-    block."""
+    """Applies attention and an MLP, each with a residual connection. The attention layer of the block is
+    `attentions[kind]`."""
     drop, width = nn.Dropout(dropout), x.shape[-1]                         # [batch, time, width]
     y = x if first else norm(scope["norm1"], x)    # the embeddings have their own norm
     x = x + drop(scope["drop1"], attentions[kind](scope["attention"], y, lengths=lengths))
@@ -66,8 +66,9 @@ def _window_written(model):
 
 
 def _padding_written(model):
-    """Returns the `pad_token_id` for config.json. The default of transformers is 50283. If the vocabulary of the model
-    is too small for this default, null is written, because transformers would otherwise reject the file."""
+    """Returns the `pad_token_id` for config.json. The default of `pad_token_id` in transformers is 50283. If the
+    vocabulary of the model is too small for the token 50283, null is written, because transformers would otherwise
+    reject the file."""
     return SKIP if model.vocab_size > 50283 else None
 
 
@@ -85,8 +86,9 @@ class ModernBert(Model):
 
     Each block has bidirectional attention and an MLP with a gate, `down(gelu(gate(x)) * up(x))`. The attention and the
     MLP each have a LayerNorm before them and a residual connection around them. By default, a token attends to the
-    whole text in every third block, beginning with the first. In the other blocks, a token attends to a window around
-    its position. The first block has no norm before its attention, because the embeddings are already normalized.
+    whole text in every third block, beginning with the first. In the blocks with a window, a token attends only to
+    tokens near its own position. The first block has no norm before its attention, because the embeddings are already
+    normalized.
 
     `window`, `rotary_base` and `rope_scaling` may be tuples with one value for each block. A tuple that is shorter than
     the depth is repeated.
@@ -98,14 +100,15 @@ class ModernBert(Model):
         heads: number of attention heads, which must divide the width.
         hidden: number of features within the MLP, the output size of `gate` and of `up`.
         context: maximum length of a text in training, in tokens.
-        window: size of the window of a block. A token attends to tokens that are at most window // 2 positions away, in
-            both directions. None: a token attends to all tokens.
+        window: size of the window of a block. A token attends to tokens that are at most window // 2 positions away,
+            before or after this token. With the window None, a token attends to all tokens.
         rotary_base: base of the rotary embedding.
         rope_scaling: scaling of the rotary embedding, as in `Decoder`.
-        head: the layers after the encoder. None: no layers. "masked_lm": logits of the vocabulary for each token,
-            computed with the embedding table. "sequence": logits of the classes of a text. "tokens": logits of the
-            classes of each token. "questions": for each token, one logit that an answer starts at this token and one
-            that it ends at this token. Default: None.
+        head: the layers after the encoder, or None (default) for no such layers. The head "masked_lm" computes logits
+            of the vocabulary for each token, with the embedding table. The head "sequence" computes logits
+            of the classes of a text. The head "tokens" computes logits of the classes of each token. The head
+            "questions" computes two logits for each token: that an answer starts at this token, and that it ends at
+            this token.
         classes: number of logits of the heads "sequence" and "tokens".
         pooling: the input of the head "sequence". "cls": the features of the first token. "mean": the mean of the
             features of all valid tokens.
@@ -126,9 +129,9 @@ class ModernBert(Model):
         lengths: integers [batch], the number of valid tokens in each example. Later tokens are padding. Default: all
             tokens are valid.
 
-    Output: without a head, an `Encoded`, whose `pooled` is None. With a head, logits of the shape [batch, time,
-    vocab_size] for "masked_lm", [batch, classes] for "sequence", [batch, time, classes] for "tokens", and [batch, time,
-    2] for "questions".
+    Output: without a head, an `Encoded` (the features of all tokens), whose `pooled` is None. With a head, logits of
+    the shape [batch, time, vocab_size] for "masked_lm", [batch, classes] for "sequence", [batch, time, classes] for
+    "tokens", and [batch, time, 2] for "questions".
 
     Source: Warner et al. (2024), Smarter, Better, Faster, Longer: A Modern Bidirectional Encoder for Fast, Memory
     Efficient, and Long Context Finetuning and Inference.

@@ -19,7 +19,7 @@ from fnet.models.weights._weight_names import Names, keras, torch
 def residual_block(scope, x, *, channels, stride, bottleneck, version, use_bias, epsilon):
     """Applies two convolutions, or three in a bottleneck, with a residual connection around them.
 
-    The last convolution of a bottleneck has four times as many channels as the others.
+    The last of the three convolutions of a bottleneck has four times as many channels as the first two.
     """
 
     def conv_norm(at, i, x, features, kernel_size, stride=1):
@@ -59,16 +59,16 @@ class ResNet(Model):
         classes: number of logits.
         width: number of channels of the first stage's 3 × 3 convolutions.
         version: which convolution of a bottleneck has stride 2. "v1": the first convolution, as in the paper and Keras.
-            "v1.5": the 3 × 3 convolution, as in torchvision. The accuracy of version 1.5 is about half a percent
-            higher.
+            "v1.5": the 3 × 3 convolution, as in torchvision. The accuracy of ResNet version 1.5 is about half a percent
+            higher than that of version 1.
         use_bias: whether convolutions have a bias. A bias before BatchNorm has no effect, but the weights of Keras
             include such biases.
         epsilon: epsilon of BatchNorm.
 
     Input: [batch, height, width, 3]; for pretrained weights, height and width are 224. Output: [batch, classes].
 
-    Source: He et al. (2016), Deep Residual Learning for Image Recognition, table 1. Version 1.5: Gross and Wilber
-    (2016), Training and investigating Residual Nets.
+    Source: He et al. (2016), Deep Residual Learning for Image Recognition, table 1. Source of version 1.5 of ResNet:
+    Gross and Wilber (2016), Training and investigating Residual Nets.
 
     >>> from fnet import models
     >>> model = models.ResNet.preset("resnet18", classes=10)
@@ -143,9 +143,9 @@ class ResNet9(Model):
     """A small residual network for 32 × 32 images. The accuracy of ResNet9 on CIFAR-10 is 94 % after a few dozen
     epochs.
 
-    Each of the four stages has a 3 × 3 convolution, BatchNorm and ReLU. All stages except the first also have
-    max-pooling. The second and the last stage end with a residual block, which contains two more convolutions with
-    BatchNorm and ReLU. The input of the last layer is the maximum over all positions.
+    Each of the four stages has a 3 × 3 convolution, BatchNorm and ReLU. All stages of ResNet9 except the first also
+    have max-pooling. The second and the last stage of ResNet9 end with a residual block, which contains two more
+    convolutions with BatchNorm and ReLU. The input of the last layer is the maximum over all positions.
 
     Args:
         classes: number of logits.

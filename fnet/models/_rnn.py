@@ -31,10 +31,11 @@ class LSTMLanguageModel(LanguageModel):
 
     Output: logits [batch, time, vocab_size]. If you pass a cache from `model.cache` as `state`, the tokens continue the
     text in the cache, and the result is (logits, cache). The cache contains the carry of every LSTM. `models.generate`
-    uses a cache in this way.
+    passes a cache from `model.cache` as `state`.
 
-    Source: Zaremba, Sutskever and Vinyals (2014), Recurrent Neural Network Regularization. The presets are the
-    three sizes of this paper for the Penn Treebank. Tied logits: Press and Wolf (2017).
+    Source: Zaremba, Sutskever and Vinyals (2014), Recurrent Neural Network Regularization. The presets are the three
+    sizes of the paper by Zaremba, Sutskever and Vinyals for the Penn Treebank. Tied logits are from Press and Wolf
+    (2017).
 
     >>> model = models.LSTMLanguageModel.preset("zaremba-small")
     >>> nn.count_parameters(model.spec(model.example()).params)
@@ -92,8 +93,9 @@ class LSTMClassifier(Model):
 
     Output: logits [batch, classes].
 
-    Source: Schuster and Paliwal (1997), Bidirectional Recurrent Neural Networks. Maximum over time: Conneau et al.
-    (2017), Supervised Learning of Universal Sentence Representations, section 3.2.2.
+    Source: Schuster and Paliwal (1997), Bidirectional Recurrent Neural Networks. Source of the maximum over time:
+    Conneau, Kiela, Schwenk, Barrault and Bordes (2017), Supervised Learning of Universal Sentence Representations,
+    section 3.2.2.
 
     >>> model = models.LSTMClassifier(classes=2, vocab_size=100)
     >>> "logits", jax.eval_shape(model, model.spec(model.example()).params, model.example()).shape[-1]

@@ -41,8 +41,9 @@ class Llama3Scaling:
     """Llama 3.1's scaling of a rotary embedding, for texts longer than those of the original training.
 
     The rotation rates of slow pairs of features are divided by `factor`, and the rates of fast pairs do not change. The
-    rates of the pairs in between are interpolated. A pair is slow if it completes fewer than `low_freq_factor`
-    rotations within the original context, and fast if it completes more than `high_freq_factor` rotations.
+    rates of pairs between slow and fast are interpolated. A pair of features is slow if it completes fewer than
+    `low_freq_factor` rotations within the original context, and fast if it completes more than `high_freq_factor`
+    rotations.
 
     Args:
         factor: the divisor of the rates of slow pairs, > 0.
@@ -80,18 +81,18 @@ class YarnScaling:
     """YaRN's scaling of a rotary embedding, for texts longer than those of the original training.
 
     The rotation rates of slow pairs of features are divided by `factor`, and the rates of fast pairs do not change. The
-    rates of the pairs in between are interpolated linearly in the index of the pair. The rotated features are
+    rates of pairs between slow and fast are interpolated linearly in the index of the pair. The rotated features are
     multiplied by an amplitude.
 
     Args:
         factor: the divisor of the rates of slow pairs, > 0.
         original_context: maximum length in tokens of the texts in the original training.
-        beta_fast, beta_slow: numbers of rotations within the original context. Pairs with more than `beta_fast`
-            rotations are fast, and pairs with fewer than `beta_slow` rotations are slow.
+        beta_fast, beta_slow: numbers of rotations within the original context. Pairs of features with more than
+            `beta_fast` rotations are fast, and pairs with fewer than `beta_slow` rotations are slow.
         amplitude: factor by which the rotated queries and keys are multiplied. Default: 0.1 ln(factor) + 1, or 1 if
             `factor` is at most 1.
-        truncate: whether the indices of the first and the last interpolated pair are rounded to integers, the first
-            index down and the last index up.
+        truncate: whether the index of the first interpolated pair of features is rounded down to an integer, and the
+            index of the last pair is rounded up.
 
     Source: Peng et al. (2023), YaRN: Efficient Context Window Extension of Large Language Models, section 3.
 
@@ -136,11 +137,12 @@ def growth(factor: float, strength: float = 1.0) -> float:
 class DynamicScaling:
     """Dynamic scaling of a rotary embedding: the base grows with the length of the text.
 
-    The base grows only for texts that are longer than the original context. The base is computed for each example from
-    the length of this example, so examples of one batch are independent.
+    The base of the rotary frequencies grows only for texts that are longer than the original context. The rotary base
+    is computed for each example from the length of this example, so examples of one batch are independent.
 
     Args:
-        factor: a number > 0. With a larger factor, the base grows faster.
+        factor: a number > 0. With a larger factor, the base of the rotary frequencies grows faster with the length of
+            the text.
         original_context: maximum length in tokens of the texts in the original training.
 
     Source: bloc97 and emozilla (2023), NTK-aware and dynamically scaled RoPE.
@@ -174,9 +176,9 @@ class LongScaling:
     """LongRoPE's scaling of a rotary embedding, as in Phi-3.
 
     The rotation rate of each pair of features is divided by a divisor of this pair. `LongScaling` has one list of
-    divisors for texts within the original context, and another list for longer texts. The list is selected for each
-    example by the length of this example, so examples of one batch are independent. The rotated features are multiplied
-    by an amplitude.
+    divisors for texts within the original context, and another list for longer texts. The list of divisors is selected
+    for each example by the length of this example, so examples of one batch are independent. The rotated features are
+    multiplied by an amplitude.
 
     Args:
         short: the divisors for texts within the original context, one for each pair of rotated features.

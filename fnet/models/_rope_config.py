@@ -28,7 +28,7 @@ def whole(value, least=1):
 def collapsed(values):
     """Converts a list with one value for each layer to the value of a field of a model.
 
-    The result is a single value if all values are equal, and otherwise the shortest tuple whose repetition is the list.
+    The result is a single value if all values are equal, and otherwise the shortest tuple whose repetition is `values`.
     """
     values = tuple(values)
     period = next(n for n in range(1, len(values) + 1) if all(
@@ -40,13 +40,13 @@ def scaling(value, config, context, long=()):
     """Returns the scaling that the field `rope_scaling` or `rope_parameters` of config.json describes.
 
     Args:
-        value: the value of the field.
+        value: the value of the field `rope_scaling` or `rope_parameters`.
         config: the content of config.json.
         context: the value of `max_position_embeddings` that is used if config.json lacks this field.
         long: other names that the family uses for the rope_type longrope.
 
     Raises:
-        ValueError: fnet does not support the scaling.
+        ValueError: fnet does not support the type of the rotary scaling.
     """
     kind, other = (value.get(name) for name in ("rope_type", "type"))
     kind = kind if kind is not None else "default" if other is None else other
@@ -144,25 +144,26 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
     transformers.
 
     Args:
-        theta: the base of the rotary frequencies that is used if config.json lacks this field.
-        partial: the fraction of each head's features that is rotated if config.json lacks this field.
+        theta: the base of the rotary frequencies if config.json has no field for the base.
+        partial: the fraction of each head's features that is rotated if config.json has no field for the fraction.
         context: the value of `max_position_embeddings` that is used if config.json lacks this field.
-        names: the names that the family uses for the fields of the base and of the fraction at the top level of
-            config.json.
-        turns: whether the family supports a rotated fraction below 1.
+        names: the names of two fields at the top level of config.json: the base of the rotary frequencies, and the
+            rotated fraction of each head's features.
+        turns: whether the model family may rotate only a fraction of each head's features.
         long: other names that the family uses for the rope_type longrope.
-        spread: function (config, base) that returns `rotary_base`. Families in which some layers have no positions need
-            it.
-        original: the value of `original_max_position_embeddings` that is used if config.json lacks this field. None:
-            for families that do not write this field outside `rope_parameters`.
+        spread: function (config, base) that returns the model's field `rotary_base`, for model families in which some
+            layers have no positions.
+        original: the value of `original_max_position_embeddings` that is used if config.json lacks this field, or None
+            for model families that write the field only in `rope_parameters`.
     """
     def inner(config) -> Mapping[str, Any]:
         value = config.get("rope_scaling") or config.get("rope_parameters")
         return value if isinstance(value, dict) else {}
 
     def outside(name, value, config):
-        """Whether to use the value of a field outside `rope_parameters` and `rope_scaling`. If these objects also
-        contain the field, both values must be equal, and the value outside is not used."""
+        """Whether to use the value of a field of config.json outside `rope_parameters` and `rope_scaling`. If
+        `rope_parameters` or `rope_scaling` also contains the field, the two values must be equal, and the value outside
+        is not used."""
         held = inner(config).get(name, value)
         if held != value:
             raise ValueError(f"expected {held!r}, the {name} in rope_parameters or rope_scaling")
@@ -215,8 +216,8 @@ def rope_by_type(merged: Callable, types: Callable, context: int) -> dict[str, F
     windows have another base and another scaling than layers without windows.
 
     Args:
-        merged: function of config.json that returns {type of layers: `rope_parameters`}. Like transformers, it also
-            reads the fields of older versions.
+        merged: function of config.json that returns {type of layers: `rope_parameters`}. Like transformers, the
+            function also reads the fields of older versions of config.json.
         types: function of config.json that returns the `layer_types` that are used if config.json lacks this field.
         context: the value of `max_position_embeddings` that is used if config.json lacks this field.
     """
@@ -267,7 +268,7 @@ def _rotated(part, config, turns):
 
 
 def layer_types(value, config, depth):
-    """Checks that `layer_types` has one of the two types for each layer, and returns it."""
+    """Returns `layer_types`, after checking that it has one of the two supported types for each layer."""
     depth = config.get("num_hidden_layers", depth)
     if not isinstance(value, list) or len(value) != depth or not all(each in (FULL, SLIDING) for each in value):
         raise ValueError(f"expected {depth} times {FULL!r} or {SLIDING!r}")
@@ -281,7 +282,7 @@ def windows(depth, size, derived: Callable, used: Callable = lambda config: True
         depth, size: the values of `num_hidden_layers` and `sliding_window` that are used if config.json lacks them.
         derived: function (config, window, depth) that returns the `layer_types` that are used if config.json lacks this
             field.
-        used: function of config.json that returns whether windows are used.
+        used: function of config.json that returns whether attention windows are used.
     """
     def window(config):
         return config.get("sliding_window", size) if used(config) else None

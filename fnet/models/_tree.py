@@ -26,8 +26,8 @@ class Trees(NamedTuple):
 
     Attributes:
         labels: integers [batch, nodes], the token of each node's label.
-        parents: integers [batch, nodes], the index of each node's parent in its tree. For the root and for padding, the
-            index is `nodes`, which is one more than the last index.
+        parents: integers [batch, nodes], the index of each node's parent in its tree. The element of the root and of
+            padding is `nodes`, one more than the index of the last node.
         lengths: integers [batch], the number of valid nodes of each tree. Later nodes are padding.
 
     >>> trees = models.pack_trees([("not", True)], {"not": 0, True: 1}, nodes=4)
@@ -96,7 +96,7 @@ def _postorder(tree):
 class TreeLSTM(Model):
     """The child-sum Tree-LSTM: an LSTM over the nodes of a tree. Each node receives the states of its children.
 
-    For node j with embedding x_j and children C(j):
+    The state (h_j, c_j) of node j with embedding x_j and children C(j) is:
 
         s = sum of h_k over k in C(j)
         i, o, u = sigmoid, sigmoid, tanh of x_j W + s U + b, with separate W, U and b for i, o and u
@@ -104,9 +104,9 @@ class TreeLSTM(Model):
         c_j = i * u + sum of f_k * c_k,  h_j = o * tanh(c_j)
 
     The structure of the trees is in the input arrays, not in the program. One `lax.scan` visits the nodes in postorder.
-    The carry of the scan contains the sums of h_k and of f_k * c_k for every node. Each node adds its own terms to the
-    sums of its parent. Therefore one compiled program with static shapes computes batches of trees of any depth and any
-    number of children.
+    The carry of the scan contains the sums of h_k and of f_k * c_k for every node. Each node adds its own h_k and f_k *
+    c_k to the sums of its parent. Therefore one compiled program with static shapes computes batches of trees of any
+    depth and any number of children.
 
     Args:
         classes: number of logits.

@@ -44,8 +44,9 @@ SIZES = {"tiny": dict(width=192, depth=12, heads=3), "small": dict(width=384, de
 
 
 def architectures(pattern, name, sizes, **others):
-    """Returns two functions for timm's architectures such as vit_small_patch16_224: from the name of an architecture to
-    the fields of the model, or None, and from a model to the name. `{}` in `pattern` and `name` stands for the size."""
+    """Returns two functions for timm's architectures such as vit_small_patch16_224. The first function maps the name of
+    an architecture to the fields of the model, or to None. The second function maps a model to the name of its
+    architecture. In `pattern` and `name`, `{}` is the size of the model."""
     pattern = pattern.format(f"({'|'.join(sizes)})") + "_patch([0-9]{1,3})_([0-9]{1,4})"
 
     def read(text):
@@ -122,7 +123,8 @@ class ViT(Model):
         width: number of features of a token.
         depth: number of blocks.
         heads: number of attention heads, which must divide the width.
-        classes: number of logits. None: the model has no last layer, and its output is an `Encoded`.
+        classes: number of logits. If `classes` is None, the model has no last layer, and its output is an `Encoded`
+            (the features of the tokens).
         patch: height and width of a patch in pixels.
         size: height and width of the images in pixels.
         hidden: number of features between the two dense layers of a block's MLP. Default: four times the width.
@@ -131,10 +133,11 @@ class ViT(Model):
         dropout: dropout rate after the position embeddings, after attention and after each dense layer of the blocks.
         epsilon: epsilon of the norms.
 
-    Input: [batch, size, size, 3]. Output: logits [batch, classes], or an `Encoded` if `classes` is None.
+    Input: [batch, size, size, 3]. Output: logits [batch, classes], or an `Encoded` (the features of the tokens) if
+    `classes` is None.
 
-    Source: Dosovitskiy et al. (2021), An Image is Worth 16x16 Words, eq. 1 to 4. The presets Ti and S: Touvron et al.
-    (2021), Training data-efficient image transformers, table 1.
+    Source: Dosovitskiy et al. (2021), An Image is Worth 16x16 Words, eq. 1 to 4. The presets Ti and S are from Touvron,
+    Cord, Douze, Massa, Sablayrolles and Jégou (2021), Training data-efficient image transformers, table 1.
 
     >>> model = models.ViT.preset("vit_ti_16")
     >>> nn.count_parameters(model.spec(model.example()).params)

@@ -57,21 +57,21 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
 
     If the weights are not given by a path, `load` looks for them in fnet's cache (~/.cache/fnet) and in Hugging Face's
     cache. If neither cache contains the weights, `load` downloads them from Hugging Face's hub into Hugging Face's
-    cache (this needs `pip install 'fnet[hub]'`). It downloads only config.json, generation_config.json,
+    cache (this needs `pip install 'fnet[hub]'`). `load` downloads only config.json, generation_config.json,
     preprocessor_config.json, the files of the tokenizer and *.safetensors, never pickles or code. The next call of
     `load` continues an interrupted download, and does not download complete files again. Each downloaded file must have
     the checksum that the hub lists. The environment variables HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are respected.
 
     If you pass a folder or repository, its config.json (of transformers or timm) determines the model. If you pass a
     model or a preset, `load` compares it with the config.json next to the weights, if this file exists. Every field of
-    config.json must then agree with the model, or be known to have no effect on the forward pass.
+    config.json must agree with the model, or be known to have no effect on the forward pass.
 
     Args:
         model: a model, or the source of one: a folder with a config.json, a model.bin of llama2.c, a repository of
             Hugging Face's hub ("HuggingFaceTB/SmolLM2-135M"), or the name of a preset ("resnet50").
         path: the weights, if `model` is a model or a preset. The path is a safetensors file, a folder with a
-            safetensors file or with shards and their index, a model.bin of llama2.c, the name of a folder in
-            ~/.cache/fnet, or a repository of Hugging Face's hub. Required for a model. Default: the name of the preset.
+            safetensors file or with shards and their index, a model.bin of llama2.c, a folder name in ~/.cache/fnet, or
+            a repository of Hugging Face's hub. Required for a model; for a preset, its name is the default.
         dtype: the dtype to which floating-point arrays are cast. Default: the dtypes of the file.
         names: the framework whose parameter names the file contains, a key of the model's `NAMES` such as
             "torchvision". Default: the framework is detected from the names in the file.
@@ -84,11 +84,11 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
         `state` have the structure that `model.init` returns, with `jax.Array`s. `state` is `{}` if the model has none.
 
     Raises:
-        FileNotFoundError: the weights are not on this disk and cannot be downloaded. The message says what to download.
+        FileNotFoundError: the weights are not on this disk and cannot be downloaded; the message says what to download.
         OSError: a download was interrupted (the next call continues it), or the checksum of a downloaded file is wrong.
-        ValueError: the file is damaged or not a file of weights; keys are missing or unexpected; an array has another
-            shape than in the model; fields of config.json differ from the model or are unknown; or a field of the model
-            has another value than the weights require.
+        ValueError: the file is damaged, is not a file of weights, has missing or unexpected keys, or has an array of
+            another shape than in the model. The error is also raised for unknown fields of config.json, or if
+            config.json or the weights require other field values than the model has.
         TypeError: `dtype` or the dtype of an array of the file is not a floating-point dtype, or JAX does not support
             the resulting dtype (float64 without jax_enable_x64).
 
@@ -148,8 +148,8 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
     """Writes the parameters and the state of a model to a file or folder that the original framework can load.
 
     `save` is the inverse of `load`. If `path` is a folder, `save` also writes a config.json, provided that the format
-    of transformers or timm can describe the model. `load(folder)` then returns an equal model, except for fields such
-    as `dropout` that config.json does not contain. Arrays keep their dtypes.
+    of transformers or timm can describe the model. From a folder with a config.json, `load` returns an equal model,
+    except for fields such as `dropout` that config.json does not contain. Arrays keep their dtypes.
 
     Args:
         model: the model.
@@ -160,21 +160,21 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
             config.json is written.
         names: the framework whose parameter names are written, a key of the model's `NAMES`. Default: the only
             framework that matches the model's configuration.
-        like: a file or folder of weights. The new file gets the names and the metadata of `like`, and also the arrays
-            of `like` that the model does not need (such as num_batches_tracked in PyTorch). If `like` and `path` are
-            folders, the following are also copied: generation_config.json, the files of the tokenizer, and the fields
-            of config.json that do not affect the output. Default: None.
+        like: a file or folder of weights, or None (default). The new file gets the names and the metadata of `like`,
+            and also the arrays of `like` that the model does not need (such as num_batches_tracked in PyTorch). If
+            `like` and `path` are folders, `save` also copies generation_config.json, the files of the tokenizer, and
+            the fields of config.json that do not affect the output.
         max_shard_size: the maximum size of a weight file in a folder: a number of bytes, or a string such as "5GB". If
             the weights are larger, they are split into several files (shards) with an index,
-            model.safetensors.index.json. An array that is larger than the maximum size has a file of its own.
+            model.safetensors.index.json. An array that is larger than `max_shard_size` has a file of its own.
 
     Returns:
         The path of the file, or of the index of the shards.
 
     Raises:
-        ValueError: the names or shapes in `params` or `state` do not match the model; no framework or more than one
-            matches the model's configuration, so `names` is required; the folder contains the config.json of a training
-            run; or the folder contains a config.json, and no config.json can describe this model.
+        ValueError: the names or shapes in `params` or `state` do not match the model, or `names` is required because no
+            framework or more than one matches the model. The error is also raised if the folder contains the
+            config.json of a training run, or contains any config.json although none can describe the model.
 
     >>> import tempfile
     >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)
@@ -237,7 +237,7 @@ def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
     """Returns the model of the preset `name`, with the field values that the given weights require.
 
     Weights from different frameworks may need different field values, which the shapes of the arrays do not show. For
-    example, Keras' ResNet-50 needs an epsilon of 1e-3, and strides in other convolutions than torchvision's.
+    example, Keras' ResNet-50 needs an epsilon of 1e-3, and strides in other convolutions than torchvision's ResNet-50.
 
     Args:
         name: the preset, such as "resnet50".
@@ -249,7 +249,7 @@ def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
 
     Raises:
         FileNotFoundError: the weights are not on this disk and cannot be downloaded.
-        ValueError: no model has a preset of this name.
+        ValueError: no model has a preset `name`.
 
     >>> import tempfile
     >>> small = models.ResNet((1,), bottleneck=False, width=4)
@@ -269,7 +269,7 @@ def names_of(model: Model, path: str | os.PathLike) -> str:
         image = model.NAMES[pretrained.names_of(model, path)].image       # the preprocessing for these weights
 
     Raises:
-        ValueError: the file contains no arrays of this model.
+        ValueError: the file contains no arrays of the model.
 
     >>> import tempfile
     >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)
@@ -290,7 +290,7 @@ def find(name: str | os.PathLike, *, revision: str | None = None) -> Path:
     cache nor in Hugging Face's cache, `find` downloads it, as `load` does.
 
     Raises:
-        FileNotFoundError: the weights are not on this disk and cannot be downloaded. The message lists the paths that
+        FileNotFoundError: the weights are not on this disk and cannot be downloaded; the message lists the paths that
             were searched, and says what to download.
 
     >>> import pathlib, tempfile
@@ -321,8 +321,8 @@ def _of_folder(path):
     """Returns the model that config.json, or the header of a model.bin, describes.
 
     Raises:
-        FileNotFoundError: there is neither a config.json nor a model.bin.
-        ValueError: fnet has no such model.
+        FileNotFoundError: the folder contains neither a config.json nor a model.bin.
+        ValueError: fnet has no model that config.json describes.
     """
     header = path / "model.bin" if path.is_dir() else path
     if header.suffix == ".bin" and header.is_file():
@@ -334,7 +334,7 @@ def _of_folder(path):
 
 
 def _class_of(name):
-    """Returns the class of models that has a preset of this name."""
+    """Returns the class of models that has the preset `name`."""
     classes = _classes()
     cls = next((cls for cls in classes if name in cls.PRESETS), None)
     if cls is None:
@@ -360,8 +360,8 @@ def _classes():
 
 
 def _beside(key_map, source):
-    """Yields the entries that are written in addition to the arrays of the model: entries that are in `source`, and
-    entries that are always written."""
+    """Yields the entries of the arrays that `save` writes although the model does not need them: arrays in the file
+    `source`, and arrays that are always written."""
     for entry in key_map.beside:
         present = source is not None and all(key in source.arrays for key in entry.keys)
         if present or (entry.rule.write is not None and entry.rule.write is not False):
@@ -369,7 +369,7 @@ def _beside(key_map, source):
 
 
 def _read(entry, tensors, dtype):
-    """Reads the arrays of one entry. Each array is copied once, from the memory-mapped file to its destination."""
+    """Reads the model's arrays for `entry`, and copies each array once, from the memory-mapped file."""
     dtypes = {tensors.arrays[key].dtype for key in entry.keys}
     if len(dtypes) > 1:
         raise TypeError(f"{tensors.path}: the parts of {_match.ours(entry)} have different dtypes, "
@@ -394,7 +394,7 @@ def _read(entry, tensors, dtype):
 
 
 def _written(entry, arrays):
-    """Returns {key in the file: array} for one entry."""
+    """Returns {key in the file: array} for `entry`, which matches the model's arrays with keys."""
     whole = np.concatenate(arrays, -1) if len(arrays) > 1 else arrays[0]
     return {key: entry.rule.layout.theirs(whole[copy] if copy else whole)
             for key, copy in zip(entry.keys, np.ndindex(entry.copies))}

@@ -27,8 +27,8 @@ _numbers = itertools.count()
 class PeersGone(RuntimeError):
     """Raised by `feed` if another process of the run is late or has ended.
 
-    The message names the other process. A process that receives this error can exit without waiting for the other
-    process.
+    The error message names the late or missing process. A process that receives `PeersGone` can exit without waiting
+    for the other processes.
 
     >>> step = lambda state, batch: (state, {"mean": batch.mean()})
     >>> plan = parallel.plan(step, lambda key: {"w": jnp.zeros(4)}, np.zeros((8, 4), "float32"))
@@ -49,9 +49,9 @@ class Channel:
     """Lets the processes of a plan agree on each step.
 
     Before a step, each process writes its status to JAX's key-value store. The first process in `processes` reads the
-    status of every process and writes the common verdict. All processes except the first wait for the verdict. The
-    first process sends at least three requests to the store for each step, and each other process sends two. One more
-    request deletes the entries of the previous step.
+    status of every process and writes the common verdict. All processes except the first wait for the verdict. For each
+    step, the first process sends at least three requests to the store, and one more request to delete the entries of
+    the previous step. Each other process sends at least two requests for each step.
 
     Args:
         processes: the indices of all processes, including this one.
@@ -69,7 +69,7 @@ class Channel:
         atexit.register(self._end)
 
     def agree(self, mine: str) -> str:
-        """Returns the common verdict on the next step.
+        """Returns the common verdict of all processes on the next step.
 
         Raises:
             PeersGone: a process is late, has ended or has left the loop.
@@ -125,7 +125,7 @@ class Channel:
             self._set(f"left/{self.me}", why)
 
     def leave(self, why: str = "has given up waiting") -> None:
-        """Does the same as `close`, but this process does not wait for the others when it exits. Use this method if
+        """Does the same as `close`, but this process does not wait for other processes when it exits. Use `leave` if
         other processes are late or gone."""
         self.close(why)
         atexit.unregister(self._end)
@@ -164,20 +164,20 @@ class Channel:
         return verdict
 
     def _behind(self, missing, late):
-        """Returns the error about the processes `missing`, which have not written a status. The error names those that
-        have left. If no process has left, the error names all processes in `missing` if `late` is True; otherwise the
-        result is None."""
+        """Returns the error about the processes `missing`, which have not written a status. The error names the missing
+        processes that have left. If no missing process has left, the error names all missing processes, or the result
+        is None if `late` is False."""
         left = self._list("left")
         if early := [p for p in missing if p in left]:
             return self.gone(early, left[early[0]])
         return self.gone(missing, f"did not come within {self.timeout:g} s") if late else None
 
     def end_process(self, error: PeersGone, taken: threading.Event) -> None:
-        """Ends this process with a line on stderr if the main thread does not receive the error in time. The main
-        thread is then blocked in a step that waits for a missing process, and no exception can be raised in it.
+        """Ends this process with a line on stderr if the main thread does not receive `error` in time. A main thread
+        that is blocked in a step, waiting for a missing process, cannot raise an exception.
 
-        If the other process left the loop normally, this process is not ended, because its main thread may still run a
-        long last step.
+        If the missing process left the loop normally, this process is not ended, because its main thread may still run
+        a long last step.
         """
         began, seconds = time.monotonic(), math.inf if _LEFT in str(error) else self.timeout
         while not taken.wait(_SLICE) and not self.closed:
@@ -222,8 +222,8 @@ class Channel:
             return None
 
     def _last(self, seconds=_LINGER, *, stay=False):
-        """Waits up to `seconds` for the other processes to end. Only the first process waits, because it runs the
-        key-value store, unless `stay` is True."""
+        """Waits up to `seconds` for the other processes to end. Unless `stay` is True, only the first process waits,
+        because it runs JAX's key-value store."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._set(f"ended/{self.me}", "")
             end = time.monotonic() + seconds

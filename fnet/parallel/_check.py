@@ -53,7 +53,7 @@ def state(state, out):
 
 def unused(inputs, jaxpr, tree) -> tuple[str, ...]:
     """Returns the paths of the leaves of a tree that the jaxpr does not read. `inputs` are the jaxpr's input variables
-    for these leaves.
+    for the leaves of the tree.
     """
     read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)}
     read |= {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)}

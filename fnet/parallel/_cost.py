@@ -45,7 +45,8 @@ def time(counted: Count, target: Target, state: int, persistent: int, sent: floa
         persistent: bytes of the state in each chip's memory. Each chip is assumed to read and write the state once in a
             step.
         sent, between: bytes that a chip sends within its group (a slice or a machine), and between groups.
-        alike: the number of devices that repeat the same work, because no rule uses the mesh axis along which they lie.
+        alike: the number of devices that repeat the same work, because no sharding rule uses the mesh axis along which
+            these devices lie.
     """
     chip, share = target.chip, target.chip.chips_of(target.count)
     by_scope = compute_seconds(counted, chip, share / alike, None)

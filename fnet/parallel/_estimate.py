@@ -20,8 +20,8 @@ from fnet.parallel._ledger import Ledger, Transfer
 
 
 class Held(NamedTuple):
-    """An array that is live at the peak. `bytes` is its size on a chip, `what` is a description, and `line` is the
-    source line that creates it."""
+    """An array that is live at the peak of memory use. `bytes` is the size of the array on a chip, `what` is a
+    description, and `line` is the source line that creates it."""
 
     bytes: int
     what: str
@@ -67,7 +67,8 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
     Args:
         closed: the jaxpr of the step.
         arguments: how each input of the jaxpr is split. The first inputs of the jaxpr are the leaves of the state.
-        mesh: sizes of the mesh's axes: "data", "slice" if there are several slices, and the axes named by rules.
+        mesh: sizes of the mesh's axes: "data", "slice" if there are several slices, and the axes named by sharding
+            rules.
         whole: whether parameters are replicated between steps although the optimizer's state is split (ZeRO-1). Default
             False.
         casts: whether the compiler casts the weights for all iterations of a loop before the loop, as compilers for
@@ -155,7 +156,8 @@ class _Walk:
     # Live arrays.
 
     def liveness(self, frame, kept, values, given, inner, extra, outermost):
-        """Finds the operation during which most bytes are live. Returns this number of bytes, and the live arrays."""
+        """Finds the operation during which most bytes are live. Returns the number of live bytes, and the live
+        arrays."""
         order = {id(op): at for at, op in enumerate(frame.ops)}
         last: dict[int, int] = {}
         for op in reversed(kept.real):
@@ -202,8 +204,8 @@ class _Walk:
         return peak, [*live, *deeper]
 
     def bodies(self, op, splits, found, times):
-        """Finds the body of an operation, such as a branch, that needs most memory. Returns the number of bytes of this
-        body, and the arrays that are live at its peak."""
+        """Finds the body of an operation, such as a branch, that needs most memory. Returns the number of bytes that
+        the found body needs, and the arrays that are live at the peak of this body."""
         worst = 0, []
         for sub, frame in op.bodies:
             jaxpr, inputs = sub.jaxpr, list(splits)

@@ -1,4 +1,4 @@
-"""The report of a plan: the candidates, the selected candidate, the reasons and the costs."""
+"""The report of a plan: the compared strategies, the selected strategy, the reasons and the costs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fnet.parallel import _cost
 
 
 def table(plan) -> str:
-    """Returns a table of the candidates, with the reason why each was selected or rejected. Every number is marked as
-    exact, compiled or estimated."""
+    """Returns a table of the compared strategies, with the reason why each strategy was selected or rejected. Every
+    number in the table is marked as exact, compiled or estimated."""
     memory = plan.chip.memory_bytes and plan.chip.per_device.memory_bytes
     room = f"{memory / 2 ** 30:,.1f} GiB each" if memory else "of unknown memory"
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
@@ -56,8 +56,8 @@ def _rows(plan) -> list[str]:
 
 
 def _sent(plan) -> list[str]:
-    """Returns one line for each candidate that fits, with the number of bytes that each kind of collective sends. The
-    selected candidate is first."""
+    """Returns one line for each strategy that fits into memory, with the bytes that each kind of collective sends. The
+    selected strategy is first."""
     each = plan.chosen
     lines = []
     for one in sorted(plan.candidates, key=lambda one: one.options != plan.options):
@@ -93,7 +93,7 @@ def _costs(plan) -> list[str]:
 
 
 def nothing_fits(target, judged, room, most) -> str:
-    """Returns the error message for the case that no strategy fits."""
+    """Returns the error message for the case that no strategy fits into memory."""
     least = min(judged, key=lambda each: each.peak)
     memory = target.chip.memory_bytes and target.chip.per_device.memory_bytes
     if not memory:    # only the compiler's message is available

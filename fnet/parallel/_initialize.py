@@ -37,11 +37,13 @@ def initialize(coordinator_address: str | None = None, num_processes: int | None
         shutdown_timeout: the number of seconds that a finished process waits for the other processes. Default 300.
 
     Raises:
-        ValueError: only one or two of the first three arguments are given and JAX cannot detect the others,
-            `process_id` is out of range, the address is not host:port, or a timeout is less than 1.
+        ValueError: only one or two of `coordinator_address`, `num_processes` and `process_id` are given and JAX cannot
+            detect the missing ones, `process_id` is out of range, the address is not host:port, or a timeout is less
+            than 1.
         RuntimeError: the process has already used JAX, or JAX cannot connect to process 0.
-        TimeoutError: not all processes connected within `initialization_timeout`. The message names this process and
-            the address. If a timeout occurs in `jax.distributed.initialize`, it ends the process without this error.
+        TimeoutError: not all processes connected within `initialization_timeout`. The error message names this process
+            and the address of process 0. If a timeout occurs in `jax.distributed.initialize`, JAX ends the process
+            without a TimeoutError.
 
     >>> parallel.initialize()    # no effect in a run of one process
     """

@@ -80,8 +80,8 @@ class Ledger(NamedTuple):
 
     @property
     def bytes(self) -> dict[str, int]:
-        """A dict {kind of collective: bytes}. The bytes are the sizes of the results on one chip, summed over all
-        collectives of this kind in one run of the program."""
+        """A dict {kind of collective: bytes}. The bytes of a kind are the sizes of the results on one chip, summed over
+        all collectives of this kind in one run of the program."""
         found = collections.Counter()
         for transfer in self.transfers:
             found[transfer.collective] += transfer.bytes * transfer.times
@@ -112,7 +112,7 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
         program: a compiled program, or the text of its HLO after partitioning.
 
     Returns:
-        A `Ledger`. `print` shows it as a table. If XLA does not know the number of iterations of a loop, the
+        A `Ledger`, which `print` shows as a table. If XLA does not know the number of iterations of a loop, the
         collectives of one iteration are counted. For a conditional, the collectives of all branches are counted.
 
     Raises:

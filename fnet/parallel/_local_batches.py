@@ -51,13 +51,13 @@ class LocalBatches:
                                  f"{leaf.dtype}{list(leaf.shape)}")
 
     def fill(self, batch: Any, at: int, *, whole: bool = False) -> list | None:
-        """Returns the leaves of a batch, padded to the share of this process, or None if the batch is omitted.
+        """Returns the leaves of a batch, padded to the number of rows of this process, or None if the batch is omitted.
 
         Args:
             batch: the batch.
             at: the number of the batch, for error messages.
             whole: whether the batch may contain the rows of all processes instead of only those of this process. If
-                True, the rows of this process are selected. Default False.
+                `whole` is True, the rows of this process are selected. Default False.
 
         Raises:
             ValueError: the batch does not match the plan's batch, or the batch is short and cannot be padded.
@@ -121,8 +121,8 @@ class LocalBatches:
         return jax.tree.unflatten(self.structure, placed)
 
     def _leaves(self, batch):
-        """Returns the leaves of a batch in the plan's order. If the batch has no "weight" and `fill` must add it, this
-        leaf is None."""
+        """Returns the leaves of a batch in the order of the plan's batch. If the batch has no "weight" and `fill` must
+        add it, the leaf "weight" is None."""
         leaves, structure = jax.tree.flatten(batch)
         if structure == self.structure:
             return leaves

@@ -12,11 +12,12 @@ from fnet.parallel._targets import Target
 
 
 def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
-    """Returns {axis: length}: "slice" first, then "data", then the other axes in the requested order. If "data" is not
-    requested, its length is the number of devices divided by the lengths of the other axes.
+    """Returns the mesh axes as {axis: length}: "slice" first, then "data", then the other axes in the requested order.
+    If "data" is not requested, its length is the number of devices divided by the lengths of the other axes.
 
     Raises:
-        ValueError: the lengths do not match the number of devices, or a name is not allowed.
+        ValueError: the lengths of the mesh axes do not match the number of devices, or an axis has a name that is not
+            allowed.
     """
     if asked is not None and not isinstance(asked, Mapping):
         raise TypeError(f"plan: mesh must be a dict {{axis: length}}, such as {{'data': -1}}; got {asked!r}")

@@ -34,7 +34,7 @@ def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, bat
         activations: bool = True) -> Callable:
     """Constrains the activations of a step to the mesh axis of the batch, and reduces batch sums after loops.
 
-    The constrained values are the results of products, convolutions and gathers. Sums over the batch that a loop
+    The constrained activations are the results of products, convolutions and gathers. Sums over the batch that a loop
     accumulates are reduced over the chips once, after the loop.
 
     Args:
@@ -58,8 +58,8 @@ def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, bat
 
 
 class _Pins(Interpreter):
-    """Evaluates a jaxpr and adds a note to each value. The note is the index of the batch axis, `PARTIAL` if the value
-    is a partial sum, or None."""
+    """Evaluates a jaxpr and adds a note to each value. The note of a value is the index of the batch axis, `PARTIAL` if
+    the value is a partial sum, or None."""
 
     def __init__(self, mesh, axis, activations):
         super().__init__()
@@ -106,14 +106,14 @@ class _Pins(Interpreter):
     def gathered(self, product, inputs):
         """Replicates the operands of a convolution with `batch_group_count`, the gradient of a grouped convolution's
         kernel. On a mesh with an axis over which the batch is not split, XLA (jaxlib 0.10 to 0.12) would gather the
-        batch and sum the gradient over the other axes, too."""
+        batch and sum the gradient over the other mesh axes, too."""
         if product is None or product.op is not jaxpr.CONVOLUTION or product.groups[1] == 1:
             return inputs
         whole = NamedSharding(self.mesh, P())
         return [Value(lax.with_sharding_constraint(value.x, whole), value.note) for value in inputs]
 
     def apart(self, eqn, inputs, notes) -> list[Value] | None:
-        """Runs attention in a shard_map over the rows, because XLA cannot partition a TPU kernel."""
+        """Runs attention in a shard_map over the rows of the batch, because XLA cannot partition a TPU kernel."""
         refusal = jaxpr.description(eqn.primitive).refusal
         if refusal is None or not self.alone or self.chips == 1 or any(notes) or None in notes:
             return None

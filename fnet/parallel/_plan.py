@@ -31,9 +31,9 @@ class Candidate:
         exact: True if `persistent` and `arguments` are exact, False if they are estimated.
         estimate: the peak memory and the transfers, estimated from the jaxpr of the step.
         compiled: the peak memory and the transfers of the compiled program, or None if the step was not compiled with
-            this strategy.
+            the candidate's strategy.
         time: the times of a step at the chips' peak rates. `time.seconds` is the minimum time of the step.
-        verdict: for the selected strategy, a text that begins with "chosen". For another strategy, the reason why it
+        verdict: for the selected strategy, a text that begins with "chosen"; for another strategy, the reason why it
             was not selected.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
@@ -59,13 +59,13 @@ class Candidate:
     @property
     def peak(self) -> int:
         """The peak memory of each chip in bytes. The peak is read from the compiled program if the step was compiled
-        with this strategy. Otherwise, it is estimated."""
+        with the candidate's strategy, and estimated otherwise."""
         return self.compiled.peak if self.compiled and self.compiled.peak is not None else self.estimate.peak
 
     @property
     def ledger(self) -> Ledger:
         """The transfers between chips. The transfers are read from the compiled program if the step was compiled with
-        this strategy. Otherwise, they are estimated."""
+        the candidate's strategy, and estimated otherwise."""
         return self.compiled.ledger if self.compiled and self.compiled.ledger is not None else self.estimate.ledger
 
 
@@ -82,7 +82,7 @@ class Plan:
         state, batch: the shardings of the state and of the batch, trees of `NamedSharding`s.
         candidates: a `Candidate` for each strategy that was compared.
         replicated: a tuple (path, shape, reason) for each leaf of the state that cannot be split, although the strategy
-            splits the state. Each chip has a complete copy of such a leaf.
+            splits the state. Each chip has a complete copy of a replicated leaf.
         shapes: the shapes and dtypes of the batch, a tree of `jax.ShapeDtypeStruct`s.
         axes: the names of the mesh axes over which the rows of the batch are split.
         unused: the paths of the batch's leaves that the step does not read.
@@ -146,7 +146,7 @@ class Plan:
 
     def place(self, state: Any) -> Any:
         """Copies an existing state to the devices with the plan's shardings, for example a state that was read from a
-        file. A step donates only this copy, so the original arrays remain valid."""
+        file. A step donates only the copy of the state, so the original arrays remain valid."""
         self._check_attached("place")
         if jax.tree.structure(state) != jax.tree.structure(self.state):
             raise ValueError(f"plan.place: the state has another structure than in the plan: "
@@ -167,9 +167,9 @@ class Plan:
             state, metrics = step(state, batch)
 
         The step is written for one device and receives the whole batch. Means over the batch, including batch
-        statistics, are computed over the rows of all devices. Therefore, up to rounding, the results are equal to those
-        on one device. The compiled step donates the state that is passed to it, and the new state has the plan's
-        shardings.
+        statistics, are computed over the rows of all devices. Up to rounding, the results of the step are therefore
+        equal to its results on one device. The compiled step donates the state that is passed to it, and the new state
+        has the plan's shardings.
 
         Args:
             step: the step that was passed to `parallel.plan`.
@@ -197,7 +197,7 @@ class Plan:
         return Compiled(step, explained(compiled), explained(compiled.lower), explained(compiled.trace))
 
     def objection(self, state: Any, batch: Any) -> str | None:
-        """Returns the reason why the step cannot be called with this state and batch, or None if it can."""
+        """Returns the reason why the step cannot be called with this state and batch, or None if it can be called."""
         return _check.call(self, state, batch)
 
     def explain(self) -> str:

@@ -1,4 +1,4 @@
-"""plan: compares strategies to run a step on many devices, and selects one of them."""
+"""`plan`: compares strategies for running a training step on many devices, and selects one of them."""
 
 from __future__ import annotations
 
@@ -41,30 +41,34 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
         step = plan.jit(step)
 
     `plan` estimates from the jaxpr of the step how much memory each strategy needs, and how many bytes the chips send
-    to each other. If the step can be compiled for the devices, `plan` reads the memory and these bytes from the
+    to each other. If the step can be compiled for the devices, `plan` takes the memory and the transfers from the
     compiled program instead. The devices need not be attached, and no arrays are allocated.
 
-    Of the strategies that fit into memory, `plan` keeps those that send at most 5 % more bytes than the strategy that
-    sends the fewest bytes. Of the kept strategies, `plan` then keeps those whose estimated time is at most 5 % longer
-    than the shortest estimated time. Finally, `plan` selects the simplest kept strategy that leaves half of the memory
-    free. If no kept strategy leaves half of the memory free, `plan` selects the one with the most free memory.
+    Of the strategies that fit into memory, `plan` first keeps those that send at most 5 % more bytes than the strategy
+    that sends the fewest bytes. Of the strategies that send few bytes, `plan` then keeps those whose estimated time is
+    at most 5 % longer than the shortest estimated time. Finally, `plan` selects the simplest remaining strategy that
+    leaves at least half of the memory free. If no remaining strategy leaves half of the memory free, `plan` selects the
+    one with the most free memory.
 
     The strategies are:
 
-    - "data": data parallelism. Each device has the whole state (the parameters and the state of the optimizer).
-    - "zero1": the optimizer's state is split over the devices (Rajbhandari et al., 2020, ZeRO, stage 1). Each device
-      has all parameters.
-    - "fsdp": the parameters are also split over the devices. A parameter is gathered each time the step uses it (ZeRO,
-      stage 3; Zhao et al., 2023, PyTorch FSDP).
+    - "data": with data parallelism, each device has the whole state (the parameters and the state of the optimizer).
+
+    - "zero1": the optimizer's state is split over the devices, but each device has all parameters (Rajbhandari et al.,
+      2020, ZeRO, stage 1).
+
+    - "fsdp": the parameters and the optimizer's state are split over the devices, and a parameter is gathered each time
+      the step uses it (ZeRO, stage 3; Zhao et al., 2023, PyTorch FSDP).
+
     - "fsdp+pins": as with "fsdp", the whole state is split. In addition, sharding constraints (pins) keep the
-      activations split along the batch axis. Without pins, XLA may sum activations over all chips instead of gathering
-      weights.
+      activations split along the batch axis. Without sharding constraints on the activations, XLA may sum activations
+      over all chips instead of gathering weights.
 
     Whether "fsdp" or "fsdp+pins" sends fewer bytes depends on the model, so the step is compiled with both. If no
     strategy fits into memory, `plan` tries each strategy with "+remat": the backward pass recomputes activations, as
-    with `ft.rematerialize`. If no strategy with "+remat" fits either, `plan` adds "+microbatches=2", "+microbatches=4"
-    or a larger power of two: the batch is processed in this number of slices, one after another. For microbatches, the
-    step must have a keyword argument `microbatches` that it passes to `ft.microbatch`.
+    with `ft.rematerialize`. If no strategy with "+remat" fits either, `plan` adds "+microbatches=N", where N is 2, 4 or
+    a larger power of two. With N microbatches, the batch is processed in N slices, one after another. For microbatches,
+    the step must have a keyword argument `microbatches` that it passes to `ft.microbatch`.
 
     Args:
         step: a function `step(state, batch) -> (state, metrics)`, written for one device.
@@ -76,20 +80,21 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
             of this run. A name specifies a slice of TPUs ("v5e:16x16", or "v5p:4x4x4*2" for two slices), GPUs
             ("h100:4x8" for four machines with eight GPUs each), a chip ("RTX 3080"), or a system ("dgx-1"). Default
             "local". To compile for TPUs that are not attached, install libtpu (`pip install 'fnet[tpu-plan]'`). JAX's
-            CUDA plugin can compile for some GPUs. If the step cannot be compiled for the devices, the plan is an
-            estimate, and the table of the plan states this.
-        strategy: "auto", or one of `parallel.STRATEGIES`, optionally followed by "+remat" and "+microbatches=N". With
-            "auto", all strategies are compared. With "fsdp", "fsdp" and "fsdp+pins" are compared. Default "auto".
+            CUDA plugin can compile for some GPUs. If the step cannot be compiled for the devices, the returned plan
+            contains only estimates, and the printed plan states this.
+        strategy: "auto", or one of `parallel.STRATEGIES`, optionally followed by "+remat" and "+microbatches=N". If
+            `strategy` is "auto", all strategies are compared. If `strategy` is "fsdp", the strategies "fsdp" and
+            "fsdp+pins" are compared. Default "auto".
         mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}. The batch is split over the axis
-            "data". One length may be -1, which means that the length is computed from the number of devices. If "data"
-            is omitted, its length is -1. By default, all devices of a TPU slice or GPU machine lie along "data", and
-            the slices or machines lie along another axis, "slice". The state is split over the devices of a slice or
-            machine, and each slice or machine has a complete state. Between slices or machines, only sums over the
-            batch, such as gradients, are sent.
+            "data". One length may be -1, which means that the length is computed from the number of devices. If the
+            axis "data" is omitted, its length is -1. By default, all devices of a TPU slice or GPU machine lie along
+            "data", and the slices or machines lie along another axis, "slice". The state is split over the devices of a
+            slice or machine, and each slice or machine has a complete state. Between slices or machines, only sums over
+            the batch, such as gradients, are sent.
         rules: rules for tensor parallelism, a dict. A key is a regular expression that matches the complete path of a
-            parameter, such as "blocks/fc/kernel". A value is a tuple with an entry for each axis of the parameter: the
-            name of the mesh axis over which this axis is split, or None. `parallel.rules` creates such a dict from the
-            axis names that layers define. Default None: no rules.
+            parameter, such as "blocks/fc/kernel". A value is a tuple that contains, for each axis of the parameter, the
+            name of the mesh axis over which this axis is split, or None. `parallel.rules` creates the dict `rules` from
+            the axis names that layers define. Default None (no rules).
         compile: whether the step is compiled. If False, memory and transfers are only estimated. An estimate takes
             seconds, for any number of chips. Default True.
 
@@ -99,7 +104,7 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
     Raises:
         ValueError: the strategy or the chip is unknown, the number of rows is not a multiple of the number of devices,
             a rule matches no parameter, the step changes the structure of the state, or no strategy fits into memory.
-            If no strategy fits into memory, the message lists the largest arrays.
+            If no strategy fits into memory, the error message lists the largest arrays.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
     >>> init = lambda key: {"w": jax.random.normal(key, (3,))}
@@ -160,7 +165,7 @@ class Traced:
         return self._found[key]
 
     def resized(self, option: Strategy, batch: Any) -> Any:
-        """Returns the jaxpr for a batch with another number of rows."""
+        """Returns the jaxpr of the step for a batch with another number of rows."""
         key = option, tuple(x.shape for x in jax.tree.leaves(batch))
         if key not in self._found:
             self._found[key] = jax.make_jaxpr(option.applied(self.step))(self.state, batch)
@@ -168,7 +173,8 @@ class Traced:
 
 
 class Drafts:
-    """The plans of several strategies, with their memory, transfers and times. Determines which of them fit."""
+    """The plans of several strategies, with the memory, transfers and time of each strategy. Determines which of them
+    fit."""
 
     def __init__(self, chips, axes, places, state, batch, traced, rules, init):
         self.chips, self.axes, self.places, self.state, self.batch = chips, axes, places, state, batch
@@ -213,8 +219,8 @@ class Drafts:
                                                          between, alike=self.alike))
 
     def compared(self, rung: list[Strategy], compile: bool) -> list[Candidate]:
-        """Returns a candidate for each strategy of `rung`, one of the lists that `ladder` returns. The verdict of a
-        candidate is "" if it may be selected."""
+        """Returns a candidate (a strategy with its costs) for each strategy of the list `rung`. The field `verdict` of
+        a candidate is "" if `plan` may select the candidate."""
         estimated = [self.candidate(option) for option in rung]
         if not compile or self.chips.devices is None:
             free = lambda option: option.state == "fsdp" and not option.pins
@@ -253,8 +259,8 @@ class Drafts:
 
     @functools.lru_cache(None)    # noqa: B019
     def largest_batches(self) -> tuple[tuple[Strategy, int], ...]:
-        """Returns pairs (strategy, largest number of rows that fits on one chip). The strategies are "data",
-        "data+remat" and, if the step supports microbatches, "data+remat+microbatches=8"."""
+        """Returns pairs (strategy, largest number of rows that fits on one chip). The pairs contain the strategies
+        "data", "data+remat" and, if the step supports microbatches, "data+remat+microbatches=8"."""
         if not self.memory:
             return ()
         options = [Strategy("data"), Strategy("data", remat=True)]
@@ -265,8 +271,8 @@ class Drafts:
         """Returns the largest number of rows of a batch with which the given strategy fits into the memory of the
         devices.
 
-        Peak memory is roughly linear in the number of rows, so each guess interpolates linearly between the two nearest
-        results.
+        Peak memory is roughly linear in the number of rows, so the search interpolates linearly between the two nearest
+        numbers of rows that it has tried.
         """
         def peak(rows):
             resized = lambda x: jax.ShapeDtypeStruct((rows * x.shape[0] // given, *x.shape[1:]), x.dtype)
@@ -308,8 +314,7 @@ def _unpadded(tree, shardings) -> int:
 
 
 def needs(plan: Plan, step: Callable, state: Any, batch: Any) -> Estimate:
-    """Estimates the memory and transfers of a plan's step on each device, for a batch that may have another number of
-    rows than the plan's batch.
+    """Estimates the memory and transfers of a plan's step on each device, for a batch with any number of rows.
 
     Args:
         plan: the plan.
@@ -321,7 +326,8 @@ def needs(plan: Plan, step: Callable, state: Any, batch: Any) -> Estimate:
 
 
 def _estimated(plan, closed, state, batch) -> Estimate:
-    """Returns the estimate for a plan's step. The estimated peak is at least the size of the padded arguments."""
+    """Estimates the memory and transfers of a plan's step on each device. The estimated peak memory is at least the
+    size of the padded arguments of the step."""
     chip, axes = plan.chip, dict(plan.mesh.shape)
     alone = all(n == 1 for name, n in axes.items() if name not in ("slice", "data"))
     cudnn = chip.vendor == "NVIDIA" and float(chip.architecture or 0) >= 8
@@ -341,8 +347,9 @@ def _split(spec) -> Split:
 
 
 def _best(judged: list[Candidate], memory: float | None) -> Candidate | None:
-    """Selects a candidate that fits into memory, or returns None. If candidates were compiled, only compiled candidates
-    are considered. The rules are those of `plan`."""
+    """Selects a candidate (a strategy with its costs) that fits into memory, or returns None. If candidates were
+    compiled, only compiled candidates are considered. The function applies the criteria that the docstring of `plan`
+    describes."""
     fit = [each for each in judged if not each.verdict]
     fit = [each for each in fit if each.compiled] or fit
     if not fit:
@@ -381,7 +388,7 @@ def _verdict(each, best, judged):
 
 
 def _merit(best: Candidate, other: Candidate) -> str:
-    """Returns the advantage of `best` over another candidate that sends about as many bytes."""
+    """Returns a text that states the advantage of `best` over another strategy that sends about as many bytes."""
     if (other.time.seconds or 0) > CLOSE * (best.time.seconds or 0):
         return "takes less time at best"
     return "needs less memory" if other.peak > best.peak else "is simpler"

@@ -1,4 +1,4 @@
-"""The user's sharding rules. A rule states the axes of the mesh over which the axes of a parameter are split."""
+"""The user's sharding rules. A sharding rule states over which mesh axes the axes of a parameter are split."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def rules(spec: Any, axes: Mapping[str, str]) -> dict[str, tuple[str | None, ...
     Args:
         spec: the tree of `ParamSpec`s that describes the parameters of the model. `model.spec(x)` returns this tree as
             its first result.
-        axes: {logical axis name: mesh axis}. An axis of a parameter with one of these logical names is split over the
-            corresponding mesh axis. If several axes of a parameter would be split over the same mesh axis, only the
+        axes: {logical axis name: mesh axis}. An axis of a parameter whose logical name is a key of `axes` is split over
+            the corresponding mesh axis. If several axes of a parameter would be split over the same mesh axis, only the
             first of these axes is split.
 
     Returns:
         A dict with a rule for each parameter that has an axis with one of the names in `axes`. A key is the path of a
-        parameter, in which special characters of regular expressions are escaped. A value is a tuple with an entry for
-        each axis of the parameter: the name of a mesh axis, or None.
+        parameter, in which special characters of regular expressions are escaped. A value is a tuple that contains, for
+        each axis of the parameter, the name of a mesh axis or None.
 
     Raises:
         ValueError: a logical axis name in `axes` occurs in no parameter.
@@ -58,13 +58,13 @@ def path_of(path) -> str:
 
 
 def applied(rules: Rules, parameters: list[tuple[str, tuple[int, ...]]], mesh: Mapping[str, int]) -> dict[str, tuple]:
-    """Returns {path of a parameter: spec} for the parameters that match a rule. A spec contains, for each axis, a mesh
-    axis or None.
+    """Returns a dict {path of a parameter: spec} for the parameters that match a sharding rule. A spec contains, for
+    each axis of the parameter, a mesh axis or None.
 
     Raises:
         ValueError: a pattern matches no parameter, two patterns match the same parameter, a spec has more axes than the
-            parameter, a spec contains an unknown or repeated mesh axis, or a size is not a multiple of the length of
-            the mesh axis.
+            parameter, a spec contains an unknown or repeated mesh axis, or the size of an axis is not a multiple of the
+            length of its mesh axis.
     """
     found: dict[str, tuple[str, tuple]] = {}
     for pattern, spec in rules.items():

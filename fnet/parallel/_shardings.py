@@ -25,23 +25,23 @@ class Layout(NamedTuple):
 
 
 def layout(state, kind: str, chips: int, scanned: frozenset[str], ruled: dict[str, tuple] | None = None) -> Layout:
-    """Returns the partition specs of a state. For the kind "data", no leaf is split. For "zero1", all leaves except
-    parameters are split. For "fsdp", all leaves are split. Small leaves and leaves without a suitable axis are
-    replicated.
+    """Returns the partition specs of a state. If `kind` is "data", no leaf is split. If `kind` is "zero1", all leaves
+    except parameters are split. If `kind` is "fsdp", all leaves are split. Small leaves and leaves without a suitable
+    axis are replicated.
 
-    An array is split along the largest axis whose size is a multiple of `chips`. If several axes have this size, it is
-    split along the last of them. Two kinds of axes are excluded: axes that a rule already splits, and axes over which a
-    scan runs, because each iteration would need a transfer. Leaves of the optimizer's state that belong to a parameter,
-    such as its moments, are split like this parameter. An implicit array, such as a quantized array, consists of values
-    and scales. The scales are split along the same axis as the values if their size along this axis is a multiple of
-    `chips`.
+    An array is split along the largest axis whose size is a multiple of `chips`. If several axes have the largest size,
+    the array is split along the last of these axes. An array is never split along an axis that a sharding rule already
+    splits, or along an axis over which a scan runs, because each iteration of the scan would need a transfer. Leaves of
+    the optimizer's state that belong to a parameter, such as its moments, are split like this parameter. An implicit
+    array, such as a quantized array, consists of values and scales. The scales are split along the same axis as the
+    values if the size of the scales along this axis is a multiple of `chips`.
 
     Args:
         state: a tree of shapes.
         kind: "data", "zero1" or "fsdp".
         chips: number of chips that share the state.
         scanned: paths of the leaves that a scan slices along their first axis.
-        ruled: {path of a parameter: its spec}, from the user's rules. Default None.
+        ruled: a dict {path of a parameter: its partition spec}, derived from the user's sharding rules. Default None.
     """
     leaves, structure = jax.tree.flatten_with_path(state)
     model = {path: leaf.shape for path, leaf in leaves if is_parameter(path, state)}
@@ -82,7 +82,7 @@ def _spec(shape, chips, mine, *, first):
 
 
 def _beside(tree, path) -> dict:
-    """Returns {path of the scales: path of the values} for each implicit array."""
+    """Returns a dict {path of the scales: path of the values} for each implicit array, such as a quantized array."""
     found = {}
     for inner, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: is_implicit(x) and x is not tree):
         if is_implicit(leaf):

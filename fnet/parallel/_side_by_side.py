@@ -23,8 +23,8 @@ _OPTIONS = Strategy("data"), Strategy("data", remat=True)
 
 
 class Figure(NamedTuple):
-    """A value as text, and its basis. The basis is "exact", "published", "derived", "estimated" or "unverified", or ""
-    if the value is not a number."""
+    """A value as text, and its basis, which states how the value is known. The basis of a value is "exact",
+    "published", "derived", "estimated" or "unverified", or "" if the value is not a number."""
 
     text: str
     basis: str = ""
@@ -37,13 +37,13 @@ class OnChips:
     Attributes:
         name: the name of the chips that was passed to `compare`.
         target: the kind and the number of the chips.
-        policy: the dtypes that `hardware.policy` selects for these chips, a `hardware.Policy`.
+        policy: the dtypes that `hardware.policy` selects for the chips, a `hardware.Policy`.
         count: the FLOPs and bytes of the step, a `hardware.Count`.
         time: the times of a step at the chips' peak rates. `time.seconds` is the minimum time of the step.
         peak: the estimated number of bytes that the step needs on each JAX device.
         memory: the bytes of memory of each JAX device, or None if unknown.
         rows: two estimates of the largest number of rows in a batch with which the step fits into memory: without and
-            with `ft.rematerialize`. The value is None if the size of the memory is unknown.
+            with `ft.rematerialize`. `rows` is None if the size of the memory is unknown.
         units: the unit in which the size of a batch is stated, and the number of units in a batch, such as ("images",
             32).
         watts: the power of all chips together in watts, or None if unknown.
@@ -72,7 +72,7 @@ class OnChips:
     @property
     def fits(self) -> bool | None:
         """Whether the step, without `ft.rematerialize`, fits into the memory of each JAX device. The value is None if
-        the size of the memory is unknown."""
+        the size of the device memory is unknown."""
         return None if self.memory is None else self.peak <= ROOM * self.memory
 
     def watt_hours(self, steps: float) -> float | None:
@@ -92,15 +92,16 @@ class OnChips:
 
     @property
     def _priced(self) -> float:
-        """The number by which a price is multiplied: 1 if the name is a system with its own price, otherwise the number
+        """The number by which a price is multiplied: 1 if `name` is a system with its own price, otherwise the number
         of chips."""
         return 1 if self.name in hw.systems and hw.systems[self.name].prices else self.target.chip.chips_of(
             self.target.count)
 
     def figures(self, steps: float, period: str) -> dict[str, Figure]:
-        """Returns this column of the table as a dict {quantity: figure}. A figure is a tuple (text, basis). The basis
-        states how the figure is known, such as "estimated". Energy and rent are for `steps` steps. `period` is the text
-        with which the table describes this number of steps, such as "1,000 steps"."""
+        """Returns the column of the comparison table for one kind of chips, as a dict {quantity: figure}. A figure is a
+        tuple (text, basis). The basis of a figure states how the figure is known, such as "estimated". The figures for
+        energy and rent are for `steps` steps. `period` is the text with which the table describes the number of steps,
+        such as "1,000 steps"."""
         chip, time = self.target.chip, self.time
         peak = chip.peak(self.count.dtype) if self.count.dtype else None
         names = ("as written", "recomputed")
@@ -135,9 +136,10 @@ class SideBySide:
     """The result of `compare`. `str()` returns a table with a column for each name that was passed to `compare`.
 
     Attributes:
-        columns: an `OnChips` for each name.
+        columns: a tuple with an `OnChips` (the estimates for one kind of chips) for each name that was passed to
+            `compare`.
         steps: the number of steps for which the table states energy and rent.
-        period: the text with which the table describes this number of steps, "1,000 steps" or "epoch".
+        period: the text with which the table describes `steps`, "1,000 steps" or "epoch".
 
     >>> def step(w, batch):
     ...     return w - jax.grad(lambda w: ((batch @ w) ** 2).mean())(w), {}
@@ -176,7 +178,7 @@ class SideBySide:
         return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
     def notes(self) -> list[str]:
-        """Returns the lines below the table, which explain the figures and state the sources of the prices."""
+        """Returns the lines below the table of `compare`, which explain the figures and cite the prices' sources."""
         notes = ["FLOPs are exact (convolutions: padding included). The best possible time is the longest of compute,",
                  "memory traffic and transfers at the chips' peak rates; programs reach a part of these. Energy: this",
                  "time at the chips' thermal design power, without host and cooling."]
@@ -202,8 +204,8 @@ def compare(step: Callable, init: Callable, batch: Any, chips: Sequence[str], *,
         precision: the dtypes of the step. With "auto" (default), `ft.autocast` casts the step to the dtypes that
             `hardware.policy` selects for each chip. With "float32", "bfloat16" or "float16", `ft.autocast` casts the
             step to this dtype for all chips. With "as written", the step is not changed.
-        examples: the number of rows in an epoch. If it is given, energy and rent are stated for an epoch. Default None:
-            energy and rent are stated for 1,000 steps.
+        examples: the number of rows in an epoch. If `examples` is given, energy and rent are stated for an epoch.
+            Default None: energy and rent are stated for 1,000 steps.
 
     Returns:
         A `SideBySide`, a table in which each number is marked as exact, published, derived, estimated or unverified.

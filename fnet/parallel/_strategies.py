@@ -55,7 +55,7 @@ class Strategy(NamedTuple):
         return STRATEGIES[f"{self.state}{'+pins' * self.pins}"] + "".join(more)
 
     def applied(self, step: Callable, mesh: Mesh | None = None, axes: Sequence[str] = ()) -> Callable:
-        """Returns `step`, rewritten for this strategy. If `mesh` is None or has only one device, activations get no
+        """Returns `step`, rewritten for the strategy. If `mesh` is None or has only one device, activations get no
         sharding constraints, and sums over the batch are not moved out of loops. `axes` are the mesh axes over which
         the batch is split."""
         if self.microbatches > 1:
@@ -70,7 +70,7 @@ def parse(strategy: str) -> Strategy | None:
     """Parses the name of a strategy. Returns None for "auto".
 
     Raises:
-        ValueError: there is no strategy of this name.
+        ValueError: no strategy has the given name.
     """
     if strategy == "auto":
         return None
@@ -84,8 +84,8 @@ def parse(strategy: str) -> Strategy | None:
 
 
 def ladder(strategy: str, step: Callable, rows: int, chips: int) -> list[list[Strategy]]:
-    """Returns the strategies to try, as a list of lists, the rungs. The strategies of a rung are tried only if no
-    strategy of the earlier rungs fits into memory."""
+    """Returns the strategies to try, as a list of lists of strategies. The strategies of a list are tried only if no
+    strategy of the preceding lists fits into memory."""
     option = parse(strategy)
     if option is not None and option.microbatches > 1:
         slices(step, option.microbatches, rows, chips)

@@ -1,5 +1,5 @@
-"""The devices of a plan: the devices of this run, or devices that the user specifies by name and that need not be
-attached."""
+"""The devices of a sharding plan: the devices of this run, or devices that the user specifies by name. Devices that are
+specified by name need not be attached."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Target(NamedTuple):
         name: the name that the user passed for the devices, or a text that describes a list of devices.
         chip: the chip, with its peaks and memory.
         count: number of JAX devices.
-        groups: number of slices or machines that contain the devices. A slower network connects the groups.
-        devices: devices to compile for, or None if programs cannot be compiled for them here.
+        groups: number of slices or machines that contain the devices. A slower network connects the slices or machines.
+        devices: devices to compile for, or None if this process cannot compile programs for the target.
         attached: whether the devices are attached, so that a program can run.
         why: the reason why `devices` is None, or "".
         sent: bytes/s that a device can send to the devices of its own slice or machine, or None if unknown.
@@ -66,10 +66,11 @@ class Target(NamedTuple):
 
 
 def target(what: str | Sequence[jax.Device]) -> Target:
-    """Returns the target for a name or a list of devices.
+    """Returns the `Target`, a description of devices, for a name or a list of devices.
 
     Raises:
-        ValueError: the list is empty, the name is unknown, or the slice does not exist for this kind of TPU.
+        ValueError: the list of devices is empty, the name is unknown, or the slice does not exist for the given kind of
+            TPU.
     """
     if not isinstance(what, str):
         if not isinstance(what, Iterable):
@@ -187,11 +188,11 @@ def _environment(variables: dict[str, str]):
 
 
 def _rates(chip, axes, group, ring=4) -> tuple[float | None, float | None]:
-    """Returns two rates in bytes/s: the rate at which a device can send within its group, and the rate between groups.
+    """Returns the bytes/s that a device can send within its slice or machine, and to other slices or machines.
 
-    In a torus, a chip has two links along each axis, or one link if the axis has only two chips. An axis that is too
-    short to be a ring is treated as a ring, because only the two chips at its ends have fewer links. If a chip has
-    several devices, they share its links.
+    In a torus, a chip has two links along each axis, or one link if the axis has only two chips. An axis of a torus
+    that is too short to be a ring is treated as a ring, because only the two chips at its ends have fewer links. If a
+    chip has several devices, they share its links.
     """
     links = chip.links
     if links is None:

@@ -1,7 +1,8 @@
 """Reads the folder of a run. The run may be finished or in progress.
 
-Files are untrusted: they may be damaged, written by another program, or malicious. The files are read as text or JSON
-of a limited size, and no content is executed. Content that cannot be used is omitted, and `Run.notes` lists it.
+The files of a run are untrusted: they may be damaged, written by another program, or malicious. The files are read as
+text or JSON of a limited size, and no content is executed. Content that cannot be used is omitted, and `Run.notes`
+lists the omitted content.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Run:
         name: the name of the folder.
         metrics: a dict {name: (steps, values)}, in which a value that is not finite is None.
         config: the hyperparameters, a dict; {} if no hyperparameters were recorded.
-        facts: facts about the run, a dict. `training.fit` stores these facts as the notes of the newest checkpoint. The
-            dict may contain the chip, the policy, the plan and the versions of libraries.
+        facts: a dict of facts about the run, which `training.fit` stores as the notes of the newest checkpoint.
+            `facts` may contain the chip, the precision policy, the sharding plan and the versions of libraries.
         checkpoints: a list of (step, metrics, size in bytes), in the order of the steps.
         damaged: the names of damaged checkpoints, which were renamed.
         events: a list of (step, time, text). The time is a Unix time, or None if it is unknown.
@@ -148,7 +149,7 @@ def _json(run: Run, path: Path, limit: int = _FILE) -> Any:
 
 
 def _lines(run: Run, name: str, use: Callable[[int, dict], None]) -> None:
-    """Calls `use` with the number and the content of each line that is a JSON object."""
+    """Calls `use` with the number and the content of each line of a file that is a JSON object."""
     raw, wrong = _raw(run, run.path / name, _LOG), []
     lines = (raw or b"").split(b"\n")
     for number, line in enumerate(lines, 1):

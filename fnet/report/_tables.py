@@ -15,7 +15,8 @@ _TEXT = 4000      # largest number of characters of a value
 
 
 def configuration(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Returns a table with a row for each field. Fields that differ between runs come first."""
+    """Returns a table of the configurations of the runs, with a row for each field. Fields that differ between runs
+    come first."""
     fields = list(dict.fromkeys(name for run in runs for name in run.config))
     if not fields:
         return ""
@@ -31,8 +32,8 @@ def configuration(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 
 def environment(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Returns a table of the facts about each run, such as the chip, the policy, the plan and the versions of
-    libraries."""
+    """Returns a table of the facts about each run, such as the chip, the precision policy, the sharding plan and the
+    versions of libraries."""
     order = ["chip", "kind", "devices", "processes", "jaxlib", "policy", "weights", "weights_revision", "tune", "plan"]
     hidden = {"fit", "evaluated", "position"}
     facts = []
@@ -59,7 +60,7 @@ def environment(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 
 def summary(run: Run, name: str) -> str:
-    """Returns a table of the model by path."""
+    """Returns a table of the model of a run, with a row for each path in the model."""
     if not run.summary:
         return ""
     heads = ("path", "output", "parameters", "forward FLOPs", "backward FLOPs", "kept", "share of time")
@@ -84,8 +85,8 @@ def summary(run: Run, name: str) -> str:
 
 
 def profiles(run: Run, name: str) -> str:
-    """Returns one table for each profile of a run. The table lists the time of each path of the model in each phase,
-    such as forward and backward."""
+    """Returns one table for each profile of a run. A table of a profile lists the time of each path of the model in
+    each phase, such as forward and backward."""
     parts = []
     for steps, rows in run.profiles.items():
         present = [key for key in ("forward", "backward", "recomputed", "optimizer", "other")

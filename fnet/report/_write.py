@@ -27,8 +27,8 @@ def write(folders: str | os.PathLike | Iterable[str | os.PathLike], path: str | 
     The report is a single HTML file that loads no other files and executes no content of the runs. The report shows
     learning curves, speed, predictions, text samples, the model, profiles, differences between configurations, the
     environment, the sharding plan, checkpoints and events. The curves of runs that differ only in their seed are shown
-    as one band. If a run has not recorded the data of a part, the report omits this part. The report lists the files of
-    the runs that cannot be used.
+    as one band. If a run has not recorded the data for a part of the report, this part is omitted. The report lists the
+    files of the runs that cannot be used.
 
     Args:
         folders: the folder, or the folders, of the runs, as they were passed to `training.fit(workdir=)`.
@@ -98,7 +98,7 @@ def title(names: Sequence[str]) -> str:
 
 
 def tools(key: str) -> str:
-    """Returns the HTML of the controls for the section "curves", and "" for other sections."""
+    """Returns the HTML of the controls for the report section "curves", and "" for other sections."""
     if key != "curves":
         return ""
     return ('<div class="tools"><label>Smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" '
@@ -109,7 +109,7 @@ def tools(key: str) -> str:
 
 
 def unique_names(runs: Sequence[Run]) -> list[str]:
-    """Returns the names of the folders, with as many parent folders as are necessary to distinguish them."""
+    """Returns the names of the runs' folders, with as many parent folders as are necessary to distinguish them."""
     parts = [run.path.resolve().parts for run in runs]
     for depth in range(1, 6):
         names = ["/".join(part[-depth:]) or "/" for part in parts]
@@ -205,14 +205,14 @@ def _card(run, name, i) -> str:
 
 
 def _shown(run) -> list[str]:
-    """Returns the names of up to four metrics for the card of a run: losses and accuracies, first those of evaluations,
-    then those of training."""
+    """Returns the names of up to four metrics for the summary card of a run: losses and accuracies, first those of
+    evaluations, then those of training."""
     names = [name for name in run.metrics if name.rpartition("/")[2] in _FIRST]
     return sorted(names, key=lambda name: (name.startswith("train/"), _FIRST.index(name.rpartition("/")[2]), name))[:4]
 
 
 def status(run: Run) -> tuple[str, str]:
-    """Returns two strings: a sentence about the state of a run, and its category: "good", "open" or "bad"."""
+    """Returns a text that describes the state of a run, and the category of this state: "good", "open" or "bad"."""
     last = run.events[-1][2] if run.events else ""
     if last.startswith("ended by Interrupted"):
         return "interrupted; the same command resumes it", "open"

@@ -1,4 +1,4 @@
-"""Successive halving and Hyperband, which stop the training of bad members early."""
+"""Successive halving and Hyperband, which stop the training of bad members (training runs) early."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, s
 
     A member is a training run of a population, see `population`. The first rung (stage of the search) trains all n
     members up to step `first`. Each further rung keeps the best 1 / eta of the members, and trains these members up to
-    a step that is eta times the last step of the previous rung. The last rung ends at step `steps`.
+    a step that is eta times the last step of the previous rung. The last rung of the search ends at step `steps`.
 
     Args:
       init_n, step_n: the results of `population`.
@@ -65,8 +65,8 @@ def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, s
       eta: the factor between two rungs. From one rung to the next, the number of members is divided by eta, and the
         number of steps is multiplied by eta.
       key: the PRNG key for `init_n`.
-      workdir: a folder for the checkpoints of each rung, or None. With a folder, an interrupted search can be
-        continued.
+      workdir: a folder for the checkpoints of each rung, or None. If `workdir` is a folder, an interrupted search can
+        be continued.
       **options: options of `tr.fit`, such as progress and log_every.
 
     Returns:
@@ -116,8 +116,8 @@ def hyperband(init_n: Callable, step_n: Callable, space: Space, batches: Callabl
 
     Args:
       init_n, step_n, batches, score, steps, eta, options: as for `halving`.
-      space: the space of the hyperparameters, all of which must be numbers. Each bracket uses different random points
-        of this space.
+      space: the space of the hyperparameters, all of which must be numbers. Each bracket (run of successive halving)
+        uses different random points of `space`.
       seed: the seed of the random points and of the PRNG keys of the members.
       most: the largest number of brackets. Default None: as many as possible. The number of brackets is limited,
         because the first rung of each bracket must have at least one step.

@@ -19,8 +19,8 @@ class Population:
     """The state of a population of n members (training runs). A `Population` is a state for `tr.fit`, and is immutable.
 
     With the method "loop" (see `population`), each member has its own arrays between the steps. When `members` or the
-    leaves of the population are read, for example for an evaluation or a checkpoint, these arrays are copied to arrays
-    with a leading axis for the members.
+    leaves of the population are read, for example for an evaluation or a checkpoint, the arrays of the members are
+    copied to arrays with a leading axis of members.
 
     Fields:
       step: the number of completed steps, an int32 scalar.
@@ -45,7 +45,7 @@ class Population:
         return self._members.together() if isinstance(self._members, Separate) else self._members
 
     def replace(self, **changes: Any) -> Population:
-        """Returns a copy in which some fields have other values."""
+        """Returns a copy of the population in which the given fields have other values."""
         if unknown := changes.keys() - set(_FIELDS):
             raise TypeError(f"Population has no field {', '.join(sorted(unknown))}; it has {', '.join(_FIELDS)}")
         return Population(**{"step": self.step, "members": self._members, "hyper": self.hyper,
@@ -95,7 +95,7 @@ class Separate:
 
 
 def separate(population: Population, mesh: Mesh | None) -> Separate:
-    """Copies the members of a population to separate arrays. The combined arrays of the states are deleted."""
+    """Copies the members of a population to separate arrays. The combined arrays of the members' states are deleted."""
     found, hyper, n = population._members, population.hyper, population.diverged.shape[0]
     if not isinstance(found, Separate):
         states, hypers = zip(*parts((found, hyper), n, mesh))
@@ -120,7 +120,8 @@ def parts(tree: Any, n: int, mesh: Mesh | None) -> list[Any]:
 
 
 def stacked(parts: Sequence[Any], mesh: Mesh | None) -> Any:
-    """Combines the trees of all members. The inverse of `parts`."""
+    """Combines the trees of all members into one tree, whose leaves have a leading axis of members. The inverse of
+    `parts`."""
     if mesh is None:
         return _stacked(parts)
     each, place = len(parts) // len(mesh.local_devices), NamedSharding(mesh, P(mesh.axis_names[0]))

@@ -34,7 +34,7 @@ class Methods:
       chosen: "vmap", "split" or "loop" (see `population`).
       members: the number of members.
       seconds: the measured time of a step in seconds, by method; {} if nothing was measured.
-      reason: why this method was selected.
+      reason: why the method was selected.
 
     >>> print(search.Methods("loop", 4, {"vmap": 0.004, "loop": 0.002}, "measured"))
     4 members, method 'loop': measured
@@ -61,8 +61,8 @@ class Step:
 
     Attributes:
       plain: the step of all members as one function that JAX can trace.
-      separate: True if a step calls several compiled programs. The value is valid after the first call, or after
-        `prepare`.
+      separate: True if a step calls several compiled programs. The value of `separate` is valid after the first call of
+        the step, or after `prepare`.
     """
 
     def __init__(self, step: Callable, method: str, mesh: Mesh | None, own_batches: bool):
@@ -88,15 +88,15 @@ class Step:
         return any(each.chosen == "loop" for each in self._methods.values())
 
     def prepare(self, state: Any, batch: Any, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Selects the method for the number of members in `state`, by measurement if necessary.
+        """Selects the method (vmap, split or loop) for the number of members in `state`, by measurement if necessary.
 
         Args:
           state, batch: the arguments of a step. The state is not donated.
-          known: None, or the result of `prepare` in an earlier process. If `known` is such a result, the method of this
-              result is used.
+          known: None, or the result of `prepare` in an earlier process. If `known` is the result of an earlier
+              `prepare`, the method in this result is used.
 
         Returns:
-          The fields of `Methods`, a dict of JSON types.
+          A dict of the fields of `Methods`: the method, the measured times, the reason and the number of members.
         """
         n = _members(state)
         if n not in self._methods:
@@ -169,7 +169,8 @@ class Step:
         return step_n
 
     def _separate(self) -> Callable:
-        """Returns a step that calls one program for each member. Between steps, each member has its own arrays."""
+        """Returns a step that calls one program for each member. Between steps, each member of the population has its
+        own arrays."""
         one, mesh = ft.tune(jax.jit(checked(self._step), donate_argnums=0)), self._mesh
         rows = None if mesh is None else NamedSharding(mesh, P(mesh.axis_names[0]))
 
@@ -217,7 +218,7 @@ class Step:
 def checked(step: Callable) -> Callable:
     """Returns the step of one member, `(state, hyper, batch) -> (state, metrics)`, with checks of the results.
 
-    A `Mean` in the metrics is converted to a `MemberMean`.
+    Each `Mean` in the metrics is converted to a `MemberMean`, which can have an axis of members.
 
     Raises:
       TypeError: the step does not return (state, metrics), or the structure of the returned state differs from that of
@@ -237,13 +238,13 @@ def checked(step: Callable) -> Callable:
 
 
 def marked(diverged: jax.Array, metrics: Any) -> tuple[jax.Array, Any]:
-    """Marks members that have diverged. Returns (diverged, metrics). In the metrics, the values and weights of diverged
-    members are 0.
+    """Marks members that have diverged. Returns (diverged, metrics). In the returned metrics, the values and weights of
+    diverged members are 0.
 
-    A member has diverged if one of its metrics is NaN or infinite, or was so in an earlier step. The leaves of
-    `metrics` have a leading axis of members. The states are not checked: this would take a third of the time of a small
-    MLP's step. A check is not necessary either, because a member with NaN or infinite values does not affect the
-    others.
+    A member has diverged if one of its metrics is or has been NaN or infinite. The leaves of `metrics` have a leading
+    axis of members. The states of the members are not checked for NaN, because this check would take a third of the
+    time of a small MLP's step. A check of the states is not necessary either, because a member with NaN or infinite
+    values does not affect the other members.
     """
     for leaf in jax.tree.leaves(metrics):
         diverged = diverged | ~jnp.isfinite(leaf).reshape(len(leaf), -1).all(1)
@@ -265,10 +266,10 @@ def of_members(metrics):
 
 
 def split_convolutions(step: Callable) -> Callable:
-    """Returns the step with another vmap rule for convolutions whose input and kernel are both batched.
+    """Returns the step of one member with another vmap rule for convolutions whose input and kernel are both batched.
 
-    By default, vmap converts these convolutions to one grouped convolution, for which XLA has slow kernels. With the
-    new rule, vmap computes a separate convolution for each member.
+    By default, vmap converts convolutions with a batched input and a batched kernel to one grouped convolution, for
+    which XLA has slow kernels. With the new vmap rule, a separate convolution is computed for each member.
     """
     def rule(primitive, scope, inputs, equation):
         if primitive != "conv_general_dilated":

@@ -19,8 +19,8 @@ def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, frac
     The m members with the lowest scores are replaced (truncation selection). Each replaced member becomes a copy of a
     member that is drawn at random from the m best members. The parameters, the optimizer state and the hyperparameters
     are copied. After copying a member, each hyperparameter of the copy is changed. With probability `resample`, the new
-    value is drawn from the space. Otherwise, the value is multiplied by one of the two factors and clipped to its
-    range. A member that has diverged counts as a member with the lowest score.
+    value of a hyperparameter is drawn from `space`. Otherwise, the value of the hyperparameter is multiplied by one of
+    the two `factors` and clipped to its range. A member that has diverged counts as a member with the lowest score.
 
     Args:
       state: a population, whose `hyper` is a dict.
@@ -80,9 +80,9 @@ def pbt(step_n: Callable, score: Callable, space: Space, *, interval: int, seed:
         step = search.pbt(step_n, lambda state: accuracy(state), space, interval=200)
         state = tr.fit(step, init_n(key, hyper), batches, steps=2000, workdir="runs/pbt")
 
-    The steps between two calls of `evolve` are a generation. The random choices of a call depend only on `seed` and on
-    the number of the step. Therefore, a run that is interrupted at any step and then resumed has the same results as an
-    uninterrupted run, bit for bit.
+    The steps between two calls of `evolve` are called a generation. The random choices of a call of `evolve` depend
+    only on `seed` and on the number of the step. Therefore, a run that is interrupted at any step and then resumed has
+    the same results as an uninterrupted run, bit for bit.
 
     Args:
       step_n: the step that `population` returns.
@@ -111,7 +111,7 @@ def pbt(step_n: Callable, score: Callable, space: Space, *, interval: int, seed:
 
 
 class PBT:
-    """The step of `pbt`, with the interface of the step of `population`."""
+    """The step that `pbt` returns, with the same interface as the step that `population` returns."""
 
     def __init__(self, step_n, score, space, interval, seed, options):
         self._step, self._interval = step_n, interval
@@ -126,8 +126,8 @@ class PBT:
 
     @property
     def separate(self) -> bool:
-        """True, because a step calls several compiled programs. Therefore `fit` does not compile the step as one
-        program."""
+        """True, because a step of population-based training calls several compiled programs. Therefore `fit` does not
+        compile the step of `pbt` as one program."""
         return True
 
     def plain(self, state, batch):
@@ -135,7 +135,7 @@ class PBT:
         return jax.lax.cond(new.step % self._interval == 0, self._evolve, lambda same: same, new), metrics
 
     def prepare(self, state, batch, known=None):
-        """Selects the method by which the members run."""
+        """Selects the method (vmap, split or loop) by which the members of the population run."""
         return self._step.prepare(state, batch, known)
 
     def explained(self, state, batch):

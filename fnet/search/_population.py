@@ -41,33 +41,33 @@ def population(init: Callable, step: Callable, *, method: str = "auto", devices:
     single training run that starts from `init(jax.random.fold_in(key, i), h)`, where h contains the i-th value of each
     hyperparameter.
 
-    The members can run by three methods:
+    The members of a population can run by three methods. The method "vmap" runs the step under `jax.vmap`. The method
+    "split" is like "vmap", but convolutions with a kernel for each member are computed one by one. The method "loop"
+    runs one compiled program for one member after another.
 
-        vmap    the step under jax.vmap
-        split   vmap, but convolutions with a kernel for each member are computed one by one
-        loop    one compiled program, run for one member after another
-
-    Which method is the fastest depends on the model and the device. For example, if each member has its own convolution
-    kernels, `vmap` on a CPU is several times slower than `loop`. With the method "auto", the first call of `step_n`
-    measures the methods on copies of the state, and selects the fastest method. `ft.explain(step_n, state, batch)`
-    shows the times. `tr.fit` stores the selected method in its checkpoints, so a resumed run uses the same method.
+    Which of the methods vmap, split and loop is the fastest depends on the model and the device. For example, if each
+    member has its own convolution kernels, `vmap` on a CPU is several times slower than `loop`. With the method "auto",
+    the first call of `step_n` times the methods on copies of the state, and selects the fastest method.
+    `ft.explain(step_n, state, batch)` shows the measured times of the methods. `tr.fit` stores the selected method in
+    its checkpoints, so a resumed run uses the same method.
 
     If a metric of a member is NaN or infinite, the member is marked in `state.diverged`, and the later metrics of this
-    member are ignored. Other members of the population are not affected, and `tr.fit` continues.
+    member are ignored. A member with NaN or infinite metrics does not affect the other members, and `tr.fit` continues.
 
     Args:
       init: the init function of one member, `init(key, hyper) -> state`.
       step: the step of one member, `step(state, batch, hyper) -> (state, metrics)`.
       method: "auto" (the fastest method), "vmap", "split" or "loop".
       devices: the devices over which the members are distributed. The number of members must be a multiple of the
-        number of devices. None: the default device.
+        number of devices. If `devices` is None, all members run on the default device.
       own_batches: if True, each member has its own batch, and the leaves of a batch must have a leading axis for the
-        members. If False, all members receive the same batch.
+        members. If `own_batches` is False, all members receive the same batch.
 
     Returns:
       Two functions, (init_n, step_n). `init_n(key, hyper)` returns a `Population`. The leaves of `hyper` must have a
       leading axis [n]. `step_n(state, batch)` returns (state, metrics). The function `step_n` is compiled on its first
-      call, and donates the state. Each metric is a `tr.MemberMean`, whose `result()` is an array [n].
+      call, and donates the state. Each metric that `step_n` returns is a `tr.MemberMean`, whose `result()` is an array
+      [n].
 
     Raises:
       TypeError: init or step is not a function.
@@ -124,7 +124,7 @@ def members_of(hyper: Any) -> int:
     """Returns the number of members in a tree of hyperparameters.
 
     Raises:
-      ValueError: there is no leaf, a leaf has no axis, or the leaves have different lengths.
+      ValueError: the tree has no leaves, a leaf has no axis, or the leaves have different lengths.
     """
     sizes = {jax.tree_util.keystr(path, simple=True, separator="/"): np.shape(leaf)[:1]
              for path, leaf in jax.tree_util.tree_leaves_with_path(hyper)}
@@ -149,7 +149,7 @@ def member(state: Population, index: int) -> Any:
 
 
 def take(state: Population, indices: Any) -> Population:
-    """Returns a population that consists of some members of a population, with their states and hyperparameters.
+    """Returns a population of selected members of a given population, with their states and hyperparameters.
 
     Args:
       state: a population.
@@ -175,7 +175,8 @@ def each_member(measure: Callable) -> Callable:
 
     Returns:
       A function of a `Population` and a batch. Each `tr.mean` in the metrics becomes a `tr.MemberMean`, which is logged
-      as name/mean, name/max, name/min and name/0, name/1, ... Other results have a leading axis [n].
+      as name/mean, name/max, name/min and name/0, name/1, ... Other results of `measure` have a leading axis [n] of
+      members.
 
     >>> measure = search.each_member(lambda state, batch: {"error": tr.mean(jnp.abs(state["w"] - batch))})
     >>> init_n, step_n = population(lambda key, hyper: {"w": hyper}, lambda state, batch, hyper: (state, {}))

@@ -24,8 +24,8 @@ class Cost:
       flops: the exact number of floating-point operations.
       bytes: the memory for arguments, results and temporaries of the compiled program, in bytes, or None if the program
         was not compiled.
-      seconds: the time in seconds, or None if it is unknown. On this device, the time is the median of measured times.
-        For another chip, the time is an estimated lower bound (see `hardware.roofline`).
+      seconds: the time in seconds, or None if it is unknown. If the program was run on this device, `seconds` is the
+        median of the measured times. For another chip, `seconds` is an estimated lower bound (see `hardware.roofline`).
       basis: how `seconds` is known, "measured" or "estimated".
 
     >>> print(search.Cost(2e6, 4e6, 0.005, "measured"))
@@ -74,8 +74,8 @@ def cost(f: Callable, *args: Any, chip: str = "auto", calls: int = 7) -> Cost:
 def feasible(points: Sequence[Mapping[str, Any]], program: Callable, *, flops: float | None = None,
              memory: float | None = None, seconds: float | None = None,
              chip: str = "auto") -> list[tuple[Mapping[str, Any], Cost]]:
-    """Returns the points whose programs stay within some limits, for example all networks that need at most 5 ms on
-    this CPU.
+    """Returns the points (sets of hyperparameters) whose programs stay within given limits, for example all networks
+    that need at most 5 ms on this CPU.
 
     Args:
       points: a list of points, each a dict of hyperparameters, such as `space.sobol(16)`.
@@ -120,7 +120,7 @@ class Bayesian:
     """Bayesian optimization of hyperparameters with the tree-structured Parzen estimator of Optuna.
 
     Bayesian optimization selects the next points of the space (sets of hyperparameters) from the scores of the previous
-    points. This class needs Optuna (`pip install 'fnet[search]'`).
+    points. `search.Bayesian` needs Optuna (`pip install 'fnet[search]'`).
 
         search_ = search.Bayesian(space, seed=0)
         for _ in range(20):
@@ -167,8 +167,8 @@ class Bayesian:
         return points
 
     def tell(self, points: Sequence[Mapping[str, Any]], scores: Sequence[float]) -> None:
-        """Reports the scores of points. A point may also be one that `ask` did not return, for example a point of an
-        earlier run."""
+        """Reports the scores of points. A point need not have been returned by `ask`; for example, it may be a point of
+        an earlier run."""
         for point, score in zip(points, scores, strict=True):
             failed = score != score
             state = self._optuna.trial.TrialState.FAIL if failed else self._optuna.trial.TrialState.COMPLETE
@@ -181,7 +181,7 @@ class Bayesian:
 
     @property
     def best(self) -> tuple[dict[str, Any], float]:
-        """The point with the best score, and this score."""
+        """The point with the best score, and the score of this point."""
         return dict(self._study.best_params), float(self._study.best_value)
 
 

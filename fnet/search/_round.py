@@ -20,16 +20,16 @@ from fnet.training._metrics import as_metrics
 class Round:
     """A round of federated averaging, as a step for `tr.fit`.
 
-    A round calls a compiled program for each local step. A compiled loop over the steps would be slower on CPUs, where
-    convolutions in such a loop are slow.
+    A round of federated averaging calls a compiled program for each local step of its clients. A compiled loop over the
+    local steps would be slower on CPUs, where convolutions in compiled loops are slow.
 
     With the method "loop", a client finishes all of its steps before the next client starts, so that its parameters
     stay in the CPU's cache.
 
     Attributes:
       plain: the round as one function that JAX can trace.
-      separate: True, because a round calls several compiled programs. Therefore `tr.fit` does not compile a round as
-          one program.
+      separate: True, because a round of federated averaging calls several compiled programs. Therefore `tr.fit` does
+          not compile a round as one program.
     """
 
     separate = True
@@ -83,7 +83,7 @@ class Round:
         return self._end(state, self._close(clients, answers, metrics, state.params, data[1]))
 
     def prepare(self, state: Any, batch: Any = None, known: Any = None) -> dict[str, Any]:
-        """Selects the method by which the clients run, as for a population."""
+        """Selects the method (vmap, split or loop) by which the clients run, as for the members of a population."""
         self._chosen = self._step.prepare(*self._first(state), known)
         return self._chosen
 
@@ -98,8 +98,9 @@ class Round:
         return self._begin_jit(server, data[1], np.int32(first), self._each)[0], (np.int32(0), data, server[0])
 
     def _begin(self, server, sizes, first, count):
-        """Returns (clients, answers) for `count` of the drawn clients. `clients` is a population in its initial state.
-        `answers` is a bool array that states which of these clients will answer."""
+        """Returns (clients, answers) for `count` of the clients that are drawn for a round. `clients` is a population
+        in its initial state. `answers` is a bool array that states which of the `count` clients will return their
+        results."""
         params, key, step = server
         keys, rows = jax.random.split(jax.random.fold_in(key, step), 3), first + jnp.arange(count, dtype=jnp.int32)
         answers = jax.random.uniform(keys[1], (self._sampled,)) >= self._dropout
@@ -128,8 +129,8 @@ class Round:
         return jax.tree.map(keep, new, carry), metrics
 
     def _close(self, clients, answers, metrics, server, sizes):
-        """Returns four values: the sum of the clients' weighted changes, the sum of their weights, the number of
-        answers, and the sum of their metrics."""
+        """Returns four values: the sum of the clients' weighted changes of the parameters, the sum of the clients'
+        weights, the number of answers, and the sum of the clients' metrics."""
         answers = answers & ~clients.diverged
         weights = jnp.where(answers, sizes[clients.hyper["client"]], 0).astype(jnp.float32)
 
@@ -161,7 +162,7 @@ def _put(tree, device):
 
 
 def _over_processes(devices):
-    """Returns a function that sums arrays over the processes of these devices. Each process receives the sums."""
+    """Returns a function that sums arrays over the processes of `devices`. Each process receives the sums."""
     first = {device.process_index: device for device in reversed(devices or ())}
     if len(first) < 2:
         return lambda tree: tree

@@ -1,4 +1,4 @@
-"""Spaces of hyperparameters, and random points and Sobol points in them."""
+"""Spaces of hyperparameters, and random points and Sobol points in such spaces."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ class Uniform:
         return float(self.low + u * (self.high - self.low))
 
     def where(self, value: float) -> float:
-        """Maps a value of the hyperparameter to [0, 1]. The method is the inverse of `at`."""
+        """Maps a value of the hyperparameter to [0, 1]. The method is the inverse of `at`, which maps [0, 1] to the
+        values of the hyperparameter."""
         return (value - self.low) / ((self.high - self.low) or 1)
 
 
@@ -149,7 +150,7 @@ class Space(dict):
     """
 
     def random(self, n: int, *, seed: int) -> list[dict[str, Any]]:
-        """Returns n independent random points (sets of hyperparameters). Point i does not depend on n."""
+        """Returns n independent random points (sets of hyperparameters). Point i does not depend on the number n."""
         points = [np.random.default_rng([seed, i]).random(len(self)) for i in range(n)]
         return [self.at(point) for point in points]
 
@@ -158,14 +159,15 @@ class Space(dict):
         return [self.at(point) for point in sobol(n, len(self), seed=seed)]
 
     def at(self, point: Any) -> dict[str, Any]:
-        """Returns the hyperparameters at a point of the unit cube. The point has one coordinate for each name."""
+        """Returns the hyperparameters at a point of the unit cube, which has a coordinate for each hyperparameter."""
         return {name: kind.at(float(u)) for (name, kind), u in zip(self.items(), point)}
 
     def arrays(self, points: list[Mapping[str, Any]]) -> dict[str, np.ndarray]:
         """Converts n points to the hyperparameters of a population: a dict of arrays [n], float32 or int32.
 
         Raises:
-          TypeError: a value is not a number. Each value that is not a number needs a separate program.
+          TypeError: a value is not a number. A hyperparameter that is not a number needs a separate program for each of
+              its values.
         """
         for name in self:
             if any(isinstance(point[name], bool | str) or point[name] is None for point in points):
@@ -184,7 +186,7 @@ class Space(dict):
         """Reads a space from a JSON file, or from a dict with the content of such a file.
 
         Raises:
-          ValueError: the content is not a space; the message names the hyperparameter.
+          ValueError: the content is not a space of hyperparameters; the message names the invalid hyperparameter.
           OSError: the file cannot be read.
         """
         if isinstance(source, Mapping):

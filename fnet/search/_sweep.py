@@ -6,10 +6,10 @@
     FOLDER/trials/0000/result.json the status and the value of the metric, written last
     FOLDER/index.html              the table and plots
 
-A worker locks a trial with `flock` and passes the lock to the process of the trial. The lock is released when the
-worker and the process of the trial have ended, so a trial is never run twice at the same time, even if its worker is
-killed. If a trial has no result and no lock, another worker continues the trial from its checkpoint. A worker ends when
-every trial has a result, or when its time is used up.
+A worker (a process that runs trials) locks a trial with `flock` and passes the lock to the process of the trial. The
+lock is released when the worker and the process of the trial have ended, so a trial is never run twice at the same
+time, even if its worker is killed. If a trial has no result and no lock, another worker continues the trial from its
+checkpoint. A worker ends when every trial has a result, or when its time is used up.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _METRICS = ("validation/accuracy", "validation/loss", "test/accuracy", "test/los
 
 
 class Trial:
-    """A trial, read from its folder.
+    """A trial of a sweep, read from its folder.
 
     Attributes:
       index: the number of the trial, from 0.
@@ -52,8 +52,8 @@ class Trial:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """The result of the trial, or None if it has not ended. A dict that contains "status" ("finished" or "failed"),
-        "value" and "seconds", and for a failed trial also "reason"."""
+        """The result of the trial, or None if the trial has not ended. The result is a dict that contains "status"
+        ("finished" or "failed"), "value" and "seconds", and for a failed trial also "reason"."""
         try:
             return json.loads((self.folder / "result.json").read_text())
         except FileNotFoundError:
@@ -108,7 +108,7 @@ class Sweep:
 
     def claim(self, most: int | None) -> tuple[Trial, Lock] | None:
         """Locks an interrupted trial, or creates and locks a new trial. Returns (trial, lock), or None if there is no
-        interrupted trial and no new one may be created.
+        interrupted trial and no new trial may be created.
 
         `most` is the largest number of trials, or None for no limit.
         """
@@ -144,7 +144,7 @@ class Sweep:
         return self.space.at(sobol(1, len(self.space), seed=seed, start=index)[0])
 
     def command(self, params: Mapping[str, Any], workdir: str | os.PathLike) -> list[str]:
-        """Returns the command of a trial."""
+        """Returns the command that runs a trial, as a list of arguments."""
         return [sys.executable, self.settings["script"], *self.settings["flags"],
                 *(flag for name, value in params.items() for flag in _flag(name, value)),
                 f"--workdir={os.fspath(workdir)}"]
@@ -170,7 +170,7 @@ class Sweep:
 
 def run(script: str, space: str, workdir: str, *, seconds: float, trials: int | None, metric: str | None,
         mode: str | None, sampler: str, seed: int, flags: Sequence[str], workers: int = 1) -> int:
-    """Runs trials until the time is over or all trials have a result. Returns the exit code."""
+    """Runs the trials of a sweep until the time is over or all trials have a result. Returns the exit code."""
     if not Path(script).is_file():
         raise ValueError(f"{script}: no such file; expected an experiment")
     settings = {"script": os.path.abspath(script), "space": Space.read(space).json(), "metric": metric, "mode": mode,
@@ -260,7 +260,8 @@ def _execute(sweep, trial, lock, deadline):
 
 
 def _stop(process):
-    """Sends SIGTERM to a process, so that `fit` saves the last step. A process that does not end receives SIGKILL."""
+    """Sends SIGTERM to a process, so that `fit` saves the last step. A process that does not end within 60 seconds
+    receives SIGKILL."""
     process.terminate()
     try:
         process.wait(timeout=60)
@@ -270,7 +271,7 @@ def _stop(process):
 
 
 def _finished(workdir) -> bool:
-    """Whether the last `fit` of a run finished. True if the run has no events.jsonl."""
+    """Whether the last `fit` of a run finished. A run without the file events.jsonl counts as finished."""
     try:
         lines = (workdir / "events.jsonl").read_text().splitlines()
     except FileNotFoundError:
@@ -280,7 +281,7 @@ def _finished(workdir) -> bool:
 
 
 def _report(sweep) -> Trial | None:
-    """Writes the page and prints the best configuration as a command."""
+    """Writes the HTML page of a sweep, and prints the best configuration as a command."""
     path = _sweep_page.write(sweep)
     best = _sweep_page.best(sweep.trials())
     print(f"{path}: {len(sweep.trials())} trials")

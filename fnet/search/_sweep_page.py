@@ -17,7 +17,7 @@ pre{background:#f4f4f4;padding:.7em;overflow-x:auto}"""
 
 
 def best(trials: Sequence[Any]) -> Any:
-    """The finished trial with the best value, or None."""
+    """The finished trial with the best value of the metric, or None if no trial has finished."""
     ended = [trial for trial in trials if trial.result and trial.result["status"] == "finished"]
     sign = lambda trial: -1 if trial.result["mode"] == "min" else 1
     return max(ended, key=lambda trial: (sign(trial) * trial.result["value"], -trial.index), default=None)
@@ -25,11 +25,10 @@ def best(trials: Sequence[Any]) -> Any:
 
 def importance(points: Sequence[Mapping[str, Any]], values: Sequence[float], space: Mapping[str, Any]
                ) -> dict[str, float]:
-    """Returns the importance of each hyperparameter: the share of the variance of the values that it explains alone,
-    from 0 to 1.
+    """Returns the importance of each hyperparameter: the share of the metric's variance that it explains alone.
 
-    The trials are divided into up to four groups by the value of the hyperparameter. The share is the adjusted R^2 of a
-    one-way analysis of variance over these groups, or 0 if it is negative.
+    The trials are divided into up to four groups by the value of the hyperparameter. The importance, from 0 to 1, is
+    the adjusted R^2 of a one-way analysis of variance over the groups of trials, or 0 if the adjusted R^2 is negative.
     """
     values = np.asarray(values, float)
     shares = {}

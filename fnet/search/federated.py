@@ -30,7 +30,7 @@ __all__ = ["Clients", "FederatedState", "Local", "clients", "fedavg", "init", "l
 
 @struct.dataclass
 class FederatedState:
-    """The state of the server, which is a state for `tr.fit`. One step of `tr.fit` is one round.
+    """The state of the server, which is a state for `tr.fit`. One step of `tr.fit` is one round of federated averaging.
 
     Fields:
       step: the number of completed rounds, an int32 scalar.
@@ -140,7 +140,8 @@ class Local(NamedTuple):
 
 def local(loss: Callable, optimizer: optax.GradientTransformation, *, proximal: float = 0.0, clip: float | None = None,
           noise: float = 0.0) -> Local:
-    """Returns the local training of a client with an Optax optimizer. Each round initializes the optimizer state.
+    """Returns the local training of a client with an Optax optimizer. Each round of federated averaging initializes the
+    optimizer state of a client again.
 
     Args:
       loss: a function `loss(params, batch, weight, key) -> scalar`, the mean over the examples with weight 1.
@@ -148,8 +149,8 @@ def local(loss: Callable, optimizer: optax.GradientTransformation, *, proximal: 
       proximal: the coefficient mu of FedProx, which adds mu / 2 |w - w_server|^2 to the loss.
       clip: the norm to which the gradient of each example is clipped, for differential privacy. Noise is also added to
         the sum of the clipped gradients (`optax.contrib.differentially_private_aggregate`). Clipping and noise protect
-        the examples of a client from the server. fnet does not compute the privacy budget. Default None: no
-        differential privacy.
+        the examples of a client from the server. fnet does not compute the privacy budget. Default None (no
+        differential privacy).
       noise: the standard deviation of the noise, as a multiple of `clip`.
 
     Raises:
@@ -196,37 +197,37 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
     """Returns one round of federated averaging as a step for `tr.fit`.
 
     A round draws `sampled` different clients at random, and each of these clients receives the parameters w of the
-    server. The clients train for their local epochs as the members of a `search.population`. After that, client k has
-    the parameters w_k. The server's optimizer uses the mean of the differences w_k - w, weighted with the number of
-    examples n_k of each client:
+    server. The clients train for their local epochs as the members of a `search.population`. After the local training,
+    client k has the parameters w_k. The server's optimizer uses the mean of the differences w_k - w, weighted with the
+    number of examples n_k of each client:
 
         delta = sum_k n_k (w_k - w) / sum_k n_k,        w = w + server.update(-delta)
 
     The server's optimizer determines the algorithm: `optax.sgd(1.0)` is FedAvg, `optax.sgd(1.0, momentum=0.9)` is
-    FedAvgM, and `optax.adam(...)` is FedAdam. For FedProx, use `local(..., proximal=mu)`. The optimizer can be chained
-    with other Optax transformations, which are then applied to the mean difference. If all clients take part, with one
-    epoch and `batch_size=None`, a round is FedSGD: it equals one step on a batch that contains the examples of all
-    clients.
+    FedAvgM, and `optax.adam(...)` is FedAdam. For FedProx, use `local(..., proximal=mu)`. The server's optimizer can be
+    chained with other Optax transformations, which are then applied to the mean difference. If all clients take part,
+    with one epoch and `batch_size=None`, a round is FedSGD: it equals one step on a batch that contains the examples of
+    all clients.
 
     Args:
       local_step: the result of `local`, a `Local`, or a function `(params, batch, weight, key) -> (params, metrics)`.
       data: the data of all clients.
       server: the server's optimizer, an Optax optimizer that receives the negative mean difference as the gradient.
       sampled: the number of clients in a round.
-      epochs: the number of local passes over the data of a client. Each pass has a different random order.
+      epochs: the number of local passes over a client's data. Each pass over the data has a different random order.
       batch_size: the number of examples in a local batch; None: all examples of a client.
       dropout: the probability that a client receives the parameters but does not answer. If no client answers, the
-        parameters do not change. A client with a NaN or infinite loss is treated like a client that does not answer.
+        parameters do not change. A client with a NaN or infinite loss is ignored like a client that does not answer.
       method: the method by which the clients of a round run, as for `search.population`.
       devices: the devices over which the clients of a round are distributed; None: the default device. `sampled` must
         be a multiple of the number of devices. The devices may belong to several processes (`parallel.initialize`). If
         the devices belong to several processes, each process must call the round with the same data and the same state.
-        Each process runs the clients of its own devices, and all processes return the same result.
+        Each process runs the clients of its own devices, and `round` returns the same result in all processes.
 
     Returns:
-      `round(state, batch) -> (state, metrics)`, which ignores the batch. The metrics contain the metrics of the local
-      steps and two more metrics: "answers" is the number of clients that answered, and "megabytes" is the size of all
-      parameters that the server sent and received.
+      `round(state, batch) -> (state, metrics)`, which ignores the batch. `metrics` contains the metrics of the local
+      steps. The additional metric "answers" is the number of clients that answered, and the additional metric
+      "megabytes" is the size of all parameters that the server sent and received.
 
     Raises:
       ValueError: an argument is out of range, or this process has none of the devices.

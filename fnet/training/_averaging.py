@@ -34,11 +34,12 @@ def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformati
         params = tr.averaged_weights(state.opt_state)
         stats = tr.batch_statistics(model, params, state.state, batches)
 
-    The updates are numbered from 1. The average is the mean of the parameters after update `start` and after each
-    further interval of `every` updates. The transformation returns the updates of the optimizer unchanged.
+    The updates of the parameters are numbered from 1. The average is the mean of the parameters after update `start`
+    and after each further interval of `every` updates. The transformation returns the updates of the optimizer
+    unchanged.
 
     Args:
-        start: the number of an update. The parameters after this update are the first in the average.
+        start: the number of the update after which the parameters are averaged for the first time.
         every: the number of updates between two parameter trees in the average. Usually, `every` is the number of
             updates in an epoch, or in a cycle of the learning-rate schedule. Default 1.
 
@@ -103,8 +104,8 @@ def batch_statistics(f: Callable, params: Any, state: Any, batches: Iterable[Any
     """Recomputes the running statistics of a model, such as those of BatchNorm, from the given batches.
 
     The running statistics of BatchNorm are valid only for the parameters with which they were computed. Therefore,
-    recompute the statistics after you average, prune or quantize the parameters. Each new statistic is the mean of the
-    statistics of the batches.
+    recompute the statistics after you average, prune or quantize the parameters. Each new running statistic is the mean
+    of this statistic over the given batches.
 
     The function works for any model whose state contains running averages `new = m * old + (1 - m) * statistic`.
 
@@ -112,11 +113,11 @@ def batch_statistics(f: Callable, params: Any, state: Any, batches: Iterable[Any
         f: the model, a function that is called as `f(params, *batch, state=state, key=key, train=True)` and returns
             (output, new state).
         params: the parameters.
-        state: the state of the model, for example from the training run. The function does not use the old values of
-            the running averages. The function returns leaves that are not running averages, such as counters,
+        state: the state of the model, for example from the training run. The old values of the running averages in
+            `state` are not used. Leaves of `state` that are not running averages, such as counters, are returned
             unchanged.
-        batches: the batches, all of the same size. A batch is a tuple of the arguments of f after `params`. If the
-            function has only one such argument, a batch may also be this argument itself.
+        batches: the batches, all of the same size. A batch is a tuple of the arguments of f after `params`. If f has
+            only one argument after `params`, a batch may also be this argument itself.
         key: a PRNG key for f. Default None.
 
     Returns:

@@ -107,7 +107,7 @@ def load_config(cls: type[Config], path: str | os.PathLike) -> Config:
 def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
     """Writes a configuration to `workdir/config.json` and returns the path of this file.
 
-    `fit(config=)` calls this function after it has locked the folder of the run.
+    `fit(config=)` calls `save_config` after it has locked the folder of the run.
 
     Args:
       config: a dataclass, or a dict of JSON types.
@@ -128,17 +128,17 @@ def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
 def same_config(config: Any, workdir: str | os.PathLike, *, but: tuple[str, ...] = ()) -> None:
     """Raises an error if `workdir` contains a run with another configuration.
 
-    The function compares `config` with the file config.json in `workdir`. `fit(config=)` makes a similar comparison,
-    with the configuration in the checkpoint, when it resumes a run.
+    The function compares `config` with the file config.json in `workdir`. When `fit` resumes a run, `fit(config=)`
+    compares `config` with the configuration in the checkpoint.
 
     Args:
       config: the current configuration, a dataclass.
-      workdir: the folder of the run. If this folder contains no config.json, no error is raised.
+      workdir: the folder of the run. If the folder of the run contains no config.json, no error is raised.
       but: the names of fields that may differ. Fields that were declared with `compare=False` may also differ, and the
         values of the fields `steps` and `epochs` may be larger than before. Default ().
 
     Raises:
-      ConfigError: a field differs. The message lists each such field with both values.
+      ConfigError: a field differs. The error message lists each field that differs, with its old and new values.
 
     >>> import dataclasses, tempfile
     >>> @dataclasses.dataclass(frozen=True)

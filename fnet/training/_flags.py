@@ -33,13 +33,13 @@ def option(default: Any, help: str, *, within: str | None = None, choices: Seque
     """Returns a field for the dataclass of a configuration.
 
     Args:
-      default: the value of the field if the flag is not given. None means that another source, such as a preset,
-        determines the value.
+      default: the value of the field if the flag is not given. If `default` is None, another source, such as a preset,
+        determines the value of the field.
       help: the help text of the flag.
       within: the interval of allowed values, such as "[0, 1)" or "(0, 100]". Default None: any value.
       choices: the allowed values, a sequence of strings. Default None: any value.
-      decides: whether the value of the field affects the result of a run. If True, a run can be resumed only with the
-        same value of this field. Default True.
+      decides: whether the value of the field affects the result of a run. If `decides` is True, a run can be resumed
+        only with the same value of the field. Default True.
 
     >>> import dataclasses
     >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def define(cls: type, values: FlagValues, *, by: str | None = None) -> None:
       cls: the dataclass. The type of each field is bool, int, float or str, or a union of one of these types and None.
       values: the object in which the flags are defined, such as absl.flags.FLAGS.
       by: the name of the field that selects a preset (a dict of field values). If `by` is given, the help text of each
-        field with the default None states that the preset determines the value. Default None: there are no presets.
+        field with the default None states that the preset determines the value. Default None (no presets).
     """
     from absl import flags
 
@@ -91,8 +91,8 @@ def read(cls: type[Config], values: FlagValues, presets: Mapping[str, Mapping[st
       by: the name of the field whose value is the name of the preset. Default None: there are no presets.
 
     Raises:
-      ConfigError: the preset is unknown, or a value has the wrong type. `read` does not check intervals and choices. To
-        check these, call `check`.
+      ConfigError: the preset is unknown, or a value has the wrong type. `read` does not check the intervals and choices
+        that `option` declares. To check a configuration, call `check`.
     """
     chosen = {}
     if values.config:

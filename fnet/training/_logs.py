@@ -24,7 +24,7 @@ METRICS, EVENTS, NOTES = "metrics.jsonl", "tensorboard", "events.jsonl"
 
 
 class LogWarning(UserWarning):
-    """Damaged lines of metrics.jsonl were removed. A copy of the original file was kept.
+    """Damaged lines of metrics.jsonl were removed. A copy of the original metrics.jsonl was kept.
 
     >>> import pathlib, tempfile, warnings
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -39,13 +39,13 @@ class LogWarning(UserWarning):
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     """Reads the file metrics.jsonl of a run.
 
-    If a process was killed while it wrote the last line, this incomplete line is omitted.
+    If a process was killed while it wrote the last line of metrics.jsonl, this incomplete line is omitted.
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
 
     Returns:
-      A list with one dict for each line. The list is empty if the file does not exist.
+      A list with one dict for each line of metrics.jsonl. The list is empty if the file does not exist.
 
     Raises:
       ValueError: a line, except the last line, is not a JSON object with an integer "step".
@@ -87,19 +87,20 @@ class Logger:
     """Writes scalars to `workdir/metrics.jsonl` and to TensorBoard's event files.
 
     Each line of metrics.jsonl is a JSON object with "step" and the values of this step. NaN and infinity are written as
-    null. Arrays, such as a confusion matrix, are not written. `Histogram`, `Image` and `Text` are written only to
-    TensorBoard's files.
+    null. Arrays, such as a confusion matrix, are not logged. `Histogram`, `Image` and `Text` values are written only to
+    TensorBoard's event files.
 
     Args:
       workdir: the folder of the run, as a path or a URL. In an object store, each call of `write` writes the complete
-        log object again. When an object has 256 KiB, a new object is started, such as metrics.jsonl.0001.
-      step: the step from which the run is resumed. Lines of later steps are removed, because the resumed run writes
-        them again. Lines of later steps exist if the earlier process was killed after its last checkpoint. Damaged
-        lines are also removed, with a `LogWarning`, and the original file is kept as metrics.jsonl.damaged. Default 0:
-        all existing lines are removed.
+        log object again. When a log object has reached 256 KiB, a new object is started, such as metrics.jsonl.0001.
+      step: the step from which the run is resumed. Log lines of steps after `step` are removed, because the resumed run
+        writes them again. Log lines of steps after `step` exist if the earlier process was killed after its last
+        checkpoint. Damaged log lines are also removed, with a `LogWarning`, and the original file is kept as
+        metrics.jsonl.damaged. If `step` is 0 (default), all existing log lines are removed.
       tensorboard: whether to write TensorBoard's event files, too. Default True.
-      again: the values that the resumed run computes again at `step`: names of values, such as "validation/loss", or
-        names of evaluations, such as "validation". Lines of this step that contain such values are removed. Default ().
+      again: the names of the values that the resumed run computes again at `step`, such as "validation/loss", or the
+        names of evaluations, such as "validation". Log lines of `step` that contain a value in `again` are removed.
+        Default ().
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +126,7 @@ class Logger:
         self._file = _append.appending(path)
 
     def _kept(self, path: Path | StorePath, raw: bytes, step: int, again: frozenset[str]) -> bytes:
-        """Returns the lines that a run resumed at `step` keeps."""
+        """Returns the lines of metrics.jsonl that a run resumed at `step` keeps."""
         rows, wrong, last = _parsed(raw)
         if torn := wrong.keys() - {last}:
             kept = path.parent / f"{path.name}.damaged"
@@ -138,7 +139,7 @@ class Logger:
         return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes the values of a step as one line.
+        """Writes the values of a step as one line of metrics.jsonl.
 
         When `write` returns, the line has been passed to the operating system, or is in the object store.
 
@@ -181,8 +182,8 @@ class Logger:
 class _Events:
     """Writes a TensorBoard event file, with tensorboardX's protocol buffers.
 
-    tensorboardX's SummaryWriter is not used, because it writes in a thread. If the disk is full, this thread prints
-    tracebacks, and no error is raised in the run."""
+    tensorboardX's SummaryWriter is not used, because it writes in a thread. If the disk is full, the thread of
+    SummaryWriter prints tracebacks, and no error is raised in the run."""
 
     def __init__(self, folder: Path | StorePath, first: int):
         folder.mkdir(parents=True, exist_ok=True)
@@ -221,7 +222,8 @@ class _Events:
 
 
 def _written(file: Any, data: bytes) -> None:
-    """Writes all of `data` to an unbuffered file. On a disk that is nearly full, one call may write only a part."""
+    """Writes all of `data` to an unbuffered file. On a disk that is nearly full, one call of `file.write` may write
+    only a part of `data`."""
     try:
         while data:
             data = data[file.write(data):]

@@ -31,7 +31,7 @@ class Histogram:
         self.bins = bins
 
     def summaries(self, tag: str) -> list[Any]:
-        """Returns the values of a TensorBoard event."""
+        """Returns the histogram as values of a TensorBoard event."""
         from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 
         if not self.values.size:
@@ -51,11 +51,11 @@ class Image:
     Args:
       pixels: one picture as an array [height, width] or [height, width, channels], or several pictures as an array
         [pictures, height, width, channels]. The number of channels is 1 (gray), 3 (RGB) or 4 (RGB and opacity). The
-        values are uint8 numbers from 0 to 255, or floating-point numbers from 0 to 1. Floating-point values outside
-        this range are clipped.
+        values are uint8 numbers from 0 to 255, or floating-point numbers from 0 to 1. Floating-point values outside the
+        range 0 to 1 are clipped.
 
     Raises:
-      ValueError: the array has another shape or dtype.
+      ValueError: `pixels` has an unsupported shape or dtype.
 
     >>> image = tr.Image(jnp.zeros((28, 28)))    # for StepEnd.log or the result of an evaluation
     """
@@ -75,7 +75,7 @@ class Image:
         self.pixels = _grid(pixels) if pixels.ndim == 4 else pixels                 # [height, width, channels]
 
     def summaries(self, tag: str) -> list[Any]:
-        """Returns the values of a TensorBoard event."""
+        """Returns the picture as values of a TensorBoard event."""
         from tensorboardX.proto.summary_pb2 import Summary
 
         height, width, channels = self.pixels.shape
@@ -95,7 +95,7 @@ class Text:
         self.text = str(text)
 
     def summaries(self, tag: str) -> list[Any]:
-        """Returns the values of a TensorBoard event."""
+        """Returns the text as values of a TensorBoard event."""
         from tensorboardX import summary
 
         return list(summary.text(tag, self.text).value)
@@ -109,7 +109,7 @@ def hyperparameters(values: Mapping[str, Any], metrics: Collection[str]) -> list
 
     Args:
       values: a dict {name: hyperparameter}. The hyperparameters have JSON types; lists and dicts are shown as JSON.
-      metrics: the names of the scalars that this tab shows for each run, for a comparison.
+      metrics: the names of the scalars that the tab HPARAMS shows for each run, for a comparison of runs.
     """
     from tensorboardX import summary
 
@@ -119,7 +119,7 @@ def hyperparameters(values: Mapping[str, Any], metrics: Collection[str]) -> list
 
 
 def _grid(pictures: np.ndarray) -> np.ndarray:
-    """Arranges [pictures, height, width, channels] in one picture, a grid with about as many rows as columns."""
+    """Arranges pictures [pictures, height, width, channels] in a grid with about as many rows as columns."""
     count, height, width, channels = pictures.shape
     columns = math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)

@@ -50,8 +50,8 @@ class MemberMean(Mean):
 
     The fields `total` and `count` are arrays [members], and the means are `total / count`. If a step returns a
     `MemberMean` as the metric `name`, the log contains one value for each member (name/0, name/1, ...), and name/mean,
-    name/min and name/max over all members. If a member has diverged, its value is NaN. name/mean, name/min and name/max
-    ignore such values.
+    name/min and name/max over all members. If a member of the population has diverged, its value is NaN, which
+    name/mean, name/min and name/max ignore.
 
     >>> means = tr.MemberMean(jnp.array([2.0, 6.0]), jnp.array([2.0, 2.0]))
     >>> (means + means).result().tolist()
@@ -104,7 +104,7 @@ def mean(values: jax.Array, weight: jax.Array | None = None) -> Mean:
     Args:
       values: numbers or bools, of any shape.
       weight: weights with the shape of `values`. Values with weight 0, such as padding, have no effect, even if they
-        are NaN. Default None: every weight is 1.
+        are NaN. Default None (every weight is 1).
 
     Raises:
       ValueError: the shapes differ.
@@ -197,8 +197,8 @@ def add(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zeros(shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns metrics of these shapes whose values are all zero. The zeros are the initial values for sums with
-    `add`."""
+    """Returns a dict of metrics with the given shapes whose values are all zero. The zero metrics are the initial
+    values of sums that `add` computes."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), dict(shapes))
 
 
@@ -301,7 +301,7 @@ def evaluator(
 
 
 def _weighted(batch: Any, weight: np.ndarray) -> Any:
-    """Adds the weights to a batch, in the form that `evaluator` documents."""
+    """Adds the weights of the examples to a batch, in the structure that the docstring of `evaluator` describes."""
     if isinstance(batch, Mapping):
         return {**batch, "weight": weight}
     return (*batch, weight) if isinstance(batch, tuple) else (batch, weight)
@@ -320,7 +320,7 @@ def _rows(state: Any) -> NamedSharding | None:
 
 
 def placed(tree: Any, place: NamedSharding | None) -> Any:
-    """Returns a tree of arrays with the sharding `place`, or unchanged for None."""
+    """Returns a copy of a tree of arrays with the sharding `place`, or the tree itself if `place` is None."""
     if place is None:
         return tree
     put = lambda x: jax.make_array_from_callback(np.shape(x), place, lambda index: np.asarray(x)[index])

@@ -35,8 +35,8 @@ SCHEDULES = ("constant", "cosine", "linear", "step", "one_cycle")
 
 
 def _usual_promotion(function: Schedule) -> Schedule:
-    """Returns the same schedule, but evaluates it with standard dtype promotion. Optax's schedules divide integers by
-    floats, which is an error under strict dtype promotion."""
+    """Returns a schedule with the values of `function`, which is evaluated with standard dtype promotion. Optax's
+    schedules divide integers by floats, which is an error under strict dtype promotion."""
 
     def rate(count):
         with jax.numpy_dtype_promotion("standard"):
@@ -50,8 +50,8 @@ def schedule(
 ) -> Schedule:
     """Returns the learning-rate schedule with a given name, for a run with a given number of steps.
 
-    At the beginning of the run, the rate rises linearly from 0 to `peak`. The length of this warm-up is the fraction
-    `warmup` of the run. After the warm-up, the rate is
+    At the beginning of the run, the learning rate rises linearly from 0 to `peak` (warm-up). The length of the warm-up
+    is the fraction `warmup` of the run. After the warm-up, the learning rate of each schedule is:
 
         constant    peak
         cosine      peak (final + (1 - final) (1 + cos(pi s)) / 2)
@@ -59,7 +59,8 @@ def schedule(
         step        peak; peak / 10 from t = 1/2; peak / 100 from t = 3/4
         one_cycle   a cosine rise over the first 30 % and a cosine fall (Smith & Topin 2018)
 
-    where t is step / steps, and s rises linearly from 0 at the end of the warm-up to 1 at the end of the run.
+    In the formulas of the schedules, t is step / steps, and s rises linearly from 0 at the end of the warm-up to 1 at
+    the end of the run.
 
     Args:
       name: one of `SCHEDULES`.
@@ -70,7 +71,8 @@ def schedule(
         `final`. Default 0.
 
     Returns:
-      A function that maps the number of a step to the learning rate. Pass it to `optimizer` or to any Optax optimizer.
+      A function that maps the number of a step to the learning rate. Pass this schedule to `optimizer` or to any Optax
+      optimizer.
 
     Raises:
       ValueError: the name is unknown, `warmup` is outside [0, 1), or `steps` is less than 1.
@@ -108,9 +110,9 @@ def schedule(
 def decays(params: Any) -> Any:
     """Returns a tree of bools that states to which leaves of `params` weight decay applies.
 
-    The value is False for a leaf that is named `bias` or `scale`, or that has fewer than two axes. For all other
-    leaves, the value is True. The names are necessary, because the scale of a norm has two axes if the parameters of
-    several layers are stacked.
+    The result is False for a leaf that is named `bias` or `scale`, or that has fewer than two axes. For all other
+    leaves of `params`, the result is True. The function checks the names of the leaves, because the scale of a norm has
+    two axes if the parameters of several layers are stacked.
 
     >>> tr.decays({"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)})
     {'bias': False, 'kernel': True}
@@ -138,11 +140,11 @@ def optimizer(
       name: one of `OPTIMIZERS`. "momentum" and "nesterov" are SGD with momentum 0.9.
       learning_rate: a number, or a schedule (a function of the number of the step).
       weight_decay: the coefficient of the weight decay. adamw, nadamw, lion, lamb and muon decouple the decay from the
-        gradient (Loshchilov & Hutter 2019). The other optimizers add `weight_decay` times the parameters to the
-        gradient, which is L2 regularization. Default 0.
+        gradient (Loshchilov & Hutter 2019). Optimizers that do not decouple the decay, such as sgd, add `weight_decay`
+        times the parameters to the gradient, which is L2 regularization. Default 0.
       decay_all: whether weight decay also applies to biases and norm scales (see `decays`). Default False.
-      clip: the largest global norm of the gradient. If the gradient has a larger norm, it is scaled down to this norm.
-        Default None: no clipping.
+      clip: the largest global norm of the gradient. If the global norm of the gradient is larger than `clip`, the
+        gradient is scaled down to the norm `clip`. Default None: no clipping.
       **options: keyword arguments of the Optax optimizer, such as `b1=`, `momentum=` or `eps=`.
 
     Raises:
@@ -191,13 +193,13 @@ def lookahead(optimizer: optax.GradientTransformation, *, period: int = 5,
     """Returns a Lookahead optimizer that stores the slow weights in its state.
 
     The optimizer equals `optax.lookahead`, except that `optax.lookahead` stores the slow weights together with the
-    parameters. Let w be the parameters. Every `period` steps, the slow weights move toward w, and w is set to the slow
-    weights:
+    parameters. Let w be the parameters. Every `period` steps, the slow weights move toward the parameters w, and w is
+    set to the slow weights:
 
         slow = slow + rate (w - slow),        w = slow
 
     Args:
-        optimizer: the Optax optimizer that updates w in each step.
+        optimizer: the Optax optimizer that updates the parameters w in each step.
         period: the number of steps between two updates of the slow weights. Default 5.
         rate: the step size of the slow weights. Default 0.5.
 

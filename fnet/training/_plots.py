@@ -77,8 +77,8 @@ def confusion_matrix(counts: Any, classes: Sequence[str], path: str | os.PathLik
                      title: str = "") -> Figure:
     """Plots a confusion matrix.
 
-    Each cell shows a count. The color of a cell outside the diagonal represents the count divided by the sum of the
-    row.
+    Each cell shows a count. The color of a cell outside the diagonal of the confusion matrix represents the count
+    divided by the sum of the row.
 
     Args:
       counts: the confusion matrix, an array [classes, classes] whose rows are the true classes.

@@ -21,7 +21,8 @@ def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any
                      classes: Sequence[str] | None = None, images: Any = None, worst: int = 24) -> Path:
     """Writes the predictions of a classifier to the file predictions.json, for `fnet report`.
 
-    The file contains the confusion matrix, and the wrong predictions with the highest predicted probabilities.
+    The file predictions.json contains the confusion matrix, and the wrong predictions with the highest predicted
+    probabilities.
 
     Args:
       workdir: the folder of the run, a local path.
@@ -30,8 +31,8 @@ def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any
       classes: the names of the classes. Default None: "0", "1", ...
       images: the images of the examples, an array [examples, height, width, channels] with values as for `Image`.
         Default None: no images.
-      worst: the largest number of wrong predictions to save. The predictions with the highest probabilities are saved.
-        Default 24.
+      worst: the largest number of wrong predictions to save. The wrong predictions with the highest probabilities are
+        saved. Default 24.
 
     Returns:
       The path of the file.

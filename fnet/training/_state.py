@@ -20,8 +20,8 @@ class TrainState:
       state: the model's other arrays, such as batch statistics; `{}` if the model has none.
       opt_state: the optimizer's state.
       ema: an exponential moving average of `params`, or None.
-      decay: the decay of the moving average, a float, or None if there is no average. The field is static: JAX does not
-          trace it, and checkpoints do not contain it.
+      decay: the decay of the moving average, a float, or None if there is no average. `decay` is a static field: JAX
+          does not trace it, and checkpoints do not contain it.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -77,8 +77,8 @@ class TrainState:
 
             ema' = d ema + (1 - d) params',    d = min(decay, (1 + step) / (10 + step))
 
-        In these formulas, the prime denotes the new value. In the first steps, d is smaller than `decay`, so that the
-        average soon forgets the initial parameters.
+        In the formulas of `apply`, a prime denotes the new value. In the first steps, the factor d of the moving
+        average is smaller than `decay`, so that the average soon forgets the initial parameters.
 
         Args:
           tx: the Optax transformation that was passed to `create`.

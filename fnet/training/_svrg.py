@@ -31,11 +31,12 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
     """Returns an optimizer that uses stochastic variance-reduced gradients (SVRG).
 
     Let w be the parameters, f the mean loss over all data, and f_batch the mean loss over a batch. The wrapped
-    optimizer receives g instead of the gradient of f_batch:
+    optimizer receives the estimate g instead of the gradient of f_batch:
 
         g = grad f_batch(w) - grad f_batch(anchor) + full,        full = grad f(anchor) over all data
 
-    The anchor is an earlier value of w. This example sets a new anchor every 200 steps:
+    The anchor is an earlier value of the parameters w. For example, the following loop sets a new anchor every 200
+    steps:
 
         tx = tr.svrg(optax.sgd(0.1))
         state = tx.init(params)
@@ -46,16 +47,17 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
             updates, state = tx.update(gradient(params), state, params, gradient=gradient)
             params = optax.apply_updates(params, updates)
 
-    g is an unbiased estimate of the full gradient. The variance of g vanishes as w and the anchor approach the optimum.
-    Therefore, if f is strongly convex, SVRG converges linearly with a constant step size. With n examples and batches
-    of b examples, the anchor is usually refreshed every 2n / b steps for a convex f, and every 5n / b steps otherwise.
-    SVRG does not improve the training of deep networks (Defazio and Bottou 2019).
+    The estimate g of the full gradient is unbiased. The variance of the estimate g vanishes as the parameters w and the
+    anchor approach the optimum. Therefore, if the loss f is strongly convex, SVRG converges linearly with a constant
+    step size. With n examples and batches of b examples, the anchor is usually refreshed every 2n / b steps for a
+    convex loss, and every 5n / b steps otherwise. SVRG does not improve the training of deep networks (Defazio and
+    Bottou 2019).
 
-    Call `refresh_anchor` before the first update. Before the first call of `refresh_anchor`, `full` is zero, and the
-    optimizer receives zero gradients.
+    Call `refresh_anchor` before the first update. Before the first call of `refresh_anchor`, the stored full gradient
+    is zero, and the wrapped optimizer receives zero gradients.
 
     Args:
-        optimizer: an Optax optimizer, to which g is passed.
+        optimizer: an Optax optimizer, to which the gradient estimate g is passed.
 
     Returns:
         A transformation whose `update` requires `gradient=`, a function that maps parameters to the gradient of the
@@ -96,7 +98,7 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
 def refresh_anchor(state: SVRGState, params: Any, full_gradient: Callable[[Any], Any]) -> SVRGState:
     """Returns the state of `svrg` with `params` as the new anchor, and with the full gradient at this anchor.
 
-    To refresh the anchor only in some steps of a jitted loop, call this function in a branch of `jax.lax.cond`.
+    To refresh the anchor only in some steps of a jitted loop, call `refresh_anchor` in a branch of `jax.lax.cond`.
 
     Args:
         state: the state of `svrg`.

@@ -1,4 +1,4 @@
-"""train: supervised training, with a step and an evaluation for `fit`."""
+"""`train`: supervised training, which creates a training step and an evaluation for `fit`."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
         `optax.softmax_cross_entropy_with_integer_labels`.
       optimizer: an Optax gradient transformation.
       epochs, steps: the length of the training, in epochs or in steps. Pass either `epochs` or `steps`.
-      validation: the data set for evaluations, with the same structure as a batch. The results are logged as
-        "validation/loss" and, for each of the `metrics`, as "validation/NAME". Default None: no evaluations.
+      validation: the data set for evaluations, with the same structure as a batch. The results of the evaluations are
+        logged as "validation/loss" and, for each of the `metrics`, as "validation/NAME". Default None: no evaluations.
       metrics: a dict {name: function} of metrics. Like `loss`, each function maps the outputs and the targets to one
-        value for each example. An example is {"accuracy": lambda logits, y: logits.argmax(-1) == y}. Default None: only
-        the loss.
+        value for each example. An example of `metrics` is {"accuracy": lambda logits, y: logits.argmax(-1) == y}.
+        Default None: only the loss.
       inputs, targets: the keys of the inputs and the targets, if batches are dicts. Default "x" and "y".
       seed: the seed of the random keys for the initial parameters and for dropout. Default 0.
-      ema: the decay of a moving average of the parameters. If `ema` is given, the evaluation uses this average instead
-        of the parameters. Default None: no average.
+      ema: the decay of a moving average of the parameters. If `ema` is given, the evaluation uses the moving average
+        instead of the parameters. Default None (no average).
       every: the number of steps between two evaluations. Default None: one epoch, or the whole run if the length of an
         epoch is unknown.
       **options: further arguments for `fit`, such as workdir, early_stop, restore_best, progress and config.

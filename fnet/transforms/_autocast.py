@@ -32,7 +32,7 @@ _FULL = "__full_precision__"
 
 
 def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, Any] | None = None) -> Callable:
-    """Converts `f` to mixed precision: matrix products and convolutions use the dtype of the policy.
+    """Converts `f` to mixed precision: matrix products and convolutions use the dtype of `policy`.
 
         step = ft.autocast(ft.value_and_grad(loss))                 # the dtype depends on the chip
         step = ft.autocast(ft.value_and_grad(loss), "bfloat16", rules={"head": "float32"})
@@ -48,14 +48,14 @@ def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, 
         policy: a `hardware.Policy`, "float32", "bfloat16", "float16", the name of a chip, or "auto" (default). "auto"
             is the policy that suits the chip of this machine.
         rules: {pattern: dtype}, dtypes for parts of `f`. A pattern is a regular expression that must match the whole
-            path of a named scope, or the beginning of the path up to a `/`. The first matching rule is used.
-            `rules` take precedence over the rules of the policy. Default None: no rules.
+            path of a named scope, or the beginning of the path up to a `/`. The first rule whose pattern matches is
+            used. `rules` take precedence over the rules of the policy. Default None: no rules.
 
     Returns:
         A function with f's signature and dtypes. If the policy's dtype is float16, use `loss_scale` as well.
 
     Raises:
-        ValueError: a dtype or chip is unknown, or a rule matches no scope of `f`.
+        ValueError: a dtype or chip is unknown, or a pattern in `rules` matches no scope of `f`.
         TypeError: `f` has no float32 values.
 
     >>> f = autocast(lambda x, w: jnp.tanh(x @ w), "bfloat16")
@@ -115,8 +115,8 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
 
 
 class _Autocast(Interpreter):
-    """The interpreter of autocast, which evaluates a jaxpr equation by equation. The note of a value is None, a `Size`,
-    VECTOR, PRODUCT or BRANCH (see `_autocast_notes`)."""
+    """The interpreter of autocast, which evaluates a jaxpr equation by equation. The note (a known property) of a value
+    is None, a `Size`, VECTOR, PRODUCT or BRANCH."""
 
     def __init__(self, policy, rules, rows=None):
         super().__init__()
@@ -134,7 +134,7 @@ class _Autocast(Interpreter):
         return policy if policy is None or isinstance(policy, Saveable) else Saveable(policy)
 
     def compute(self, scope) -> np.dtype:
-        """Returns the dtype of the operands of products in this named scope."""
+        """Returns the dtype of the operands of products in the named scope `scope`."""
         if scope not in self.scopes:
             self.scopes[scope] = self.policy.compute
             parts = scope.split("/")
@@ -172,9 +172,9 @@ class _Autocast(Interpreter):
         return (True,) * len(program.outvars)
 
     def plan(self, jaxpr, wanted):
-        """Returns a dict for variables and equations, which is filled from the last equation to the first. The value of
-        a variable is whether all of its uses need float32. The value of id(equation) is (kind, whether all uses of the
-        outputs need float32, whether the outputs are only operands of low-precision products)."""
+        """Returns a dict for variables and equations. The value for a variable is whether all uses of the variable need
+        float32. The value for an equation, with id(equation) as its key, is (kind, whether all uses of the outputs need
+        float32, whether the outputs are only operands of low-precision products)."""
         kept = self.demands.setdefault(jaxpr, {})
         if wanted not in kept:
             kept[wanted] = self._demand(jaxpr, wanted)
@@ -226,8 +226,7 @@ class _Autocast(Interpreter):
 
     def kind(self, eqn) -> str:
         """Returns the kind of an equation, which states how autocast evaluates the equation. `Row` describes the kinds.
-        The kind "author" is not returned here, because it depends on the scope of the equation and not only on its
-        primitive."""
+        This method does not return "author", because the kind "author" depends on the scope of the equation."""
         name = eqn.primitive.name
         if name in jaxpr.BILINEAR:
             product = jaxpr.product(eqn)
@@ -354,9 +353,9 @@ def _marked(eqn) -> bool:
 def _activation(eqn, at) -> bool:
     """Whether a product computes a large activation: a result of the forward pass, or the gradient of one.
 
-    A weight gradient sums over the examples, which are the first axis of its arrays. In the backward pass, a product of
-    an array with three axes or more and a matrix is therefore the gradient of an activation if it sums over one axis,
-    and this is not the first axis of the array.
+    A product for a weight gradient sums over the examples, which are the first axis of both operands. In the backward
+    pass, a product of a matrix and an array with three or more axes is the gradient of an activation if it sums over
+    one axis that is not the first axis of the array.
     """
     product, shape = jaxpr.product(eqn), eqn.outvars[0].aval.shape
     if product.op is not jaxpr.DOT or any(product.dimensions[1]) or not all(isinstance(size, int) for size in shape):
@@ -376,10 +375,10 @@ def _to(x, dtype):
 class Row(NamedTuple):
     """The result of autocast for one equation: scope, primitive, kind, dtype and reason.
 
-    The kind states how the equation is evaluated. "lower": with low-precision operands and float32 sums. "follow": in
-    the dtype of its inputs. "cast": as a mask, which is exact in any dtype. "float32": in the dtype in which it was
-    traced. "convolution": in float32, because of the policy. "author": unchanged, because of a rule or
-    `full_precision`."""
+    The kind states how the equation is evaluated: with low-precision operands and float32 sums ("lower"), in the dtype
+    of its inputs ("follow"), as a mask, which is exact in any dtype ("cast"), in the dtype in which it was traced
+    ("float32"), in float32 because of the policy ("convolution"), or unchanged because of a rule or `full_precision`
+    ("author")."""
 
     scope: str
     primitive: str

@@ -17,8 +17,8 @@ BRANCH = "branch"    # a value of the forward pass that is the result of a produ
 
 
 def branch(eqn, inputs) -> bool:
-    """Whether an equation only scales the result of a product, adds to it, or changes its layout. A part of the result,
-    such as the shift with which BatchNorm computes the mean, does not count."""
+    """Whether an equation only scales the result of a product, adds to it, or changes its layout. An equation that
+    reads only a part of the result, such as the shift with which BatchNorm computes the mean, does not count."""
     size = math.prod(eqn.outvars[0].aval.shape)
     results = [value for value in inputs if value.note in (PRODUCT, BRANCH) and math.prod(value.x.shape) == size]
     layout = traits(eqn.primitive.name).kind in ("layout", "alias")
@@ -40,9 +40,10 @@ class Size(NamedTuple):
 
 @functools.cache
 def fits(name: str, magnitude: Size, dtype) -> bool:
-    """Whether a constant of this magnitude may be converted to the dtype. The constant must be a normal number of the
-    dtype. As a term of a sum, it must not be so large that the other term is lost. As a factor, it must not make the
-    product overflow or underflow; in float16, the product must be between 6e-5 and 65504."""
+    """Whether a constant may be converted to `dtype` as an operand of the primitive `name`. `magnitude` is the size of
+    the constant, which must be a normal number of `dtype`. As a term of a sum, the constant must not be so large that
+    the other term is lost. As a factor, the constant must not make the product overflow or underflow. In float16, the
+    product must be between 6e-5 and 65504."""
     info, (smallest, largest) = jnp.finfo(dtype), magnitude
     if smallest < float(info.tiny) or largest > float(info.max):
         return False

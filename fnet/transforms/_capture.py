@@ -26,18 +26,19 @@ def sites(f: Callable) -> Callable:
         print(ft.sites(model)(params, x))
 
     A site is the output of a layer, the output of any other named scope, a value named with `tag`, or the attention
-    weights of an attention layer. The name of a layer's output is the path of the layer. Flax linen, Haiku and Equinox
-    also name the scopes of their layers; Equinox uses types as names, such as `eqx.nn.Linear#1`. For flax.nnx, apply
-    `name_scopes` first. If a path is used several times, the names of its sites are `path#0`, `path#1` and so on. If a
-    site is inside a scan, its value has a leading axis, whose length is the number of iterations. `layers.Stack` runs
-    its blocks in a scan. If `path` is the path of a `Stack`, the site `path[:]` contains the outputs of all its blocks.
+    weights of an attention layer. The site of a layer's output has the path of the layer as its name. Flax linen, Haiku
+    and Equinox also name the scopes of their layers; Equinox uses types as names, such as `eqx.nn.Linear#1`. For
+    flax.nnx, apply `name_scopes` first. If a path is used several times, the names of its sites are `path#0`, `path#1`
+    and so on. If a site is inside a scan, its value has a leading axis, whose length is the number of iterations.
+    `layers.Stack` runs its blocks in a scan. If `path` is the path of a `Stack`, the site `path[:]` contains the
+    outputs of all its blocks.
 
     Args:
         f: any function.
 
     Returns:
         A function with f's arguments that returns `Sites`, a tuple of `SiteInfo` in the order of computation. `sites`
-        only traces f, so its arguments may be `jax.ShapeDtypeStruct`s.
+        only traces f, so the arguments may be `jax.ShapeDtypeStruct`s.
 
     >>> def f(x):
     ...     with jax.named_scope("double"):
@@ -62,8 +63,8 @@ class SiteInfo:
     Attributes:
         name: the name of the site.
         value: a tree of `jax.ShapeDtypeStruct` with the shapes and dtypes of the captured value.
-        scans: the lengths of the scans around the site, a tuple. The first axes of the captured value have these
-            lengths.
+        scans: a tuple of the lengths of the scans around the site, which are the sizes of the first axes of the
+            captured value.
         inside: the construct that prevents capturing the value ("a while loop", "a branch of cond", ...), or None.
 
     >>> site = ft.sites(lambda x: ft.tag(2 * x, "double").sum())(jnp.ones(3))[0]
@@ -107,14 +108,14 @@ def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
         f: any function: a model, a loss, a gradient, a training step.
         pattern: the name of a site, a regular expression that matches whole names, or a sequence of names and regular
             expressions. "blocks[3]/mlp" is the site "mlp" in layer 3 of the `layers.Stack` "blocks". The function
-            `sites` lists all names.
+            `sites` lists the names of all sites.
 
     Returns:
         A function with f's arguments that returns (f's result, {name: value}). For a layer, the value is exactly the
         output of the layer. If a site is in a scan, its value has a leading axis for the iterations. If f contains a
         `vmap`, a value that depends on the mapped arguments has a leading axis for the batch. If f computes
-        derivatives, the values are those of the forward pass. In a compiled program, sites that are not requested need
-        neither time nor memory.
+        derivatives, the captured values are those of the forward pass. In a compiled program, sites that are not
+        requested need neither time nor memory.
 
     Raises:
         ValueError: a pattern matches no site, or it matches a site inside a while loop, a branch of cond or a
@@ -147,11 +148,13 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
         y = ft.intervene(model, {"blocks[3]/mlp": lambda value, index: 0 * value})(params, x)
 
     All operations that read the value of a changed site read the new value. In a compiled program, operations that are
-    needed only for the old value are not executed. In `vmap(intervene(f, ...))`, the function `change` receives the
-    value of one example. In `intervene(vmap(f), ...)`, `change` receives the value of the whole batch.
+    needed only for the old value of a site are not executed. In `vmap(intervene(f, ...))`, the functions in `changes`
+    receive the value of one example. In `intervene(vmap(f), ...)`, the functions in `changes` receive the value of the
+    whole batch.
 
     Args:
-        f: any function. For its gradient, use `grad(intervene(f, changes))`, not `intervene(grad(f), changes)`.
+        f: any function. For the gradient of the changed function, use `grad(intervene(f, changes))`, not
+            `intervene(grad(f), changes)`.
         changes: {pattern: change}, with patterns as in `capture`. `change(value, index)` returns a tree with the
             structure, shapes and dtypes of `value`. `index` is a tuple with the index of the iteration of each scan
             around the site, the outermost scan first. In a stack of layers, `index` is (layer,); outside of scans,
@@ -162,9 +165,9 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
 
     Raises:
         ValueError: a pattern matches no site, or it matches a site inside a while loop, a branch of cond or a
-            shard_map. The error is also raised if a site is in a differentiated part of `f`, or inside a function with
-            a custom derivative, because the derivative would still be computed for the original value.
-        TypeError: a new value has another structure, shape or dtype.
+            shard_map. A ValueError is also raised if a site is in a differentiated part of `f`, or in a function with a
+            custom derivative, because the derivative would be computed for the original value.
+        TypeError: the new value of a site has another structure, shape or dtype.
 
     >>> def f(x):
     ...     return jnp.sin(tag(x * 2, "doubled"))
@@ -239,7 +242,7 @@ def capture_cotangents(f: Callable, pattern: str | Sequence[str], *, has_aux: bo
 
 
 class _Program:
-    """A traced function whose jaxpr contains the tags of its sites."""
+    """A traced function whose jaxpr marks its sites (named values) with tags."""
 
     def __init__(self, f, args, kwargs):
         with tagging(True):
@@ -277,8 +280,8 @@ def _value(match, leaves, indices) -> Any:
 
 
 def _numbers(site) -> bool:
-    """Whether the value of a site contains no PRNG keys. If it contains keys, one iteration cannot be selected in the
-    scan."""
+    """Whether the value of a site contains no PRNG keys. If the value contains PRNG keys, a single iteration cannot be
+    selected inside the scan."""
     return not any(t is not None and jax.dtypes.issubdtype(t.dtype, jax.dtypes.extended) for t in site.types)
 
 
@@ -354,8 +357,8 @@ def _shift(leaves, indices, offsets):
 
 
 def _offsets(site) -> list:
-    """Returns zeros, which vary over the same mesh axes of a shard_map as the values: otherwise, JAX would sum their
-    cotangents over these axes."""
+    """Returns zeros to add to the values of a site. The zeros vary over the same mesh axes of a shard_map as the
+    values, because JAX would otherwise sum the cotangents of the zeros over these axes."""
     lengths = tuple(length for _, length in site.scans)
     return [_jax.zeros((*lengths, *t.shape), t.dtype, _jax.varies_over(t)) if jnp.issubdtype(t.dtype, jnp.inexact)
             else None for t in (site.types[i] for i in site.leaves)]

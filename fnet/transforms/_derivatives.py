@@ -16,8 +16,8 @@ def hvp(f: Callable) -> Callable:
 
         hvp(f)(x, v, *rest) = d/dt grad(f)(x + t v, *rest) at t = 0
 
-    A product takes about as long as two gradients: it is a JVP (forward mode) of the gradient (reverse mode). The
-    Hessian itself is never computed (Pearlmutter, 1994, Fast Exact Multiplication by the Hessian).
+    A Hessian-vector product takes about as long as two gradients: it is a JVP (forward mode) of the gradient (reverse
+    mode). The Hessian itself is never computed (Pearlmutter, 1994, Fast Exact Multiplication by the Hessian).
 
     Args:
         f: `f(x, *rest, **options) -> scalar`, where x is any tree of floating-point arrays.
@@ -26,7 +26,7 @@ def hvp(f: Callable) -> Callable:
         A function of (x, v, *rest). v and the result have the structure, shapes and dtypes of x.
 
     Raises:
-        ValueError: v does not match x.
+        ValueError: v does not have the structure, shapes and dtypes of x.
 
     >>> hvp(lambda x: (x ** 3).sum())(jnp.array([1., 2.]), jnp.array([1., 1.])).tolist()
     [6.0, 12.0]
@@ -48,13 +48,13 @@ def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) ->
 
     Row i of the result is the output of `f` for row i of every batched argument. `f` receives each row as a batch of
     length 1, so that a loss written for batches can be used unchanged. If a batched argument is a scalar
-    `jax.random.key`, the index of the row is folded into the key, so that each row gets different random numbers. Other
-    scalars, and leaves that are not arrays, are passed to every row unchanged.
+    `jax.random.key`, the index of the row is folded into the key, so that each row gets different random numbers.
+    Scalars that are not keys, and leaves that are not arrays, are passed to every row unchanged.
 
     Args:
         f: a function of parameters and batched arguments.
-        argnums: the positions of the arguments that are batched along the first axis of their leaves, an int or a
-            tuple. Default None: all arguments except the first.
+        argnums: the arguments that are batched along the first axis of their leaves, an int or a tuple of positions.
+            Default None: all arguments except the first.
 
     Returns:
         A function with f's arguments, whose outputs have a leading axis of the batch's length.

@@ -50,10 +50,11 @@ class Tuning:
     """What tune does in a step. `str()` returns a table.
 
     Attributes:
-        rows: one `Fired` for each equation that a rule changed, with the fields scope, primitive, rule and reason.
+        rows: one `Fired` for each equation that a rewrite rule changed, with the fields scope, primitive, rule and
+            reason.
         rules: the enabled rules.
         options: the compiler options.
-        measured: the times by which `tune(measure=True)` selected the rules, or None with `measure=False`.
+        measured: the measured times by which `tune(measure=True)` selected the rules, or None with `measure=False`.
     """
 
     chip: Chip
@@ -82,21 +83,21 @@ def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Us
     """Explains what autocast, tune, fold or use_implicit_arrays does in a function. The function is traced, but not
     run.
 
-    In two cases, the function may be run on copies of its arguments, to select the fastest form by timing: if it is the
-    result of `tune(measure=True)`, and if it is a step of `search.population`. The explanation of a population states
-    with which method its members (the models that are trained together) are run.
+    The result of `tune(measure=True)` and a step of `search.population` may be run on copies of their arguments,
+    because their fastest form is selected by timing. The explanation of a population states with which method its
+    members (the models that are trained together) are run.
 
         step = ft.jit(ft.autocast(ft.value_and_grad(loss)))
         print(ft.explain(step, params, batch))
 
     Args:
         f: the result of `autocast`, `tune`, `fold` or `use_implicit_arrays`, or a step of `search.population`, possibly
-            under `jit` or `functools.partial`. If several of these transforms were applied, the outermost transform is
+            under `jit` or `functools.partial`. If several transforms were applied to f, the outermost transform is
             explained.
         args, kwargs: the arguments of f, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-        An `Explanation`, `Tuning`, `Folds` or `Uses` object. `print` shows the object as a table.
+        An `Explanation`, `Tuning`, `Folds` or `Uses` object. `print` shows the explanation as a table.
 
     Raises:
         ValueError: `f` is not the result of `autocast`, `tune`, `fold`, `use_implicit_arrays` or `search.population`.

@@ -51,7 +51,7 @@ class Folded:
         return tune(jax.jit(Folder.program(closed))), closed.consts, traced.result
 
     def explained(self, *args, **kwargs) -> Folds:
-        """Returns the `Folds` for these arguments."""
+        """Returns the `Folds` (the products with folded affine maps) for the given arguments of f."""
         folder = Folder()
         jax.eval_shape(lambda: self._traced(args, kwargs, folder))
         return Folds(tuple(folder.folds))
@@ -85,13 +85,13 @@ def fold(f: Callable, params: Any, state: Any = None) -> Callable:
 
     A product or convolution with a fixed kernel is often followed by additions and multiplications with fixed values
     for each output feature. Examples are biases, scales, and BatchNorm with its running statistics. `fold` replaces the
-    product and these operations by one product with a new kernel, and one addition:
+    product and the operations after it by one product with a new kernel, and one addition:
 
         ((x * kernel) - mean) * rate + bias  =  x * (kernel rate) + (bias - mean rate)
 
     `ft.explain(predict, x)` lists the products that `fold` changed. `fold` does not change products in 16-bit dtypes,
-    because the new kernels would have to be rounded. `fold` also does not change products inside loops. The results are
-    those of f up to rounding, about 1e-6.
+    because the new kernels would have to be rounded. `fold` also does not change products inside loops. The folded
+    function returns the results of f up to rounding, about 1e-6.
 
     Args:
         f: any function `f(params, *args, **kwargs)`, such as a model of any library.

@@ -22,8 +22,9 @@ def use_implicit_arrays(f: Callable) -> Callable:
     An implicit array is a parameter that is computed from several arrays (its components), for example from 8-bit codes
     and scales. f itself is traced with plain arrays. Products, convolutions and lookups that read an implicit array are
     computed directly from its components. An implicit array may pass through transposes, reshapes, casts, jit, scans,
-    remat, branches and loops before such an operation reads it. For any other operation, the implicit array is first
-    converted to a plain array (materialized). `ft.explain` lists all operations that read an implicit array:
+    remat, branches and loops before a product, convolution or lookup reads it. An operation that cannot use the
+    components reads a plain array, to which the implicit array is first converted (materialized). `ft.explain` lists
+    all operations that read an implicit array:
 
         print(ft.explain(ft.use_implicit_arrays(model), params, x))
 
@@ -31,10 +32,11 @@ def use_implicit_arrays(f: Callable) -> Callable:
         f: any function: a model of any library, a loss, a gradient.
 
     Returns:
-        A function with the arguments of f. Any leaf of the arguments may be an implicit array. The function can be
-        compiled, batched, and differentiated with respect to the floating-point leaves of implicit arrays.
-        `nn.partition` separates these leaves from the other leaves. If f returns an implicit array unchanged, the
-        function returns the implicit array. If no argument contains an implicit array, f is called unchanged.
+        A function with the arguments of f. Any leaf of the arguments may be an implicit array. The returned function
+        can be compiled, batched, and differentiated with respect to the floating-point leaves of implicit arrays.
+        `nn.partition` separates the floating-point leaves of implicit arrays from the other leaves. If f returns an
+        implicit array unchanged, the returned function also returns the implicit array. If no argument contains an
+        implicit array, f is called unchanged.
 
     >>> import jax.numpy as jnp
     >>> from fnet import compress
@@ -97,7 +99,7 @@ class Uses:
 
 
 def uses(f: Callable, args: tuple, kwargs: dict) -> Uses:
-    """Returns the uses of implicit arrays in f for these arguments. Nothing is computed."""
+    """Returns the uses of implicit arrays in f for the arguments `args` and `kwargs`. Nothing is computed."""
     interpreter = ImplicitInterpreter()
     arrays, rebuild = array_leaves((args, kwargs))
 

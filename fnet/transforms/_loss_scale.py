@@ -22,7 +22,7 @@ class LossScaleState(NamedTuple):
 
     Attributes:
         scale: float32 [], the factor by which the next loss is multiplied.
-        good_steps: int32 [], the number of steps with finite gradients since the scale last changed.
+        good_steps: int32 [], the number of steps with finite gradients since `scale` last changed.
         skipped: int32 [], the number of steps skipped so far.
         inner: the state of the wrapped optimizer.
 
@@ -47,9 +47,9 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
     The gradients are divided by the scale. If all gradients are finite, `inner` updates the parameters. If a gradient
     is not finite, the update is zero, the state of `inner` does not change, the skipped step is counted, and the scale
     is reduced. After `interval` consecutive steps with finite gradients, the scale grows. Transformations that need
-    unscaled gradients (clipping, weight decay, all groups of `optax.multi_transform`) must be part of `inner`. Keep
-    parameters in float32: an unscaled gradient has the dtype of its parameter, and in float16 small gradients would
-    underflow again.
+    unscaled gradients (clipping, weight decay, all groups of `optax.multi_transform`) must be part of `inner`. The
+    parameters must be float32, because an unscaled gradient has the dtype of its parameter, and small gradients would
+    underflow again in float16.
 
         policy = hw.policy()
         tx = ft.loss_scale(optax.adamw(1e-3), policy)            # optax.adamw itself if the policy needs no scale
@@ -69,14 +69,14 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
         backoff: the factor by which the scale is multiplied after a step whose gradients are not finite. Default 0.5.
         minimum, maximum: bounds of the scale. Defaults 2^-14 and 2^24.
         axis_name: the name of a mapped axis, or several names. A step is skipped if the gradients of any device along
-            these axes are not finite. Default None.
+            `axis_name` are not finite. Default None.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`, whose state is a `LossScaleState`.
 
     Raises:
         TypeError: `inner` is not an Optax transformation, or `policy` is not a `hardware.Policy`.
-        ValueError: the options are out of range.
+        ValueError: an option such as `initial` or `growth` is out of range.
 
     Source: Micikevicius et al. (2018), Mixed Precision Training, section 3.2. The default growth, interval, backoff and
     initial scale are those of PyTorch or Keras.
@@ -165,9 +165,10 @@ def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *,
 
         value, grads = scaled_value_and_grad(loss)(opt_state, params, batch)
 
-    The value is the unscaled loss in float32 (or float64). The gradients are the gradients of the loss, multiplied by
-    the scale. The update function of `loss_scale` divides the gradients by the scale. If `opt_state` contains no scale,
-    the function behaves like `jax.value_and_grad`, so the same training step works in every precision.
+    The returned value is the unscaled loss in float32 (or float64). The gradients are the gradients of the loss,
+    multiplied by the scale. The update function of `loss_scale` divides the gradients by the scale. If `opt_state`
+    contains no scale, the function behaves like `jax.value_and_grad`, so the same training step works in every
+    precision.
 
     Args:
         loss: `loss(*args) -> scalar`, or (scalar, aux) with `has_aux`.

@@ -1,11 +1,11 @@
 """A primitive for bilinear operations in low precision. The derivatives of every order of the primitive also use low
 precision.
 
-A dot_general of JAX with bfloat16 operands has one of two disadvantages. If its result is float32, the products in its
-backward pass have one float32 operand. If its result is bfloat16, weight gradients are rounded to bfloat16. The
-primitive `lowered` casts its operands itself, so the operands and the result may have any floating-point dtype. The
-products use the low dtype, and the sums use float32. Each gradient has the dtype of its operand: the gradient of a
-float32 weight is float32 and is summed in float32.
+If JAX's dot_general has bfloat16 operands and a float32 result, the products in its backward pass have one float32
+operand. If dot_general has a bfloat16 result, weight gradients are rounded to bfloat16. The primitive `lowered` casts
+its operands itself, so the operands and the result may have any floating-point dtype. `lowered` computes products in
+the low dtype and sums in float32. The gradient of each operand has the dtype of the operand, so that the gradient of a
+float32 weight is summed in float32.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ def as_matrices(x, y, dimension_numbers, out) -> jax.Array:
     """Computes a dot_general with operands cast to bfloat16, sums in float32 and a result of dtype `out`, in a form
     that is fast on XLA:CPU.
 
-    The fast forms are [batch, m, k] x [batch, k, n] and [batch, m, k] x [batch, n, k]. If XLA moved a transpose into a
-    product, the product would have another form, and the program would fail at run time ("DotThunk: BF16 x BF16 =
-    F32"). The optimization barriers prevent this.
+    The fast forms of a product on XLA:CPU are [batch, m, k] x [batch, k, n] and [batch, m, k] x [batch, n, k]. If XLA
+    moved a transpose into a product, the product would have another form, and the program would fail at run time
+    ("DotThunk: BF16 x BF16 = F32"). The optimization barriers prevent this.
     """
     contract, batch = dimension_numbers
     free = [[i for i in range(a.ndim) if i not in (*c, *b)] for a, c, b in zip((x, y), contract, batch)]
@@ -206,7 +206,7 @@ def _batched(op, params, like, axes, mesh):
 
 def _like(*avals):
     """Returns a float32 `jax.ShapeDtypeStruct` for each abstract value, with the same shape. On a mesh with explicit
-    axes, the sharding is kept, also of replicated arrays: it is the sharding of their gradients."""
+    axes, the sharding is kept as well, even of replicated arrays, because it is the sharding of their gradients."""
     return tuple(jax.ShapeDtypeStruct(aval.shape, jnp.float32, sharding=aval.sharding if _on_explicit_mesh(aval)
                                       else None) for aval in avals)
 

@@ -21,7 +21,7 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
         microbatch(f, n)(params, batch) = sum_i w_i f(params, batch_i) / sum_i w_i
 
     w_i is the weight of slice i. Only the intermediate values of one slice are in memory at a time. With equal weights,
-    the result equals f on the full batch if f is a mean over rows, or the gradient of such a mean. f must not use
+    the result equals f on the full batch if f is a mean over rows, or the gradient of a mean over rows. f must not use
     statistics across rows, as batch normalization does. If f is a weighted mean, pass a function `weight` that returns
     the sum of the weights in a slice.
 
@@ -30,13 +30,13 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
 
     Weights may be negative and may depend on the parameters. A slice whose weight is exactly 0 has no effect on any
     value, count or derivative of any order, even if f or a derivative of f is NaN or infinite on this slice. If the
-    positive and negative weights in a slice add up to 0, the slice has no effect either, because the weighted mean of
-    its rows does not exist. If the weights of all slices add up to 0, floating-point results are NaN or infinite.
+    positive and negative weights in a slice add up to 0, the slice has no effect, because the weighted mean of its rows
+    does not exist. If the weights of all slices add up to 0, floating-point results are NaN or infinite.
 
     Slice i contains rows i, i + n, i + 2n, ..., so that no row is moved to another device if the batch is sharded. If a
     batched argument is a scalar `jax.random.key`, the index of the slice is folded into the key, so that slices have
-    different random numbers. Other scalars, and leaves that are not arrays, are passed to every slice unchanged. With
-    n = 1, f is called once with unchanged arguments, and its outputs are converted to arrays.
+    different random numbers. Scalars that are not keys, and leaves that are not arrays, are passed to every slice
+    unchanged. With n = 1, f is called once with unchanged arguments, and its outputs are converted to arrays.
 
     Args:
         f: a function of parameters and batched arguments. Floating-point outputs are averaged: they are summed in at
@@ -44,8 +44,8 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
         n: the number of slices, a divisor of the number of rows.
         argnums: the positions of the arguments that are batched along the first axis of their leaves. Default None:
             all arguments except the first.
-        weight: a function with the arguments of f, which receives one slice in place of the batch. It returns the
-            weight of the slice, a real scalar. Default None: every weight is 1.
+        weight: a function with the arguments of f, which receives one slice in place of the batch and returns a real
+            scalar, the weight of the slice. If `weight` is None, every weight is 1. Default None.
 
     Returns:
         A function with f's signature and output structure.
@@ -112,7 +112,7 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
 
 
 def _arrays(result):
-    """Checks that the mean of the results can be computed, and returns them."""
+    """Checks that the results of f are arrays, so that their mean can be computed. Returns the results."""
     for path, leaf in jax.tree.leaves_with_path(result):
         try:
             jax.typeof(leaf)
@@ -147,8 +147,9 @@ def _differentiable(x) -> bool:
 
 
 def _gate(live, x):
-    """Returns x. If `live` is False, the derivative of the result is 0. Selecting among the outputs of f would not be
-    sufficient: in reverse mode, a cotangent of 0 may become NaN inside f, for example in a division by 0."""
+    """Returns x. If `live` is False, the derivative of the result is 0. Selecting among the outputs of f would
+    not be sufficient, because in reverse mode, a cotangent of 0 may become NaN inside f, for example in a division by
+    0."""
     return jnp.where(live, x, lax.stop_gradient(x))
 
 
@@ -206,7 +207,7 @@ def _slices(args, where, n):
 
 def batch_leaves(args, where):
     """Returns the leaves of the batched arguments that have rows, and a function `rebuild(i, leaves)` that returns the
-    arguments with other leaves in their place. The function folds i into random keys."""
+    arguments with these leaves replaced by `leaves`. `rebuild` folds the integer i into random keys."""
     leaves, structure = jax.tree.flatten([args[i] for i in where])
 
     def rebuild(i, arrays):
@@ -220,7 +221,8 @@ def batch_leaves(args, where):
 
 
 def _fold_key(scalar, i):
-    """Folds the integer i into a random key. Returns other scalars, and leaves that are not arrays, unchanged."""
+    """Folds the integer i into a random key. Returns scalars that are not keys, and leaves that are not arrays,
+    unchanged."""
     key = isinstance(scalar, jax.Array) and jnp.issubdtype(scalar.dtype, jax.dtypes.prng_key)
     return jax.random.fold_in(scalar, i) if key else scalar
 
@@ -236,8 +238,8 @@ def _wide(y):
 
 
 def _strong(y):
-    """Returns an output as an array without weak type. Raises an error if its dtype is not supported, so that n = 1 has
-    the same requirements as n > 1."""
+    """Returns an output as an array without weak type. Raises an error if the dtype of the output is not supported, so
+    that one slice has the same requirements as several slices."""
     y = jnp.asarray(y, jnp.result_type(y))
     _wide(y)
     return y

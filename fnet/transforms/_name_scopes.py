@@ -29,7 +29,7 @@ def name_scopes(module: Any) -> Any:
         A copy that shares all variables with the original module, so an update of a variable changes both modules.
 
     Raises:
-        TypeError: the argument is not an nnx module.
+        TypeError: `module` is not a flax.nnx module.
 
     >>> from flax import nnx
     >>> module = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jax.nn.relu)
@@ -44,8 +44,8 @@ def name_scopes(module: Any) -> Any:
 
 
 def _copied(value, name, kind, copies):
-    """Returns a copy of the value, in which all modules are copied. `name` is the path of the value, relative to the
-    innermost callable module that contains it."""
+    """Returns a copy of `value`, in which all modules are copied. `name` is the path of `value`, relative to the
+    innermost callable module that contains `value`."""
     if type(value) in (list, tuple):
         return type(value)(_copied(item, _below(name, str(i)), kind, copies) for i, item in enumerate(value))
     if type(value) is dict:
@@ -68,7 +68,7 @@ def _below(name, key):
 
 @functools.lru_cache(4096)
 def _named(cls: type, name: str) -> type:
-    """Returns a subclass whose calls run under the named scope."""
+    """Returns a subclass of `cls` whose calls run under the named scope `name`."""
 
     @functools.wraps(cls.__call__)
     def __call__(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Patterns that select sites, such as "head", r"block\\d+/conv" or "blocks[3]/mlp"."""
+"""Patterns that select sites (named values of a function), such as "head", r"block\\d+/conv" or "blocks[3]/mlp"."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _INDEX = re.compile(r"\[(-?\d+)\]")
 
 
 class Match(NamedTuple):
-    """A site that a pattern matches.
+    """A site (a named value of a function) that a pattern matches.
 
     Attributes:
         site: the site.
-        name: the name of the site. If the pattern contains indices, such as [3], the name contains them, too.
+        name: the name of the site. If the pattern contains indices, such as [3], the name of the site contains the
+            indices, too.
         indices: for each scan around the site, the index of the selected iteration, or None for all iterations.
     """
 
@@ -27,7 +28,7 @@ class Match(NamedTuple):
 
 
 def compiled(who: str, pattern: str) -> re.Pattern:
-    """Compiles the pattern of a rule.
+    """Compiles the regular expression of a rule, such as a rule of `autocast`.
 
     Raises:
         ValueError: the pattern is not a regular expression.
@@ -48,8 +49,8 @@ def matches(who: str, pattern: str, sites: Iterable[Site]) -> list[Match]:
 
     Raises:
         TypeError: the pattern is not a string.
-        ValueError: the pattern matches nothing, matches a site inside a while loop or a branch of cond, or is
-            ambiguous: its brackets can be read as an index and as a regular expression.
+        ValueError: the pattern matches nothing, matches a site inside a while loop or a branch of cond, or has
+            brackets that can be read both as an index and as a regular expression.
     """
     if not isinstance(pattern, str):
         raise TypeError(f"{who}: a pattern must be a string, such as 'blocks/attention'; got a "
@@ -108,8 +109,8 @@ def _indexed(who, pattern, sites) -> list[Match]:
 
 
 def _assigned(given, site) -> tuple | None:
-    """Assigns the indices in a pattern to the scans around a site. Returns one index, or None, for each scan. Returns
-    None instead of a tuple if an index cannot be assigned."""
+    """Assigns the indices in a pattern to the scans around a site. For each scan around the site, returns the index
+    that is assigned to the scan, or None. Returns None instead of a tuple if an index cannot be assigned to a scan."""
     indices: list[int | None] = [None] * len(site.scans)
     for before, index in given:
         depth = before.count("/") + 1

@@ -29,17 +29,18 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
 
         params = step(params, ft.shard(batch))
 
-    In `f`, each device sees only its own slice. Collectives such as `lax.psum` and `lax.all_gather` combine the slices
-    of all devices by `axis_name`. For code without collectives, use `jax.jit` with sharded arguments.
+    In `f`, each device sees only its own slice of the arguments. Collectives such as `lax.psum` and `lax.all_gather`
+    combine the slices of all devices by `axis_name`. For code without collectives, use `jax.jit` with sharded
+    arguments.
 
     Args:
         f: a function of arrays.
         axis_name: the axis name for collectives. Default "devices".
-        in_axes: the axis of each positional argument along which the argument is split. The length of this axis must be
-            the number of devices. An integer or None applies to all arguments; None means that every device gets the
-            whole argument. A tuple has one entry for each argument, which is an integer, None or a tree of integers and
-            None. Negative axes count from the end, as in `jax.vmap`. Keyword arguments are split along axis 0. Default
-            0.
+        in_axes: the axis of each positional argument along which the argument is split. The length of the split axis
+            must be the number of devices. If `in_axes` is an integer or None, it applies to all arguments; None means
+            that every device gets the whole argument. If `in_axes` is a tuple, it has one entry for each argument,
+            which is an integer, None or a tree of integers and None. Negative axes count from the end of the shape, as
+            in `jax.vmap`. Keyword arguments are split along axis 0. Default 0.
         out_axes: the axis along which each result is stacked: an integer, None or a tree of integers and None, as in
             `in_axes`. Negative axes count from the end of the stacked result. Use None for results that are equal on
             every device, such as the results of `psum` and `all_gather`; such a result is returned once. Default 0.
@@ -112,7 +113,7 @@ def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
 
 
 def replicate(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
-    """Copies a tree to each device: a leaf [...] becomes an array [devices, ...]. Afterwards, the original tree may
+    """Copies a tree to each device: a leaf [...] becomes an array [devices, ...]. After the copy, the original tree may
     still be used or donated.
 
     >>> replicate({"w": np.zeros(3)}, jax.devices()[:1])["w"].shape
@@ -196,7 +197,7 @@ class _Mapped:
         return _broadcast(axes, args[i], f"pmap: in_axes={self.in_axes!r} is not a tree prefix of argument {i}")
 
     def over(self, g, results):
-        """Applies g to every leaf of the results. The second argument of g is the leaf's axis in out_axes."""
+        """Applies g to every leaf of the results of f. The second argument of g is the leaf's axis in out_axes."""
         leaves, structure = jax.tree.flatten(results)
         return jax.tree.unflatten(structure, [g(y, axis) for y, axis in zip(leaves, self.out_axes_of(results))])
 
@@ -222,7 +223,7 @@ class _Mapped:
         return where
 
     def check_same(self, body, leaves, axes):
-        """Raises an error if a result with out_axes=None may differ between devices. The method must run inside
+        """Raises an error if a result with out_axes=None may differ between devices. `check_same` must be called inside
         shard_map."""
         closed, results = jax.make_jaxpr(body, return_shape=True)(*leaves)
         differ = may_differ(closed.jaxpr, [axis is not None for axis in axes], self.axis)

@@ -1,8 +1,8 @@
 """Rematerialization of a complete step: its backward pass recomputes activations instead of reading stored ones.
 
-`jax.checkpoint` must be applied before a function is differentiated. When this transform runs, the step is already
-differentiated: its jaxpr contains the residuals that the forward pass stores for the backward pass. This module removes
-    some of the residuals.
+`jax.checkpoint` must be applied before a function is differentiated. `rematerialize` is applied to a step that is
+already differentiated, whose jaxpr contains the residuals that the forward pass stores for the backward pass.
+`rematerialize` removes some of the residuals.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def rematerialize(step: Callable) -> Callable:
         step = ft.rematerialize(step)
 
     The results do not change; the time of the step grows by up to a third. A scan over layers stores the inputs of each
-    layer, and no values inside the layers. Other code, such as a ResNet, is split into pieces at points where few
-    activations are live. The step stores only the activations at these points. The pieces are chosen so that the
-    recomputed activations of one piece need about as much memory as all stored activations together. A piece is
-    recomputed when the backward pass reaches the piece. If `rematerialize` would save little memory, it does not change
-    the step.
+    layer, and no values inside the layers. Code without loops, such as a ResNet, is split into pieces at points where
+    few activations are live. The step stores only the activations at the points between two pieces of code. The pieces
+    of code are chosen so that the recomputed activations of one piece need about as much memory as all stored
+    activations together. A piece of code is recomputed when the backward pass reaches the piece. If `rematerialize`
+    would save little memory, it does not change the step.
 
     Args:
         step: a function that computes derivatives, such as a training step. For a function that is differentiated
@@ -161,9 +161,9 @@ class _Piece:
 class _Pair:
     """A scan of the forward pass, and the scan of the backward pass that reads its stacked outputs.
 
-    `dropped` are the indices of the stacked outputs that are recomputed instead of stored, by `piece`. `places` are
-    their positions among the scanned inputs of the backward scan. `saved` are the indices of the carries that are
-    stored instead.
+    `dropped` are the indices of the stacked outputs that are not stored, but recomputed by `piece`. `places` are the
+    positions of the dropped outputs among the scanned inputs of the backward scan. `saved` are the indices of the
+    carries that are stored instead of the dropped outputs.
     """
 
     def __init__(self, source, piece, dropped, places, saved):
@@ -172,15 +172,16 @@ class _Pair:
 
 
 class _Plan:
-    """The recomputed values of a jaxpr.
+    """The values of a jaxpr that are recomputed instead of stored.
 
     Attributes:
-        backward: the equations of the backward pass, as keys in their order.
-        pairs: {equation of a backward scan: _Pair}.
-        sources: {equation of a forward scan: _Pair}.
-        cut: {variable: the `_Piece` that recomputes it}.
-        env: {variable: its value} for the inputs of the pieces. A value is None until it is computed.
-        latest: the last array that the backward pass computed. The next piece is not recomputed before this array.
+        backward: a dict whose keys are the equations of the backward pass, in their order.
+        pairs: a dict {equation of a backward scan: the `_Pair` of this scan and its forward scan}.
+        sources: a dict {equation of a forward scan: the `_Pair` of this scan and its backward scan}.
+        cut: a dict {variable: the `_Piece` (a list of equations) that recomputes the variable}.
+        env: a dict {variable: its value} for the inputs of the pieces in `cut`. A value is None until it is computed.
+        latest: the last array that the backward pass computed. The next `_Piece` is not recomputed before `latest` has
+            been computed.
     """
 
     def __init__(self, jaxpr, names):
@@ -211,8 +212,8 @@ def _forward(eqn) -> bool:
 
 
 def _uses(jaxpr) -> dict:
-    """Returns {variable: the list of equations that read it}. For an output of the jaxpr, the list also contains
-    None."""
+    """Returns {variable: the list of equations that read it}. For an output of the jaxpr, the list of equations also
+    contains None."""
     found = collections.defaultdict(list)
     for eqn, read in (*((eqn, eqn.invars) for eqn in jaxpr.eqns), (None, jaxpr.outvars)):
         for v in read:
@@ -222,8 +223,8 @@ def _uses(jaxpr) -> dict:
 
 
 def _pair(jaxpr, sink, uses):
-    """Returns the pair of a backward scan and the forward scan whose stacked outputs it reads, or None if recomputing
-    these outputs saves no memory."""
+    """Returns the pair of the backward scan `sink` and the forward scan whose stacked outputs `sink` reads, or None if
+    recomputing these outputs saves no memory."""
     makers = {v: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan" and _forward(eqn) for v in eqn.outvars}
     xs, length = scan(sink).split(sink.invars)[2], scan(sink).length
     by_source = collections.defaultdict(list)
@@ -251,7 +252,7 @@ def _pair(jaxpr, sink, uses):
 
 
 def _piece(eqns, outvars) -> _Piece:
-    """Returns those of the equations that these variables depend on, and the inputs of these equations."""
+    """Returns the equations among `eqns` on which the variables `outvars` depend, and the inputs of these equations."""
     wanted = dict.fromkeys(v for v in outvars if not isinstance(v, _jax.Literal))
     found, made = [], set()
     for eqn in reversed(eqns):
@@ -263,7 +264,7 @@ def _piece(eqns, outvars) -> _Piece:
 
 
 def _bytes(aval) -> int:
-    """Returns the size of an array in bytes. A symbolic size counts as `_SYMBOLIC`."""
+    """Returns the size of an array in bytes. A symbolic size counts as 1024 (`_SYMBOLIC`)."""
     shape = tuple(size if isinstance(size, int) else _SYMBOLIC for size in getattr(aval, "shape", ()))
     return nbytes(aval if shape == getattr(aval, "shape", ()) else jax.ShapeDtypeStruct(shape, aval.dtype))
 
@@ -274,7 +275,8 @@ class _Cut(NamedTuple):
 
 
 def _cuts(jaxpr, plan, uses) -> dict:
-    """Splits code without loops into pieces. Returns {variable: the piece that recomputes it}."""
+    """Splits the forward pass outside of loops into pieces (lists of equations). Returns a dict {variable: the piece
+    that recomputes the variable}."""
     # The forward equations between the scans above, of one forward pass. If a step has several forward passes, the next
     # one uses results of the previous backward pass.
     runs, run = [], []
@@ -328,7 +330,7 @@ def _cut_run(eqns, uses, backward) -> dict:
 
 def _spread(weight, crossing, size) -> _Cut:
     """Returns cuts such that about `size` bytes of activations lie between two cuts, at positions where few bytes are
-    live. Also returns an upper bound of the memory that is needed."""
+    live. Also returns an upper bound of the memory that the stored and recomputed activations need."""
     ends, inside, cheapest, largest, kept = [], 0, None, 0, 0
     total = 0
     for i, bytes_ in enumerate(weight[:-1]):

@@ -24,40 +24,55 @@ RULES = {"cpu": _tune_cpu.RULES, "gpu": _tune_accelerators.GPU_RULES, "tpu": _tu
 
 def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[str, bool] | None = None,
          measure: bool = False) -> Callable:
-    """Rewrites a step into forms for which the chip's compiler generates fast code. The results of
-    the step stay equal up to rounding.
+    """Rewrites a step into forms for which the chip's compiler generates fast code. The results of the step stay equal
+    up to rounding.
 
         step = ft.tune(jax.jit(step, donate_argnums=0))
 
     On a CPU, `tune` makes these changes:
 
-    - Operands of large matrix products are computed before the product. Otherwise, XLA would compute the operands
-      inside strided copies.
+    - Operands of large matrix products are computed before the product, because XLA would otherwise compute the
+      operands inside strided copies.
+
     - Transposes introduced by vmap are undone.
+
     - A weight gradient becomes a product of two matrices, the first of which is the smaller one.
+
     - Products of bfloat16 arrays, including arrays that the user cast to bfloat16, get float32 sums and a form that XLA
       computes fast.
+
     - Poolings whose windows do not overlap, and their gradients, become elementwise operations. The gradient of a max
       pooling goes to the same element of the window as in XLA, even if several elements are equal to the maximum.
+
     - Weight gradients of convolutions get the array layout of a forward convolution.
+
     - Depthwise convolutions and their gradients become sums of products with shifted arrays.
+
     - Convolutions with up to 32 groups become one convolution for each group.
+
     - Gradients of transposed convolutions get the form of gradients of strided convolutions.
+
     - If most of the FLOPs are in convolutions, compiler options select the library that computes the convolutions. For
-      bfloat16, this library is oneDNN, which requires jaxlib 0.12 or later and a CPU with AMX or AVX-512 products of
-      bfloat16.
+      bfloat16 convolutions, the library is oneDNN, which requires jaxlib 0.12 or later and a CPU with AMX or AVX-512
+      products of bfloat16.
 
     On a GPU or TPU, `tune` makes these changes:
 
     - Loops over layers are unrolled if the program stays small, because XLA then recomputes elementwise operations in
       the backward pass instead of storing their results.
+
     - If each iteration of a loop casts the same array to 16 bits, the array is cast once, before the loop.
+
     - Lookups of one element per row, such as the logit of a label, become a comparison and a sum.
+
     - On TPUs, the weights of the unrolled layers, and their gradients, are separate arrays within the step, because the
       compiler prefetches whole arrays, but not slices, into on-chip memory.
+
     - On TPUs, the statistics of BatchNorm for a bfloat16 array x are computed from the sums of x and x², so that the
       kernels of the convolutions compute these sums.
+
     - On TPUs, a scatter that overwrites up to 16 slices, as in text generation, becomes an elementwise selection.
+
     - On GPUs, products of one row and a matrix in 16 bits, as in text generation, are computed for two equal rows,
       because XLA stores intermediate results of a product of one row in main memory.
 
@@ -65,26 +80,26 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
 
     `tune` rewrites the whole program, after differentiation, so pass the complete step, not the model. Apply `tune`
     after all other transforms. If a tuned step is called with arrays, it is compiled with the compiler options that the
-    rules (the changes above) select. If the original step is jitted and donates arguments, the tuned step donates the
+    rewrite rules of `tune` select. If the original step is jitted and donates arguments, the tuned step donates the
     same arguments. A tuned step that is called inside another transformation (jit, vmap, grad) becomes a part of the
-    outer program. The outer program is compiled with the options of the outer jit, and a warning lists the options of
-    the rules that have no effect.
+    outer program. The outer program is compiled with the options of the outer jit, and a warning lists the compiler
+    options of `tune` that have no effect.
 
     Args:
-        step: a function of arrays, jitted or not, written with any library. Rules also apply inside loops, branches,
-            jit, remat, shard_map and custom derivatives. A step that is not jitted may also have arguments and results
-            that are not arrays, such as a whole Equinox model. The step is traced again for each new value of an
-            argument that is not an array.
+        step: a function of arrays, jitted or not, written with any library. The rewrite rules also apply inside loops,
+            branches, jit, remat, shard_map and custom derivatives. A step that is not jitted may also have arguments
+            and results that are not arrays, such as a whole Equinox model. The step is traced again for each new value
+            of an argument that is not an array.
         chip: "auto" (this device), "cpu" (this machine's CPU), the name of a chip, or a `hardware.Chip`. Default
             "auto".
-        rules: a dict {name of a rule: False} of the rules to disable. `ft.explain(ft.tune(step), *args)` lists the
-            rules that change the step. Default None: no rule is disabled.
-        measure: whether to select the rules by timing. The first call with arrays then compiles and times the program
-            with all rules, with no rule, and with all rules except one (for each rule), on copies of its arguments. The
-            fastest selection of rules is used, and stored in FNET_CACHE or ~/.cache/fnet for later processes.
-            `ft.explain` reports the times. All rules are used without timing in four cases: the program has callbacks,
-            an argument is neither an array nor a number, copies of the arguments would need more than 10 % of this
-            machine's memory, or there are several processes. Default False.
+        rules: a dict {name of a rewrite rule: False} of the rules to disable. The rules that change a step are
+            listed by `ft.explain(ft.tune(step), *args)`. Default None: no rule is disabled.
+        measure: whether to select the rewrite rules by timing. With `measure=True`, the first call with arrays compiles
+            and times the program with all rules, with no rule, and with all rules except one (for each rule), on copies
+            of its arguments. The fastest selection of rules is used, and stored in FNET_CACHE or ~/.cache/fnet for
+            later processes. `ft.explain` reports the times. All rules are used without timing in four cases: the
+            program has callbacks, an argument is neither an array nor a number, copies of the arguments would need more
+            than 10 % of this machine's memory, or there are several processes. Default False.
 
     Returns:
         A function with step's signature and results, and with the methods `trace` and `lower` as in `jax.jit`.
@@ -104,8 +119,8 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
 
 
 class _Tuned:
-    """A tuned step. A `Tuned` is not a function with attributes `trace` and `lower`, because jax.jit would copy these
-    attributes."""
+    """A tuned step. `_Tuned` is a class, because jax.jit would copy the attributes `trace` and `lower` of a
+    function."""
 
     def __init__(self, step, chip, rules, measure):
         wraps(step)(self)
@@ -156,8 +171,8 @@ class _Tuned:
         return self._programs[structure]
 
     def measured(self, *args, **kwargs) -> Measured | None:
-        """Returns the rules that were selected by timing for these arguments. The first call times them. Returns None
-        if `measure` is False."""
+        """Returns the rewrite rules that were selected by timing for the given arguments. The first call times them.
+        Returns None if `measure` is False."""
         return self._program(args, kwargs).measured if self._measure else None
 
     def _timed(self, plain, args, kwargs):
@@ -227,8 +242,8 @@ class _Program:
 
 
 class _Stage:
-    """A stage of ahead-of-time compilation (traced, lowered or compiled). The program has arguments or results that are
-    not arrays. The compiled stage is called with the step's arguments."""
+    """A stage of ahead-of-time compilation (traced, lowered or compiled). `_Stage` is used for a program that has
+    arguments or results that are not arrays. The compiled stage is called with the step's arguments."""
 
     def __init__(self, program, stage):
         self._program, self._stage = program, stage
@@ -273,7 +288,7 @@ def _chosen(chip, rules) -> tuple[Rule, ...]:
 
 
 def _pays(rule) -> bool:
-    """Whether the rule is enabled for the installed version of XLA."""
+    """Whether the rewrite rule is enabled for the installed version of XLA."""
     return rule.below is None or _version(jaxlib.__version__) < _version(rule.below)
 
 
@@ -304,7 +319,7 @@ def _compiled(inner, tuner, args, kwargs, *, name):
 
 def _donated(traced) -> tuple:
     """Returns a tree of bools: whether each leaf of the arguments is donated. If the step only calls a jitted function
-    (such as a functools.partial), this includes the leaves that the jitted function donates."""
+    (such as a functools.partial), the leaves that the jitted function donates are True as well."""
     leaves, structure = jax.tree.flatten(traced.args_info)
     program, donated = traced.jaxpr.jaxpr, [leaf.donated for leaf in leaves]
     if len(program.eqns) == 1 and jaxpr.call_name(program.eqns[0]) is not None:

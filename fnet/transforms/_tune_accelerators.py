@@ -1,8 +1,9 @@
-"""Rules of tune for GPUs and TPUs: forms for which XLA moves fewer bytes, with equal results up to rounding.
+"""Rewrite rules of tune for GPUs and TPUs: forms for which XLA moves fewer bytes, with equal results up to rounding.
 
-The rules were evaluated with roofline estimates of compiled programs (`python -m benchmarks.accelerators`). A rule with
-`apply` returns the outputs of an equation. A rule with `prepare` returns another equation and its inputs, which are
-evaluated instead; its `finish` returns the outputs of this equation in another form.
+The rewrite rules were evaluated with roofline estimates of compiled programs (`python -m benchmarks.accelerators`). If
+a rule has a function `apply`, this function returns the outputs of an equation. If a rule has a function `prepare`,
+this function returns another equation and its inputs, which are evaluated instead. The function `finish` of the rule
+converts the outputs of the evaluated equation to another form.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def unrolled_layers(eqn, inputs):
     of one layer), but no constants.
 
     The forward loop stores the results of every elementwise operation that the backward loop reads. In code without
-    loops, XLA recomputes these results from the results of the products. A loop that recomputes activations
-    (`jax.checkpoint`, `rematerialize`) is not unrolled, because XLA would then store the activations.
+    loops, XLA recomputes the results of elementwise operations from the results of the products. A loop that recomputes
+    activations (`jax.checkpoint`, `rematerialize`) is not unrolled, because XLA would then store the activations.
     """
     parts = jaxpr.scan(eqn)
     every = list(jaxpr.equations(parts.jaxpr))
@@ -59,7 +60,7 @@ def separate_layers(eqn, inputs):
 
 def separate_gradients(eqn, outputs):
     """Computes the gradient of each layer's weights in an array of its own before the gradients are stacked. The
-    gradients are stacked outputs with the shape of stacked weights."""
+    gradients are the stacked outputs of the scan that have the shape of stacked weights."""
     parts = jaxpr.scan(eqn)
     shapes = {eqn.invars[i].aval.shape for i in _weights(parts)}
     return [Value(_separated(y.x), y.note) if i >= parts.carry and y.x.shape in shapes and _separable(y.x) else y
@@ -152,8 +153,8 @@ def _holds(indices, count) -> bool:
 def comparison(eqn, inputs):
     """Selects one element of each row, such as a label's logit, by a comparison instead of a lookup.
 
-    The gradient is also computed by a comparison. XLA fuses the comparisons with the sums over the row. The gradient of
-    a lookup would be a scatter into a separate array.
+    The gradient of the selected element is also computed by a comparison. XLA fuses the comparisons with the sums over
+    the row. The gradient of a lookup would be a scatter into a separate array.
     """
     mode = jaxpr.lookup_mode(eqn)
     x, indices = inputs[0].x, inputs[1].x
@@ -175,8 +176,9 @@ def comparison(eqn, inputs):
 def two_rows(eqn, inputs):
     """Computes the product of one row and a matrix in 16 bits for two equal rows, and returns the first result.
 
-    For one row, XLA multiplies the elements, rounds the results to 16 bits, writes them to memory, and reads them again
-    to sum them. A product of two rows is a matrix product, which reads the matrix once and has float32 sums.
+    For the product of one row and a matrix, XLA multiplies the elements, rounds the results to 16 bits, writes them to
+    memory, and reads them again to sum them. A product of two rows is a matrix product, which reads the matrix once and
+    has float32 sums.
     """
     product = jaxpr.product(eqn)
     contract, batch = product.dimensions

@@ -78,9 +78,9 @@ def grouped_convolution(eqn, inputs):
 def small_input(eqn, inputs):
     """Computes a convolution whose window is larger than its input along each spatial axis as a matrix product.
 
-    Such a convolution occurs in the last layers of a network for small images. The window of such a convolution covers
-    the input for each element of the output, so the matrix of the inputs is at most as many times larger than the input
-    as the window has positions.
+    Windows that are larger than the input occur in the last layers of a network for small images. The matrix of the
+    inputs is at most as many times larger than the input as the window has positions, because the window covers the
+    input for each element of the output.
     """
     product = jaxpr.product(eqn)
     if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16) or product.groups != (1, 1):
@@ -112,9 +112,10 @@ def small_input(eqn, inputs):
 def dilated_input(eqn, inputs):
     """Rewrites a convolution whose input has zeros between its elements, in three dimensions or with a large window.
 
-    In three dimensions (transposed convolutions, gradients of strided convolutions), the zeros are written to memory.
-    With a large window (the gradient of a transposed convolution's kernel), the operands are exchanged. The zeros are
-    then between the elements of the window, for which XLA has a fast kernel.
+    In three dimensions (transposed convolutions, gradients of strided convolutions), the zeros between the elements of
+    the input are written to memory. With a large window (the gradient of a transposed convolution's kernel), the
+    operands of the convolution are exchanged. After the exchange of the operands, the zeros are between the elements of
+    the window, for which XLA has a fast kernel.
     """
     product = jaxpr.product(eqn)
     if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16):

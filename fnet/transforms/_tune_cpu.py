@@ -1,9 +1,9 @@
 """Rules of tune for CPUs, which rewrite equations into forms for which XLA:CPU generates fast code, with equal results
 up to rounding.
 
-A rule receives an equation and its inputs. A rule returns the outputs, or None if the rule does not apply. The note of
-an input is True if the input can be read without a computation: it is an argument of the function, a view of an
-argument, or a broadcast scalar. For other notes, see `_tune_layout`.
+A rewrite rule receives an equation of a jaxpr and its inputs. A rewrite rule returns the outputs of the equation, or
+None if the rule does not apply. The note of an input is True if the input can be read without a computation, because it
+is an argument of the function, a view of an argument, or a broadcast scalar. For other notes, see `_tune_layout`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ VIEWS = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze"))
 
 
 class Rule(NamedTuple):
-    """A rule of tune. The rule applies to equations with `primitives`. With the jaxlib version `below` and later
-    versions, it is disabled by default.
+    """A rule of tune. The rule applies to equations whose primitive is in `primitives`. With the jaxlib version `below`
+    and later versions, the rule is disabled by default.
 
-    `apply` returns the outputs of an equation. `prepare` returns (equation, inputs) to be evaluated instead, and
-    `finish(equation, outputs)` then returns the outputs in another form. `apply` and `prepare` return None if the rule
-    does not apply; a rule that only sets compiler options has neither. `options` are the compiler options.
-    `when(equations)` returns whether the rule is used for a program; None means for every program.
+    The function `apply` of a rule returns the outputs of an equation. The function `prepare` returns another equation
+    and its inputs, which are evaluated instead, and `finish(equation, outputs)` converts the outputs to another form.
+    `apply` and `prepare` return None if the rule does not apply; a rule that only sets compiler options has neither.
+    `options` are the compiler options. `when(equations)` returns whether the rule is used for a program; None means for
+    every program.
     """
 
     name: str
@@ -66,13 +67,14 @@ def apart(x):
 
 
 def products(eqn, inputs):
-    """Computes the operands of a matrix product before the product. In a product of an array and a matrix, the array is
-    the first operand and its last axis is contracted. In x^T y in two dimensions, the smaller operand is the first.
+    """Computes the operands of a matrix product before the product. A product of an array and a matrix is rewritten so
+    that the array is the first operand and its last axis is contracted. In a product x^T y of two matrices, the smaller
+    operand becomes the first operand.
 
-    Under vmap, a dense layer becomes a product whose result has the features as its first axis. If this result is added
-    to an array with the features last, XLA recomputes the inputs of the sum in both layouts. A product under vmap over
-    the weights does not change, because its weights would have to be transposed. Products with batch axes, as in
-    attention, do not change, because XLA's own form is as fast.
+    Under vmap, a dense layer becomes a product whose result has the features as its first axis. If a product with the
+    features first is added to an array with the features last, XLA recomputes the inputs of the sum in both layouts. A
+    product under vmap over the weights does not change, because its weights would have to be transposed. Products with
+    batch axes, as in attention, do not change, because XLA's own form is as fast.
     """
     x, y = (value.x for value in inputs)
     if max(x.size, y.size) < LARGE or x.dtype != F32 or y.dtype != F32:
@@ -107,7 +109,7 @@ def products(eqn, inputs):
 
 
 def _ready(value, x):
-    """Returns x, a view of the value, after an optimization barrier. If x can be read without a computation, it is
+    """Returns x, a view of `value`, after an optimization barrier. If x can be read without a computation, it is
     returned without a barrier."""
     return x if value.note is True else apart(x)
 
@@ -181,7 +183,8 @@ def _ends_swapped(x):
     """Transposes [a, b, c] to [c, b, a] in cache-sized steps. A transpose in a single step would take four to ten times
     as long.
 
-    The loop over halves prevents XLA from fusing both steps and the computation of x into one strided copy.
+    The loop over the halves of x prevents XLA from fusing both transposes and the computation of x into one strided
+    copy.
     """
     a, b, c = x.shape
     halves = 1 if a % 2 else 2
@@ -191,8 +194,9 @@ def _ends_swapped(x):
 
 
 def convolution_gradient(eqn, inputs):
-    """Computes the weight gradient of a convolution in the layout of a forward convolution. The rule includes bfloat16
-    operands, for which XLA would compute in float32 anyway. With strides or small sizes, XLA's own form is as fast."""
+    """Computes the weight gradient of a convolution in the layout of a forward convolution. The rewrite includes
+    convolutions of bfloat16 operands, for which XLA would compute in float32 anyway. For convolutions with strides or
+    small sizes, XLA's own form of the weight gradient is as fast."""
     product = jaxpr.product(eqn)
     dtype = product.dtype
     if product.op is not jaxpr.CONVOLUTION or dtype not in (F32, library.BF16):

@@ -1,9 +1,9 @@
 """Removes transposes introduced by vmap, for tune: elementwise operations are applied before a transpose, not after it.
 
 XLA:CPU does not change the order of the axes in a program. Under vmap, the result of a dense layer has the shape [out,
-batch, time] and is then transposed. The elementwise operations up to the next product would read and write strided
-memory. Therefore, the value `y.transpose(order)` gets the tuple `order` as its note. Elementwise operations are applied
-to y, so that successive transposes cancel.
+batch, time] and is then transposed. The elementwise operations between the transpose and the next product would read
+and write strided memory. In tune, the value `y.transpose(order)` gets the tuple `order` as its note. Elementwise
+operations after the transpose are applied to y instead, so that successive transposes cancel.
 """
 
 from __future__ import annotations

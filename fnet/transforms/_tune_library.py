@@ -1,10 +1,11 @@
 """Conditions for the compiler options with which tune selects the library for products and convolutions on CPUs.
 
 XLA:CPU runs products and convolutions with YNNPACK, Eigen or oneDNN. For bfloat16 convolutions with float32 sums,
-oneDNN needs a tenth of the time of the others on CPUs with AMX, and mostly a half or less of this time on CPUs with
-AVX-512 products of bfloat16 (`python -m benchmarks.convolutions bfloat16`). For bfloat16 products, oneDNN is slower
-than YNNPACK, and for weight gradients of float32 convolutions, oneDNN is slower than Eigen. A compiler option applies
-to the whole program, so the kind of operation with the most work determines the option.
+oneDNN needs a tenth of the time of YNNPACK and Eigen on CPUs with AMX. On CPUs with AVX-512 products of bfloat16,
+oneDNN mostly needs a half or less of the time of YNNPACK and Eigen (`python -m benchmarks.convolutions bfloat16`). For
+bfloat16 products, oneDNN is slower than YNNPACK, and for weight gradients of float32 convolutions, oneDNN is slower
+than Eigen. A compiler option applies to the whole program, so the kind of operation with the most work determines the
+option.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ LARGE = 1 << 21    # minimum multiplications of a convolution for a call of oneD
 
 @functools.cache
 def bfloat16_pays() -> bool:
-    """Whether this CPU has instructions for bfloat16 products (AMX or AVX-512). The rule is not used on other CPUs,
-    where it was not measured."""
+    """Whether this CPU has instructions for bfloat16 products (AMX or AVX-512). The rule `bfloat16_products` is not
+    used on CPUs without instructions for bfloat16 products, where the rule was not measured."""
     return not BFLOAT16.isdisjoint(read_cpu().flags)
 
 
 def eigen_pays(equations: Sequence) -> bool:
-    """Whether convolutions are most of the work and are not small, and no convolution is grouped.
+    """Whether convolutions are most of the program's work and are not small, and no convolution is grouped.
 
     Eigen takes 0.50 to 1.10 times as long as YNNPACK for ungrouped convolutions, but up to 1.27 times as long for
     depthwise convolutions. If a program has depthwise convolutions, they take most of its time (`python -m
@@ -48,7 +49,7 @@ def eigen_pays(equations: Sequence) -> bool:
 
 
 def pools_apart(equations: Sequence) -> bool:
-    """Whether XLA computes poolings separately from convolutions, so that the rule for poolings is useful.
+    """Whether XLA computes poolings separately from convolutions, so that the rewrite rule for poolings is useful.
 
     YNNPACK computes a convolution and the pooling of its result together, unless the program also computes the gradient
     of the pooling.
@@ -59,7 +60,7 @@ def pools_apart(equations: Sequence) -> bool:
 
 
 def onednn_pays(equations: Sequence) -> bool:
-    """Whether large bfloat16 convolutions are most of the work."""
+    """Whether large bfloat16 convolutions are most of the program's work."""
     work, products = _work(equations), filter(None, map(product, equations))
     every, low = sum(each.op is CONVOLUTION for each in products), work["convolution", BF16]
     return 2 * low > sum(work.values()) and low >= LARGE * every and onednn()

@@ -1,4 +1,4 @@
-"""Selects the rules of tune for one program by timing it with and without them."""
+"""Selects the rewrite rules of tune for one program by timing the program with and without the rules."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MEMORY = 0.1     # the maximum fraction of this machine's memory that the argum
 
 
 class Measured(NamedTuple):
-    """The rules that are used for a program.
+    """The rewrite rules of tune that are used for a program.
 
     Attributes:
-        rules: the names of the rules.
+        rules: the names of the rewrite rules that are used.
         seconds: {selection of rules: median time of a call in seconds}, with keys such as "all rules". Empty if nothing
             was measured.
-        reason: why these rules are used.
+        reason: the reason why the rules in `rules` are used.
     """
 
     rules: tuple[str, ...]
@@ -42,19 +42,19 @@ class Measured(NamedTuple):
 
 def measure(compiled: Callable, lowered: Callable[[], str], fired: Callable[[], set[str]], rules: tuple, chip: Any,
             arguments: Any) -> Measured:
-    """Times a program with all rules, with no rule, and without each single rule. Stored results are reused.
+    """Times a program with all rewrite rules, with no rule, and without each single rule. Stored results are reused.
 
     Args:
         compiled: `compiled(rules)` returns the program as a function of `arguments`, which it may donate.
         lowered: a function that returns the text of the program without rules. The key of a stored result depends on
-            this text.
-        fired: a function that returns the names of the rules that change the program.
+            the text of the program.
+        fired: a function that returns the names of the rewrite rules that change the program.
         rules: all rules.
         chip: the chip.
         arguments: the arguments of a call. They are copied.
 
     Returns:
-        The fastest selection of rules. If nothing can be measured, all rules are selected.
+        The fastest selection of rules. If the program cannot be timed, all rewrite rules are selected.
     """
     every = tuple(rule.name for rule in rules)
     if reason := _unmeasurable(arguments):

@@ -1,4 +1,4 @@
-"""The interpreter of tune, which applies rules to the equations of a program."""
+"""The interpreter of tune, which applies rewrite rules to the equations of a program."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Fired(NamedTuple):
 
 
 class Tuner(Interpreter):
-    """Evaluates a jaxpr equation by equation. The note of a value is True if the value
-    can be read without a computation (see `_tune_cpu`). The note is a tuple if the value is a transposed array (see
+    """Evaluates a jaxpr equation by equation. The note of a value is True if the value can be read without a
+    computation (see `_tune_cpu`). The note of a value is a tuple if the value is a transposed array (see
     `_tune_layout`). Otherwise, it is None."""
 
     def __init__(self, rules, rows=None):
@@ -41,8 +41,9 @@ class Tuner(Interpreter):
         return None if self.rows is None else object()    # explain needs every call
 
     def select(self, closed) -> list:
-        """Returns the rules that are used for a program. If the program has symbolic sizes, as for export, `when` is
-        not called: rules that rewrite equations are used, and rules that only set compiler options are not."""
+        """Returns the rewrite rules that are used for a program. If the program has symbolic sizes, as for export,
+        `when` is not called. For symbolic sizes, rules that rewrite equations are used, and rules that only set
+        compiler options are not used."""
         equations = list(jaxpr.equations(closed.jaxpr)) if any(rule.when for rule in self.all) else []
         known = all(_known(v.aval) for eqn in equations for v in (*eqn.invars, *eqn.outvars))
         return [rule for rule in self.all if rule.when is None or (rule.when(equations) if known else rule.apply)]
@@ -91,10 +92,11 @@ def _options(rules) -> dict:
 
 
 def _known(aval) -> bool:
-    """Whether all sizes of this type are known, not symbolic."""
+    """Whether all sizes of the abstract value `aval` are known, not symbolic."""
     return all(isinstance(size, int) for size in getattr(aval, "shape", ()))
 
 
 def _free(aval) -> bool:
-    """Whether arrays of this type may be reshaped: all sizes are known, and the compiler determines the sharding."""
+    """Whether arrays of the type `aval` may be reshaped: all sizes are known, and the compiler determines the
+    sharding."""
     return _known(aval) and not jaxpr.explicit(aval)

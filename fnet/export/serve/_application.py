@@ -30,7 +30,7 @@ def application(files: Iterable[str], options: Options | None = None) -> Any:
         files: the bundles, strings of the form FILE, NAME=FILE or NAME:VERSION=FILE.
         options: the options of the server. The options `port`, `max_connections` and `drain` have no effect. If `host`
             is a loopback address, such as the default 127.0.0.1, the server accepts only requests whose header Host is
-            a loopback address or localhost. Default None: `serve.Options()`.
+            a loopback address or localhost. By default, the options are `serve.Options()`.
 
     Returns:
         A Starlette application. Models are compiled when the application starts.
@@ -78,7 +78,8 @@ class _Server:
     """The state of an application.
 
     Attributes:
-        draining: whether the server is shutting down. If True, every response asks the client to close the connection.
+        draining: whether the server is shutting down. If `draining` is True, every response asks the client to close
+            the connection.
     """
 
     def __init__(self, files, options):
@@ -261,7 +262,7 @@ class _Server:
 
     async def _started(self, request):
         """Returns (the generator, an asynchronous iterator of tokens, a function that ends the generation). The first
-        token is computed before the function returns."""
+        token is computed before `_started` returns."""
         generator = self._found(request, "generators")
         self._check_ready()
         asked = generator.read(_protocol.read_json(await self._body(request)))

@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Full(RuntimeError):
-    """Raised if the queue is full, or the batcher is closed."""
+    """Raised if the queue of waiting requests is full, or if the `Batcher` is closed."""
 
 
 class _Request(NamedTuple):
@@ -56,7 +56,7 @@ class Batcher:
         """Adds a request to the queue, and returns a Future of its outputs.
 
         Raises:
-            Full: the queue is full, or the batcher is closed.
+            Full: the queue of waiting requests is full, or the batcher is closed.
         """
         batched = self._max_batch > 1
         key = tuple((x.shape[1:], x.dtype) for x in arrays) if batched else (object(),)

@@ -33,8 +33,8 @@ class Generator:
 
     Attributes:
         characters: the character of each token, or None if the bundle has no characters.json.
-        context: the maximum number of tokens of a text, according to the constraint on the tokens of "prefill".
-            `context` is None if the bundle has no constraint on the number of tokens.
+        context: the maximum number of tokens of a text, according to the constraint on the inputs of the entry point
+            "prefill". `context` is None if the bundle has no constraint on the number of tokens.
     """
 
     def __init__(self, name: str, version: str, bundle: Bundle):

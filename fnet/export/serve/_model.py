@@ -1,4 +1,4 @@
-"""An entry point of a bundle as a served model: its inputs, its compiled programs and its computation."""
+"""A served model, which is an entry point (function) of a bundle: its inputs, compiled programs and computation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _WARMED = 32        # programs that are compiled at the start
 
 
 def leaves(name: str, tree: Any) -> list[tuple[str, dict]]:
-    """Returns a list of (name, {"dtype", "shape"}) for the arrays in a described tree. The names of the arrays are
-    paths such as cache/keys."""
+    """Returns a list of (name, {"dtype", "shape"}) for the arrays in the description of a tree. The names of the arrays
+    are paths such as cache/keys."""
     if tree is None:
         return []
     if "dtype" in tree and "shape" in tree:
@@ -32,7 +32,7 @@ def leaves(name: str, tree: Any) -> list[tuple[str, dict]]:
 
 
 class Model:
-    """An entry point of a bundle, which the server offers as a model.
+    """An entry point (a function of a bundle), which the server offers as a model.
 
     Attributes:
         name, version: the name and the version of the model, strings that occur in the URLs of the server.
@@ -115,10 +115,11 @@ class Model:
         return [np.asarray(y) for y in program(weights, arrays)]
 
     def _compiled(self, weights, arrays):
-        """Returns the compiled program for these shapes.
+        """Returns the compiled program for the shapes of `arrays`.
 
-        On a CPU, the program is created from its stable form and optimized by `ft.tune`. On devices other than CPUs, or
-        if the program has no stable form, the compiled program is the program in the bundle that JAX serialized.
+        On a CPU, the program is created from its stable form (JSON data) and optimized by `ft.tune`. On devices other
+        than CPUs, or if the program has no stable form, the compiled program is the program in the bundle that JAX
+        serialized.
         """
         if self._stable:
             rest = iter(arrays)

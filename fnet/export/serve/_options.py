@@ -14,28 +14,28 @@ class Options:
         host: the address to listen on. Default 127.0.0.1.
         port: the port to listen on. 0 selects a free port. Default 8000.
         max_batch: the maximum number of rows that are computed together. Programs are compiled for the powers of two up
-            to this number. Default 32.
+            to `max_batch`. Default 32.
         max_delay: the maximum time in seconds that a request waits for other requests to join its batch. Default 0.002.
-        max_queue: the maximum number of requests that wait for a model. Any further request gets status 503. Default
-            256.
-        max_streams: the maximum number of texts that are generated at the same time. Any further request for a text
-            gets status 503. Default 8.
+        max_queue: the maximum number of requests that wait for a model. Requests that exceed `max_queue` get status
+            503. Default 256.
+        max_streams: the maximum number of texts that are generated at the same time. Requests for more than
+            `max_streams` texts at the same time get status 503. Default 8.
         max_body: the maximum size of the body of a request in bytes. Default 64 MiB.
-        max_connections: the maximum number of open connections. Requests on any further connection get status 503.
-            Default 512.
+        max_connections: the maximum number of open connections. Requests on connections that exceed `max_connections`
+            get status 503. Default 512.
         timeout: the maximum time in seconds for a request, including its time in the queue. A request that takes longer
-            gets status 504. Default 30.
+            than `timeout` gets status 504. Default 30.
         read_timeout: the maximum time in seconds until the head of a request has arrived. The limit `read_timeout` also
             applies to the time from the end of the head to the end of the body. Default 10.
-        drain: the time in seconds during which the server still accepts connections after SIGTERM. During this time,
-            its responses ask the clients to close their connections. Default 1.
+        drain: the time in seconds during which the server still accepts connections after SIGTERM. During the time
+            `drain`, the responses of the server ask the clients to close their connections. Default 1.
         token: a secret string of at least 8 characters, or None (the default). If a token is set, requests need the
-            header "Authorization: Bearer TOKEN". Requests for the health of the server and for its page do not need
-            this header.
+            header "Authorization: Bearer TOKEN". Requests for the health of the server and for its page need no token.
         pad: the sizes to which inputs are padded, {size variable: sizes}. A size variable is a name in a model's input
-            shapes, such as "t" in ["b", "t"], that represents a size which can vary. An axis whose size is this
-            variable is padded with zeros to the smallest size in `sizes` that is large enough. The outputs of the model
-            must not depend on the padding. The server tests this when it starts. Default: no padding.
+            shapes, such as "t" in ["b", "t"], that represents a size which can vary. An axis whose size is a size
+            variable in `pad` is padded with zeros to the smallest size in `pad` that is large enough. The outputs of
+            the model must not depend on the padding, which the server tests when it starts. By default, inputs are not
+            padded.
     """
 
     host: str = "127.0.0.1"

@@ -1,4 +1,4 @@
-"""The page on which users try the models: an HTML file that loads nothing from other hosts."""
+"""The page on which users try the models of the server: an HTML file that loads nothing from other hosts."""
 
 import base64
 import hashlib

@@ -1,8 +1,8 @@
 """Reads requests and writes responses of the Open Inference Protocol, version 2 (REST), with tensors as JSON or as
 bytes.
 
-The protocol is defined in https://github.com/kserve/open-inference-protocol. Triton's extension "binary_tensor_data"
-defines tensors as bytes.
+The Open Inference Protocol is defined in https://github.com/kserve/open-inference-protocol. Triton's extension
+"binary_tensor_data" defines tensors as bytes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _KINDS = {"b": "b", "u": "ui", "i": "ui", "f": "uif", "V": "uif"}      # kind of
 
 
 class Invalid(ValueError):
-    """Raised for a request that is not valid. The message is sent to the client."""
+    """Raised for a request that is not valid. The error message is sent to the client."""
 
 
 def servable(model: Model) -> bool:
-    """Whether the protocol supports the dtypes of all inputs and outputs."""
+    """Whether the Open Inference Protocol supports the dtypes of all inputs and outputs of a model."""
     return all(leaf["dtype"] in _CODES for _, leaf in [*model.inputs, *model.outputs])
 
 
@@ -60,7 +60,7 @@ def read_json(data: bytes) -> dict:
 
 
 def read(model: Model, body: bytes, length: str | None) -> tuple[dict, list[np.ndarray]]:
-    """Reads a request. Returns (its JSON object, the inputs in the order of the model).
+    """Reads a request. Returns (the JSON object of the request, the inputs in the order of the model's inputs).
 
     Args:
         length: the header Inference-Header-Content-Length, the number of bytes of JSON before the bytes of the tensors.
@@ -174,8 +174,8 @@ def _wanted(model, request, everything) -> dict[str, bool]:
 
 
 def _numbers(array):
-    """Returns the elements as a flat list. NaN and infinite elements become None, because JSON cannot represent
-    them."""
+    """Returns the elements of an array as a flat list. NaN and infinite elements become None, because JSON cannot
+    represent them."""
     if array.dtype.kind in "fV":
         numbers = array.astype(np.float64).ravel()
         finite = np.isfinite(numbers)

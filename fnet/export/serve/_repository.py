@@ -73,10 +73,10 @@ class Repository:
                 self.models.setdefault(full, {})[version] = model, batcher
 
     def find(self, name: str, version: str | None, table: str = "models"):
-        """Returns the model with this name and version, or its newest version if `version` is None.
+        """Returns the model with the given name and version, or the newest version of the model if `version` is None.
 
         Raises:
-            Unknown: there is no such model.
+            Unknown: there is no model with the given name and version.
         """
         versions = getattr(self, table).get(name)
         if not versions or (version is not None and version not in versions):

@@ -1,4 +1,4 @@
-"""Runs the server until a signal ends it."""
+"""Runs the HTTP server of exported models until a signal ends the server."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ def run(files: Iterable[str], options: Options | None = None, *,
         started: Callable[[str], None] = lambda address: None) -> None:
     """Serves bundles (exported models) until SIGTERM or SIGINT, and answers every accepted request before it returns.
 
-    After the first signal, the server reports that it is not ready, and its responses ask the clients to close their
-    connections. After `options.drain` seconds, the server accepts no more connections. When all requests are answered,
-    `run` returns. After a second signal, `run` returns immediately.
+    After the first SIGTERM or SIGINT, the server reports that it is not ready, and its responses ask the clients to
+    close their connections. When `options.drain` seconds have passed after the signal, the server accepts no more
+    connections. When the server has answered all accepted requests, `run` returns. After a second SIGTERM or SIGINT,
+    `run` returns immediately.
 
         serve.run(["digits.fnet"], serve.Options(port=8000))
 
@@ -99,7 +100,7 @@ def _protocol(seconds: float) -> type:
             super().connection_lost(error)
 
         def wait(self):
-            """Starts the timer while the connection waits for the head of a request, and stops it during a request."""
+            """Starts a timer while the connection waits for the head of a request, and stops it during a request."""
             idle = self.cycle is None or self.cycle.response_complete
             if idle and self.timer is None:
                 self.timer = self.loop.call_later(seconds, self.transport.close)

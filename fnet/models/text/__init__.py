@@ -1,1 +1,1 @@
-"""Tokenizers and text generation. The public names of this package are in `fnet.models`."""
+"""Tokenizers and text generation. The public names of `fnet.models.text` are in `fnet.models`."""

@@ -25,7 +25,7 @@ class Beams(NamedTuple):
         tokens: [batch, beams, max_tokens], the tokens of each text. Elements after the end of a text are 0.
         lengths: [batch, beams], the number of tokens of each text before its stop token.
         scores: [batch, beams], the score of each text: the sum of the log-probabilities of its tokens, divided by
-            (number of its tokens) ** length_penalty. The sum and the number include the stop token.
+            (number of its tokens) ** length_penalty. The tokens of a text include its stop token.
 
     >>> gpt = models.GPT(vocab_size=16, width=8, depth=1, heads=1, context=8)
     >>> params, _ = gpt.init(jax.random.key(0), gpt.example())
@@ -44,9 +44,9 @@ def beam_search(model: nn.Layer, params: dict, prompts: jax.Array, *, beams: int
     """Continues each prompt with the highest-scoring texts that beam search finds.
 
     Each iteration extends the best `beams` texts of each prompt by every possible token, and keeps the best `beams`
-    results. A text that ends with a stop token is finished and is not extended. The search for a prompt ends when
-    `beams` texts are finished and no unfinished text has a higher score than the worst finished text. The search also
-    ends after `max_tokens` tokens.
+    results. A text that ends with a stop token is finished and is not extended. The beam search for a prompt ends when
+    `beams` texts are finished and no unfinished text has a higher score than the worst finished text, or after
+    `max_tokens` tokens.
 
         best = models.beam_search(model, params, prompts, beams=4, max_tokens=50, stop=tokenizer.stop)
         print(tokenizer.decode(best.tokens[0, 0, :best.lengths[0, 0]]))
@@ -55,8 +55,9 @@ def beam_search(model: nn.Layer, params: dict, prompts: jax.Array, *, beams: int
         model, params, prompts, lengths, stop, dtype: as for `generate`.
         beams: number of texts that are kept for each prompt.
         max_tokens: the maximum number of tokens to generate.
-        length_penalty: the score of a text of n tokens is the sum of the log-probabilities of the tokens, divided by
-            n ** length_penalty. With 0, the score is the sum itself, which favors short texts.
+        length_penalty: exponent in the score of a text of n tokens: the sum of the log-probabilities of the tokens,
+            divided by n ** length_penalty. If `length_penalty` is 0, the score is the sum itself, which favors short
+            texts.
 
     Returns:
         `Beams(tokens, lengths, scores)`. The texts of each prompt are sorted by their scores.

@@ -35,8 +35,8 @@ class ChatTemplate:
     %}`.
 
     Args:
-        template: the template as a string, or several templates as {name: template}. `render` then selects "default" or
-            "tool_use" automatically.
+        template: the template as a string, or several templates as {name: template}. With several templates, `render`
+            selects "default" or "tool_use" automatically.
         tokens: special tokens, which become variables of the template, such as bos_token="<s>".
 
     >>> template = ChatTemplate("{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}",
@@ -59,8 +59,9 @@ class ChatTemplate:
         """Reads the chat template from a folder of weights.
 
         If the folder contains a chat_template.jinja, the template is read from this file, and further named templates
-        are read from the subfolder additional_chat_templates. If this file does not exist, templates are read from the
-        field chat_template of tokenizer_config.json. The special tokens are always read from tokenizer_config.json.
+        are read from the subfolder additional_chat_templates. If the folder contains no chat_template.jinja, templates
+        are read from the field chat_template of tokenizer_config.json. The special tokens are always read from
+        tokenizer_config.json.
 
         Raises:
             FileNotFoundError: the folder has no chat template.
@@ -80,7 +81,7 @@ class ChatTemplate:
 
         Args:
             messages: the conversation, a list of {"role": "user", "content": "..."}. A template may support further
-                fields of a message. All values must have JSON types.
+                fields of a message. All values in a message must have JSON types.
             add_generation_prompt: whether to append the text with which an answer begins.
             tools: JSON schemas of functions that the model may call.
             documents: a list of {"title": ..., "text": ...}, from which the model may quote.
@@ -89,7 +90,8 @@ class ChatTemplate:
             variables: other variables of the template, such as enable_thinking=False for Qwen3.
 
         Returns:
-            The text. The text already contains the special tokens, so pass `special_tokens=False` when you encode it.
+            The text. The rendered text already contains the special tokens, so pass `special_tokens=False` when you
+            encode it.
 
         Raises:
             ValueError: the messages are not of the expected form, or the template rejects the messages, fails, or
@@ -168,8 +170,8 @@ def chat(model: nn.Layer, params: dict, tokenizer: Any, messages: Sequence[Mappi
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "When?"}]
 
     The answer ends before the first token of `tokenizer.stop`. If the content of a message contains the string of a
-    special token, this string is encoded as that token, as in transformers. Remove such strings from the messages of
-    untrusted users. A string of a special token would let a user imitate another role.
+    special token, this string is encoded as that token, as in transformers. Remove the strings of special tokens from
+    the messages of untrusted users. A string of a special token would let a user imitate another role.
 
     Args:
         model, params: as for `generate`.
@@ -226,7 +228,7 @@ def _checked(messages):
 
 
 def _plain(name, value):
-    """Returns a copy that contains only JSON types, because templates must not call methods of other objects."""
+    """Returns a copy of `value` with only JSON types, because templates must not call methods of other objects."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:

@@ -74,11 +74,11 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
 
     First, one call of the model processes all prompts except their last tokens, and stores the keys and values in a
     cache. After the prompt, a `lax.while_loop` generates one token of every example in each iteration, until all
-    examples have stopped. The call and the loop are one compiled program. The prompt length and `max_tokens` are
-    rounded up to about a power of two, so the program is reused for similar lengths. The compiled program is also
-    reused for other values of the sampling options. Before the loop, the program copies the parameters, to cast them to
-    `dtype` and to unstack the blocks of a stacked model (see `unstack`). Each iteration then reads every weight once
-    and updates the cache in place.
+    examples have stopped. The processing of the prompts and the loop are one compiled program. The prompt length and
+    `max_tokens` are rounded up to about a power of two, so the program is reused for similar lengths. The compiled
+    program is also reused for other values of the sampling options. Before the loop over tokens, the compiled program
+    copies the parameters, to cast them to `dtype` and to unstack the blocks of a stacked model (see `unstack`). Each
+    iteration of the loop reads every weight once and updates the cache in place.
 
         out = models.generate(model, params, [tokenizer.encode("Once upon a time")], max_tokens=200, temperature=0)
         print(tokenizer.decode(out.tokens[0, :out.lengths[0]]))
@@ -91,26 +91,26 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
         key: a `jax.random.key`, not needed for temperature 0. The random numbers of an example depend on the index of
             the example in the batch and on the index of the token, but not on the other examples.
         max_tokens: the maximum number of tokens to generate.
-        temperature: divisor of the logits. With 0, always the most probable token is selected. A temperature that is
-            traced by `jax.jit` must not be 0.
+        temperature: divisor of the logits. With a temperature of 0, always the most probable token is selected. A
+            temperature that is traced by `jax.jit` must not be 0.
         top_k: sample only from the k most probable tokens (Fan et al., 2018).
         top_p: sample only from the smallest set of tokens whose probabilities add up to at least p (Holtzman et al.,
             2020, nucleus sampling). `top_p` is applied after `top_k`.
         min_p: sample only from tokens whose probability is at least min_p times the largest probability (Nguyen et al.,
             2024).
         repetition_penalty: a factor for the logits of tokens that are in the prompt or were generated before. Positive
-            logits are divided by the factor, and negative logits are multiplied by the factor (Keskar et al., 2019).
+            logits are divided by `repetition_penalty`, and negative logits are multiplied by it (Keskar et al., 2019).
         presence_penalty: a number that is subtracted once from the logits of tokens that were generated before.
         frequency_penalty: a number that is subtracted from the logit of a token for each time that the token was
             generated before.
         samples: number of texts to generate for each prompt. Each prompt is processed only once. Row `i * samples + j`
             of the result is text j of prompt i.
         stop: tokens that end an example.
-        lengths: integers [batch], the number of tokens of each prompt. Default: all tokens of the
-            array belong to the prompt, so the number is `time`.
+        lengths: integers [batch], the number of tokens of each prompt. By default, the number of tokens of each prompt
+            is `time`.
         dtype: the dtype to which floating-point parameters are cast, and in which keys and values are cached. Default:
-            the dtype of the parameters. Use "bfloat16" on GPUs and TPUs, because there the time of an iteration depends
-            on the number of bytes that it reads.
+            the dtype of the parameters. Use "bfloat16" on GPUs and TPUs, because the time of an iteration on these
+            devices depends on the number of bytes that the iteration reads.
 
     Returns:
         `Generated(tokens, lengths, log_probs)`, with tokens [batch * samples, max_tokens].
@@ -137,9 +137,9 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
 
 
 def prepare(caller, model, prompts, lengths, key, sampled, samples, max_tokens) -> tuple:
-    """Checks the arguments. Returns ((prompts, lengths, key), {"room": ..., "capacity": ...}).
+    """Checks the arguments of `generate`, and returns ((prompts, lengths, key), sizes for the compiled program).
 
-    `room` is the number of tokens that the compiled program can generate, and `capacity` is the length of its cache.
+    The sizes are {"room": number of tokens that the compiled program can generate, "capacity": length of its cache}.
     """
     if sampled and key is None:
         raise ValueError(f"{caller}: sampling needs key=jax.random.key(...); or pass temperature=0")
@@ -159,8 +159,9 @@ def prepare(caller, model, prompts, lengths, key, sampled, samples, max_tokens) 
 
 
 class Carry(NamedTuple):
-    """The carry of the loop over tokens. `last` [batch] is the last token of each example. For the penalties, `seen`
-    states which tokens are in the prompt, and `counts` states how often each token was generated."""
+    """The carry of the loop over tokens. `last` [batch] is the last token of each example. For the repetition, presence
+    and frequency penalties, `seen` states which tokens are in the prompt, and `counts` states how often each token was
+    generated."""
 
     count: jax.Array
     last: jax.Array
@@ -184,7 +185,7 @@ def _generate(model, params, prompts, lengths, key, options, stop, max_tokens, *
 
 
 def start(model, params, prompts, lengths, key, options: Sampling, *, room, capacity, samples) -> Carry:
-    """Runs the prompts [batch, time] through the model, and returns the carry of the first iteration."""
+    """Runs the prompts [batch, time] through the model, and returns the initial carry of the loop over new tokens."""
     batch, width = prompts.shape
     cache = empty_cache(model, params, jax.ShapeDtypeStruct((batch, capacity), jnp.int32))
     if width != 1:

@@ -20,20 +20,20 @@ _FIRST = _BYTES + 256             # the first piece of text
 
 
 class LlamaBPE:
-    """The tokenizer of llama2.c, a byte-pair encoding. The tokenizer repeatedly merges the pair of pieces with the best
-    score.
+    """The tokenizer of llama2.c, a byte-pair encoding. The tokenizer repeatedly merges the pair of neighboring tokens
+    with the best score.
 
-    If several pairs have equal scores, the leftmost pair is merged first. A space is added before the text. A character
-    that is not in the vocabulary is encoded as the bytes of its UTF-8 encoding.
+    If several pairs of tokens have equal scores, the leftmost pair is merged first. A space is added before the text. A
+    character that is not in the vocabulary is encoded as the bytes of its UTF-8 encoding.
 
         tokenizer = LlamaBPE.read("tokenizer.bin")
         tokenizer.encode("Once upon a time")         # 1, 9038, 2501, 263, 931
 
     Args:
         pieces: all tokens in the order of their indices: <unk>, <s>, </s>, 256 tokens for the bytes, then the pieces of
-            text. The tokens for the bytes are named <0x00> to <0xFF>. In old files, such tokens are named by the
-            characters with the code points 0 to 255.
-        scores: for each piece, the score of a merge that results in this piece.
+            text. The tokens for the bytes are named <0x00> to <0xFF>. In old files, the tokens for the bytes are named
+            by the characters with the code points 0 to 255.
+        scores: for each token in `pieces`, the score of a merge that results in this token.
 
     Raises:
         ValueError: the tokens 3 to 258 are not the bytes, or the numbers of pieces and scores differ.
@@ -69,7 +69,8 @@ class LlamaBPE:
     def read(cls, path: str | os.PathLike) -> LlamaBPE:
         """Reads a tokenizer.bin.
 
-        The file contains the length of the longest token, then the score, the length and the bytes of each token.
+        A tokenizer.bin contains the length of the longest token, and after it the score, the length and the bytes of
+        each token.
 
         Raises:
             ValueError: the file is not a tokenizer.bin, or a tokenizer_config.json next to it describes another
@@ -133,7 +134,7 @@ class LlamaBPE:
         queue = []
 
         def offer(at):
-            """Adds the pair that begins at `at` to the queue, if it forms a token."""
+            """Adds the pair of tokens that begins at index `at` to the queue of merges, if the pair forms a token."""
             if at < 0 or right[at] >= len(tokens):
                 return
             pair = tokens[at], tokens[right[at]]

@@ -35,7 +35,7 @@ def sampling(caller: str, **options) -> Sampling:
     """Checks the sampling options and returns them as `Sampling`.
 
     Raises:
-        TypeError: there is no option of this name.
+        TypeError: the name of an option is unknown.
         ValueError: an option is outside its range.
     """
     for name, value in options.items():
@@ -72,7 +72,8 @@ def penalized(logits: jax.Array, options: Sampling, prompt: jax.Array, counts: j
 
 
 def pick(logits: jax.Array, keys: jax.Array | None, options: Sampling) -> jax.Array:
-    """Returns the next token of each example, an array [batch]. Without keys, this is the most probable token."""
+    """Returns the next token of each example, an array [batch]. Without keys, the next token is the most probable
+    token."""
     if keys is None:
         return logits.argmax(-1).astype(jnp.int32)
     return jax.vmap(jax.random.categorical)(keys, candidates(logits, options)).astype(jnp.int32)
@@ -92,7 +93,7 @@ def candidates(logits: jax.Array, options: Sampling) -> jax.Array:
 
 
 def likeliest(logits: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array:
-    """Keeps the largest logits, as few as possible, whose weights add up to at least `enough`. Sets the others to -inf.
+    """Keeps the largest logits, as few as possible, whose weights add up to at least `enough`; sets the others to -inf.
 
     The smallest logit that is kept is determined bit by bit. Determining the smallest kept logit takes 32 sums over the
     vocabulary, and on a CPU a tenth of the time of a sort. `logits` and `weights` are [batch, vocab_size], and `enough`

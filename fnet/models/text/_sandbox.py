@@ -40,7 +40,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
 
 class _Generation(ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`, which marks the answers that a model is trained on."""
+    """The Jinja block `{% generation %} ... {% endgeneration %}`, which marks answers that a model is trained on."""
 
     tags = {"generation"}    # noqa: RUF012    Jinja's API
 
@@ -183,7 +183,7 @@ def _check(size):
 
 
 def _tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """Converts to JSON, without the HTML escapes of Jinja's own filter."""
+    """Converts a value to JSON, without the HTML escapes of Jinja's own filter."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

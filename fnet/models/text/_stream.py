@@ -27,7 +27,8 @@ def stream(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array | N
     The arguments are the same as for `generate`. `stream` checks the arguments when the first token is requested.
 
     Yields:
-        An int32 array [batch * samples], the next token of each example. The element of an example is -1 after its end.
+        An int32 array [batch * samples], the next token of each example. After the end of an example, the element of
+        this example is -1.
 
     Raises:
         ValueError, TypeError: as for `generate`.
@@ -58,8 +59,9 @@ def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key:
         for piece in models.stream_text(model, params, tokenizer, "Once upon a time", max_tokens=200, temperature=0):
             print(piece, end="", flush=True)
 
-    Each piece ends with a complete character. Characters that may be the start of a stop string are held back. The held
-    characters are yielded when the following characters show that they do not belong to a stop string.
+    Each piece of the continuation ends with a complete character. Characters that may be the start of a stop string are
+    held back. Characters that were held back are yielded as soon as the text after them shows that they do not belong
+    to a stop string.
 
     Args:
         model, params: as for `generate`.
@@ -67,7 +69,7 @@ def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key:
             and `decode`, and its attribute `stop` contains the tokens that end a text.
         prompt: the text to continue. The prompt must have at least one token.
         key: a `jax.random.key`, not needed for temperature 0.
-        stop: strings that end the text. The text ends before the stop string that is completed first.
+        stop: strings that end the text. The generated text ends before the stop string that is completed first.
         options: `max_tokens` and other options of `generate`, except `samples` and `lengths`.
 
     Yields:
@@ -117,8 +119,8 @@ def pieces(caller: str, model, params, tokenizer, start: list[int], key, stop: S
 
 
 def _end(text: str, stop: Sequence[str]) -> int | None:
-    """Returns the start index of the stop string whose end comes first in the text. Returns None if there is no stop
-    string.
+    """Returns the start index of the stop string whose end comes first in the text. Returns None if the text contains
+    no stop string.
 
     The result does not depend on how the text is divided into tokens.
     """

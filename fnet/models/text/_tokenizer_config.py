@@ -34,7 +34,7 @@ def wordpiece(folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
 
     Returns:
         {option: value}, the options that the files set, such as strip_accents. The option lowercase is always included.
-        If no file sets it, its value is True if the vocabulary contains none of the letters A to Z.
+        If no file sets lowercase, its value is True if the vocabulary contains none of the letters A to Z.
 
     Raises:
         ValueError: the files describe another tokenizer, or contradict each other.
@@ -72,7 +72,7 @@ def llama(folder: Path) -> None:
     """Checks that a tokenizer_config.json next to llama2.c's tokenizer.bin describes Llama's tokenizer.
 
     Raises:
-        ValueError: the file describes another tokenizer.
+        ValueError: tokenizer_config.json describes another tokenizer.
     """
     tokens = ("<unk>", "<s>", "</s>")
 
@@ -92,8 +92,8 @@ def hugging_face(folder: Path, tokenizer, encode: Callable, description: Mapping
     """Compares tokenizer_config.json with the tokenizer.json in the same folder.
 
     Args:
-        folder: the folder of both files.
-        tokenizer: the library's tokenizer, with `token_to_id`.
+        folder: the folder of tokenizer_config.json and tokenizer.json.
+        tokenizer: a tokenizer of Hugging Face's library tokenizers, with the method `token_to_id`.
         encode: function that converts text to an array of tokens.
         description: the contents of tokenizer.json.
 
@@ -101,7 +101,7 @@ def hugging_face(folder: Path, tokenizer, encode: Callable, description: Mapping
         A tuple with the index of eos_token in the vocabulary, or () if there is no eos_token.
 
     Raises:
-        ValueError: the two files contradict each other, or a field is not known.
+        ValueError: tokenizer_config.json and tokenizer.json contradict each other, or a field is not known.
     """
     parts = {part["type"]: part for part in _parts([description.get("normalizer"), description.get("pre_tokenizer")])}
     bert, ends = parts.get("BertNormalizer"), []
@@ -163,7 +163,8 @@ def values(folder: Path, table: Config) -> dict[str, Any]:
 
 
 def _flag(option, *more):
-    """Returns a `Fields` entry that sets `option`. The entry accepts true, false and the values in `more`."""
+    """Returns the meaning of a field of tokenizer_config.json that sets `option`. The field may be true, false or a
+    value in `more`."""
     def check(value, config):
         if not isinstance(value, bool) and value not in more:
             raise ValueError(f"expected {' or '.join(['true', 'false', *('null' for _ in more)])}")
@@ -173,9 +174,9 @@ def _flag(option, *more):
 
 
 def _token(*tokens):
-    """Returns a `Fields` entry that accepts only the special tokens in `tokens`.
+    """Returns the meaning of a field of tokenizer_config.json that must be one of the special tokens `tokens`.
 
-    In the file, a token is a string, or an object whose field "content" is this string.
+    In tokenizer_config.json, a token is a string, or an object whose field "content" is this string.
     """
     def check(value, config):
         if _content(value) not in tokens:

@@ -101,7 +101,7 @@ class CharTokenizer:
         """Reads a vocabulary from a file that `write` wrote, a JSON string of the characters.
 
         Raises:
-            ValueError: the content of the file is not such a string.
+            ValueError: the file is not a JSON string of sorted, distinct characters.
         """
         raw = contents(path, most=SMALL).strip()
         try:
@@ -128,14 +128,15 @@ class HuggingFaceTokenizer:
     Args:
         path: one of the following files. Related files in the same folder are also read.
 
-            - tokenizer.json. If the folder has a tokenizer_config.json, the two files are compared.
+            - tokenizer.json, which is compared with a tokenizer_config.json in the same folder.
             - vocab.json, next to merges.txt: the byte-level BPE of GPT-2, RoBERTa and Qwen.
             - a SentencePiece model (tokenizer.model, spiece.model, sentencepiece.bpe.model) of Llama, Gemma, T5 or
-              XLM-R. The library sentencepiece reads this file (`pip install 'fnet[sentencepiece]'`).
+              XLM-R. The library sentencepiece reads the model (`pip install 'fnet[sentencepiece]'`).
 
             For vocab.json and SentencePiece models, the class and the special tokens of the tokenizer are read from
-            tokenizer_config.json, special_tokens_map.json and added_tokens.json. If these files do not state the class,
-            the class is determined by the `model_type` in config.json. The attribute `stop` contains the eos_token.
+            tokenizer_config.json, special_tokens_map.json and added_tokens.json. If no file states the class of the
+            tokenizer, the class is determined by the `model_type` in config.json. The attribute `stop` contains the
+            eos_token.
 
     Raises:
         ModuleNotFoundError: the library tokenizers or sentencepiece is not installed.
@@ -257,10 +258,10 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
     """Reads a tokenizer from a file or from a folder of weights.
 
     Args:
-        path: a file or a folder. The name of the file determines the class of the tokenizer: vocab.txt (`WordPiece`),
-            tokenizer.bin (`LlamaBPE`), characters.json (`CharTokenizer`), tokenizer.json, vocab.json, tokenizer.model,
-            spiece.model or sentencepiece.bpe.model (`HuggingFaceTokenizer`). From a folder, the first of these files
-            that exists is read.
+        path: a tokenizer file, or a folder, whose first tokenizer file is read. The tokenizer files are, in order of
+            priority, vocab.txt (`WordPiece`), tokenizer.bin (`LlamaBPE`), characters.json (`CharTokenizer`),
+            tokenizer.json, vocab.json, tokenizer.model, spiece.model or sentencepiece.bpe.model
+            (`HuggingFaceTokenizer`).
 
     Returns:
         A tokenizer. `encode(text)` returns an int32 array [tokens], and `decode(tokens)` returns a text. `encode(text,
@@ -269,7 +270,7 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
         of generation_config.json, and the tokenizer also has the attribute `chat_template`, a `ChatTemplate` or None.
 
     Raises:
-        FileNotFoundError: the file does not exist, or the folder contains none of these files.
+        FileNotFoundError: the file does not exist, or the folder contains no file of a tokenizer.
         ValueError: the file is damaged.
 
     >>> import json, pathlib, tempfile
@@ -310,7 +311,7 @@ def _ends(path, tokenizer):
 
 
 def in_range(tokens, count) -> np.ndarray:
-    """Returns tokens as an array of integers, each in 0 .. count - 1."""
+    """Returns tokens as an array of integers, after checking that each token is in 0 .. count - 1."""
     tokens = np.asarray(tokens if hasattr(tokens, "__len__") else list(tokens))
     if not tokens.size:
         return np.zeros(0, np.int64)

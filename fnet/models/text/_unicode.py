@@ -1,9 +1,9 @@
-"""Categories of characters for BERT's tokenizer. Unlike the categories in Python's unicodedata, these categories do not
-depend on the version of Python.
+"""Categories of characters for BERT's tokenizer. Unlike the categories in Python's unicodedata, fnet's categories do
+not depend on the version of Python.
 
-Published models were used with Hugging Face's library tokenizers, so this module follows the tables of this library.
-The tables are those of Unicode 8 for categories, Unicode 9 for decompositions and Unicode 17 for lowercase letters. The
-tables of Python are those of Unicode 14 to 17.
+Published models were used with Hugging Face's library tokenizers, so this module follows the Unicode tables of this
+library. Hugging Face's library uses Unicode 8 for categories, Unicode 9 for decompositions and Unicode 17 for lowercase
+letters. Python's unicodedata uses Unicode 14 to 17.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOWER = {0x1c89: 0x1c8a, 0xa7cb: 0x264, 0xa7cc: 0xa7cd, 0xa7ce: 0xa7cf, 0xa7d2:
 def category(char: str) -> str:
     """Returns the general category of a character in Unicode 8.
 
-    The result is "Lo" for punctuation, marks and control characters that were added after Unicode 8.
+    The category "Lo" is returned for punctuation, marks and control characters that were added after Unicode 8.
     """
     if char in _CHANGED:
         return _CHANGED[char]
@@ -47,6 +47,6 @@ def decomposed(text: str) -> str:
 
 
 def lower(text: str) -> str:
-    """Converts each character of a text to lowercase. Unlike in `str.lower`, the result does not depend on its
-    neighbors."""
+    """Converts each character of a text to lowercase. Unlike in `str.lower`, the result for a character does not depend
+    on its neighbors."""
     return "".join(map(str.lower, text.translate(_LOWER)))

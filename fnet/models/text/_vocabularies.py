@@ -137,7 +137,7 @@ def _older(folder, config):
 
 
 def _added(path, numbers, decoder, special, extra) -> list[dict[str, Any]]:
-    """Returns the added tokens with their indices. Tokens without an index get indices after the vocabulary."""
+    """Returns the added tokens with their indices. Added tokens without an index get indices after the vocabulary."""
     stated = {int(number): token for number, token in decoder.items()}
     by_content = {token["content"]: token for token in stated.values()}
     named = {_content(token) for token in special.values()}
@@ -162,9 +162,10 @@ def _added(path, numbers, decoder, special, extra) -> list[dict[str, Any]]:
 
 
 def _byte_level(path, config):
-    """Returns (fields, own, extra), as `_sentencepiece` does.
+    """Returns the fields of tokenizer.json and two lists of added tokens for a vocab.json, as (fields, own, extra).
 
-    `fields` are the fields of tokenizer.json for the byte-level BPE of GPT-2, RoBERTa and Qwen. Both lists are empty.
+    `fields` are the fields of tokenizer.json for the byte-level BPE of GPT-2, RoBERTa and Qwen. The lists `own` and
+    `extra` of added tokens are empty.
     """
     held = read(path, LARGEST)
     check_count(path, len(held))
@@ -194,10 +195,11 @@ def _byte_level(path, config):
 
 
 def _sentencepiece(path, config):
-    """Returns (fields, own, extra) for a SentencePiece model.
+    """Returns the fields of tokenizer.json and two lists of added tokens for a SentencePiece model.
 
-    `fields` are the fields of tokenizer.json for the BPE of Llama and Gemma, or for the unigrams of T5 and XLM-R. `own`
-    contains the added tokens of the model, and `extra` contains the added tokens of the tokenizer class.
+    The result is (fields, own, extra). `fields` are the fields of tokenizer.json for the BPE of Llama and Gemma, or for
+    the unigrams of T5 and XLM-R. `own` contains the added tokens of the model, and `extra` contains the added tokens of
+    the tokenizer class.
     """
     try:
         from sentencepiece import sentencepiece_model_pb2

@@ -26,10 +26,10 @@ class WordPiece:
     """BERT's tokenizer, which splits each word from left to right into the longest pieces in the vocabulary.
 
     First, the text is normalized as in BERT. Control characters are removed, and each white-space character becomes a
-    space. Depending on the options, Chinese characters become separate words, accents are removed and letters become
-    lowercase. The text is then split into words at spaces and around every punctuation mark. All pieces of a word
-    except the first begin with ##. A word that cannot be split into pieces becomes [UNK]. If a text contains the string
-    of a special token, such as [MASK], this string is encoded as that token.
+    space. Depending on the options of the tokenizer, Chinese characters become separate words, accents are removed and
+    letters become lowercase. The normalized text is split into words at spaces and around every punctuation mark. All
+    pieces of a word except the first begin with ##. A word that cannot be split into pieces becomes [UNK]. If a text
+    contains the string of a special token, such as [MASK], this string is encoded as that token.
 
         tokenizer = WordPiece.read("vocab.txt")
         tokenizer.encode("Unaffable!")               # [CLS] una ##ffa ##ble ! [SEP]
@@ -43,7 +43,7 @@ class WordPiece:
             before punctuation marks.
 
     Raises:
-        ValueError: the vocabulary lacks one of the four tokens, or contains a token twice.
+        ValueError: the vocabulary lacks [UNK], [CLS], [SEP] or [PAD], or contains a token twice.
 
     Source: Wu et al. (2016), Google's Neural Machine Translation System, section 4.1; Devlin et al. (2019), BERT, and
     its tokenization.py.
@@ -89,8 +89,9 @@ class WordPiece:
         Args:
             path: the file.
             lowercase: whether letters become lowercase. Default: the setting in tokenizer_config.json or tokenizer.json
-                in the same folder. If neither file exists, the default is True if the vocabulary contains none of the
-                letters A to Z. If you pass `lowercase`, these files are not read.
+                in the same folder. Without tokenizer_config.json and tokenizer.json, `lowercase` is True if the
+                vocabulary contains none of the letters A to Z. If you pass `lowercase`, tokenizer_config.json and
+                tokenizer.json are not read.
 
         Raises:
             ValueError: the file is not a vocab.txt; or tokenizer_config.json or tokenizer.json describes another
@@ -114,8 +115,8 @@ class WordPiece:
 
         Args:
             text: the text.
-            max_length: the maximum number of tokens, including [CLS] and [SEP]. If the text has more pieces, the last
-                pieces are dropped. Default: no maximum.
+            max_length: the maximum number of tokens, including [CLS] and [SEP]. The last pieces of a longer text are
+                dropped. By default, there is no maximum.
             special_tokens: whether to add [CLS] and [SEP].
         """
         if max_length is not None and max_length < 2 * special_tokens:
@@ -128,7 +129,7 @@ class WordPiece:
     def decode(self, tokens: Iterable[int]) -> str:
         """Converts tokens to words with spaces between them, without special tokens. Case is not restored.
 
-        The text has no space before a period, comma, question mark or exclamation mark.
+        The returned text has no space before a period, comma, question mark or exclamation mark.
 
         Raises:
             ValueError: a token is outside the vocabulary.

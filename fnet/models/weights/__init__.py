@@ -1,1 +1,2 @@
-"""Pretrained weights: names and rules, files, config.json, caches. The public functions are in `models.pretrained`."""
+"""Pretrained weights: names of arrays, files, config.json and caches. The public functions for pretrained weights are
+in `models.pretrained`."""

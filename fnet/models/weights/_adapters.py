@@ -44,7 +44,7 @@ def load_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, name
         The parameters, in which the leaves that the adapter changes are `compress.LowRank`.
 
     Raises:
-        FileNotFoundError: a file is missing.
+        FileNotFoundError: a file of the adapter is missing.
         ValueError: the adapter is for another model, or uses features of PEFT that are not plain LoRA, such as DoRA.
 
     >>> import tempfile
@@ -91,9 +91,9 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
         path: the folder to write.
         base: the name of the base model on Hugging Face's hub, which is written to adapter_config.json. Default: null
             is written.
-        prefix: the prefix of the names of modules. The prefix depends on the class of transformers to which PEFT
-            applies the adapter: "transformer." for GPT2LMHeadModel, "" for GPT2Model. Default: the prefix for the class
-            with a head.
+        prefix: the prefix of the names of modules. PEFT expects the prefix of the transformers class to which the
+            adapter is applied, such as "transformer." for GPT2LMHeadModel and "" for GPT2Model. The default is the
+            prefix for a transformers class with a head.
         names: as for `load_adapter`.
 
     Returns:
@@ -101,7 +101,7 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
 
     Raises:
         ValueError: there is no `LowRank` leaf; PEFT cannot represent a `LowRank` leaf, such as that of a depthwise
-            convolution; or the model has no such prefix or names.
+            convolution; or the model does not have this `prefix` or these `names`.
 
     >>> import tempfile
     >>> from fnet import compress
@@ -178,7 +178,7 @@ def _entries(model, prefix, names):
 
 
 def _bases(entry):
-    """Returns the names of the modules that contain the arrays of an entry."""
+    """Returns the names of the modules that contain the arrays of `entry` in the original framework."""
     return [key.removesuffix(".weight") for key in entry.keys]
 
 
@@ -195,8 +195,7 @@ def _pair(given, base):
 
 
 def _kernel(entry):
-    """Returns the sizes [*window, in] of an array's axes. The axes of copies and of output features are not
-    included."""
+    """Returns the sizes [*window, in] of the axes of a kernel, without the axes of copies and of output features."""
     return entry.specs[0].shape[len(entry.copies):-1]
 
 
@@ -208,7 +207,7 @@ def _is_supported(entry):
 
 
 def _is_tied(model, entry):
-    """Whether an entry is the embedding table that is also used to compute the logits."""
+    """Whether the array of `entry` is the embedding table that is also used to compute the logits."""
     return entry.paths == ("embed/embedding",) and getattr(model, "tied", False)
 
 
@@ -217,9 +216,10 @@ def _is_table(entry):
 
 
 def _rotary_order(model, entry, width):
-    """Returns the order of the output features in the file.
+    """Returns the order of the output features in the file of an adapter.
 
-    Transformers rotates the pairs (i, i + head_dim / 2) of features. An interleaved model in fnet rotates neighbors.
+    Transformers rotates the pairs (i, i + head_dim / 2) of features. An interleaved model in fnet rotates pairs of
+    neighboring features.
     """
     order = np.arange(width)
     if getattr(model, "interleaved", False) and re.fullmatch(r".*attention/(query|key)/kernel", entry.paths[0]):
@@ -235,10 +235,10 @@ def _scale(config, base, a):
 
 
 def _changes(model, entry, arrays, scales, file):
-    """Returns {path: (a, b, scale, number of input axes)}.
+    """Returns {path of a kernel: (a, b, scale, number of input axes)}, the low-rank change of each kernel.
 
-    `a` and `b` are zero for each copy of a block that the adapter does not change. If the ranks of the copies differ,
-    `a` and `b` have the largest rank, and copies with a smaller rank are padded with zeros.
+    `a` and `b` are zero for each copy of a block that the adapter does not change. If the ranks of the copies of a
+    block differ, `a` and `b` have the largest rank, and copies with a smaller rank are padded with zeros.
     """
     if not _is_supported(entry):
         raise ValueError(f"{file}: changes of {_match.ours(entry)} are supported for dense layers, convolutions in one "
@@ -263,7 +263,7 @@ def _changes(model, entry, arrays, scales, file):
 
 
 def _joined(leaves, copy):
-    """Returns (a, b, scale) of one module, with a [*window, in, rank] and b [rank, out].
+    """Returns the low-rank change (a, b, scale) of one module, with a [*window, in, rank] and b [rank, out].
 
     If several parts of a fused kernel have changes, b is block-diagonal.
     """

@@ -1,5 +1,5 @@
-"""Compares the config.json next to pretrained weights with a model. Fields that are neither supported nor irrelevant
-raise an error."""
+"""Compares the config.json next to pretrained weights with a model. Fields of config.json that are neither supported
+nor irrelevant raise an error."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ class Use:
     Args:
         field: the name of the model's field.
         absent: the value that the original framework uses if config.json lacks the field, or a function of config.json
-            that returns this value. Default SKIP: a missing field is not compared with the model.
-        default: a function of the model that returns the value for which null (config.json) and None (model) stand.
+            that returns this value. With the default SKIP, a missing field is not compared with the model.
+        default: a function of the model that returns the value that null in config.json and None in the model
+            represent.
         shorter: whether the model's value may be smaller than the value in config.json.
-        square: whether config.json may contain a list of two equal values, such as [height, width], instead of one.
+        square: whether config.json may contain a list of two equal values, such as [height, width], instead of one
+            number.
     """
 
     field: str
@@ -52,8 +54,8 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Must:
-    """States that a field of config.json must have one of the values that the model supports. A `Must` sets no field of
-    the model.
+    """States that a field of config.json must have one of the values that the model supports. A `Must` does not set a
+    field of the model.
 
     Args:
         values: the supported values.
@@ -78,15 +80,14 @@ class Fields:
     """A field of config.json that sets several fields of the model.
 
     Args:
-        read: function of the field's value and of config.json that returns {field of the model: value}. The function
-            raises ValueError with a description of the expected value.
+        read: function of the field's value and of config.json that returns {field of the model: value}. For an
+            unsupported value, `read` raises ValueError with a description of the expected value.
         absent: as in `Use`.
         write: the inverse of `read`: function of the model that returns the value in config.json, or SKIP to write no
-            value. The function raises ValueError if config.json cannot describe this model. Default: nothing is
-            written.
-        partial: whether these fields may also be None in the model, for example in a model without a head.
-        others: further values of these fields that a model may have, such as other heads. No two heads may share the
-            names of arrays, so that a file with the arrays of another head raises an error.
+            value. `write` raises ValueError if config.json cannot describe the model. By default, nothing is written.
+        partial: whether the model's fields may also be None, for example in a model without a head.
+        others: further values that the model's fields may have, such as other heads. No two heads may share the names
+            of arrays, so that a file with the arrays of another head raises an error.
     """
 
     read: Callable[[Any, Mapping], dict[str, Any]]
@@ -109,7 +110,7 @@ class Config:
     Args:
         fields: {field: Use, Must or Fields}.
         irrelevant: the fields that have no effect on the forward pass.
-        names: the frameworks (keys of the model's `NAMES`) whose names the weights next to this config.json may have.
+        names: the frameworks (keys of the model's `NAMES`) whose array names the weights next to config.json may have.
     """
 
     fields: Mapping[str, Use | Must | Fields]
@@ -146,7 +147,8 @@ class Config:
         """Compares config.json with a model.
 
         Raises:
-            ValueError: fields differ, are not supported or not known; the message lists these fields.
+            ValueError: fields of config.json differ from the model, are not supported or not known; the message lists
+                these fields.
         """
         wanted, problems = self._wanted(config)
         changes = {}
@@ -175,11 +177,12 @@ class Config:
         return True
 
     def compared(self) -> set[str]:
-        """Returns the fields of the model that config.json sets with a `Use`."""
+        """Returns the fields of the model that are set by a single field of config.json, with a `Use`."""
         return {entry.field for entry in self.fields.values() if isinstance(entry, Use)}
 
     def _wanted(self, config):
-        """Returns ([(entry, description of the field and its value, {field of the model: value})], [problem])."""
+        """Returns the values that config.json requires for fields of the model, and a list of problems. The values are
+        [(entry, description of the field of config.json, {field of the model: value})]."""
         wanted, problems = [], []
         for name in [*config, *(name for name in self.fields if name not in config)]:
             if name in self.irrelevant:
@@ -209,7 +212,7 @@ def check(model, folder: Path) -> Config | None:
     """Compares a model with the config.json of a folder.
 
     Returns:
-        The `Config` that was used. The result is None if the folder has no config.json, or has one that describes a
+        The `Config` that was used. The result is None if the folder has no config.json, or the config.json of a
         training run.
 
     Raises:
@@ -244,11 +247,13 @@ def model(folder: Path, classes: Sequence[type]):
 
     Args:
         folder: the folder.
-        classes: the classes of models. The first class that supports the `model_type` and the architecture is used.
+        classes: the classes of models. The first model class that supports the `model_type` and the architecture in
+            config.json is used.
 
     Raises:
         FileNotFoundError: the folder has no config.json.
-        ValueError: config.json is damaged, no class supports it, or fields are not supported or not known.
+        ValueError: config.json is damaged, is not supported by any model class, or has fields that are not supported or
+            not known.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -275,12 +280,13 @@ def made(cls, table, config):
 
 
 def names_for(table, cls):
-    """Returns the key of `NAMES` for weights with this config.json."""
+    """Returns the framework (a key of `NAMES`) whose array names the weights next to config.json have."""
     return next((name for name in table.names if name in cls.NAMES), None)
 
 
 def kind_of(config):
-    """Returns the `model_type` or None. Returns "timm" if config.json has an `architecture` instead, as in timm."""
+    """Returns the `model_type` of config.json or None. Returns "timm" if config.json has an `architecture` instead of a
+    `model_type`, as in timm."""
     kind = config.get("model_type")
     return "timm" if kind is None and "architecture" in config else kind
 
@@ -300,7 +306,7 @@ def fits(entry, model, want, have):
 
 
 def _comparable(want, have, null=False):
-    """Whether `want` could replace `have`, judged by their types. `null`: whether `want` may be None."""
+    """Whether `want` has a suitable type to replace `have`. `null` states whether `want` may be None."""
     if want is None:
         return null
     if have is None:
@@ -331,15 +337,16 @@ IRRELEVANT = frozenset("""
 
 def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str, Mapping], irrelevant: str = "",
                  other_heads: tuple[str, ...] = (), **options) -> Config:
-    """Returns a `Config` for transformers' config.json. The `Config` contains `fields` and the fields that all families
-    have.
+    """Returns a `Config` for transformers' config.json. The `Config` contains `fields` and the fields that all model
+    families have.
 
     Args:
-        fields: {field: Use, Must or Fields}, the fields of one family.
-        architectures: the supported values of `architectures`, the names of transformers' classes. A mapping also
-            contains the fields of the model for each class, such as {"BertForMaskedLM": {"head": "masked_lm"}}.
-        irrelevant: more fields that have no effect on the forward pass, separated by spaces. If `fields` contains such
-            a field, `save` writes it. The value in the file `like=` has precedence.
+        fields: {field: Use, Must or Fields}, the meaning of each field of config.json for one family of models.
+        architectures: the supported values of `architectures`, the names of transformers' classes. `architectures` may
+            also map each class name to fields of the model, such as {"BertForMaskedLM": {"head": "masked_lm"}}.
+        irrelevant: more fields that have no effect on the forward pass, separated by spaces. `save` writes an
+            irrelevant field if `fields` contains this field. With `save(like=...)`, the value of an irrelevant field is
+            copied from the config.json of `like`.
         other_heads: heads that a model may have although `architectures` in config.json states another head. No two
             heads may share the names of arrays, so that a file with the arrays of another head raises an error.
         options: other arguments of `Config`.

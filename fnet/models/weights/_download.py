@@ -42,8 +42,9 @@ def download(repository: str, revision: str | None, cache: Path) -> Path:
     """Downloads the files that fnet reads: configurations, tokenizers and safetensors. Files in the cache are kept.
 
     The revision is resolved to a commit once, and every file is of that commit. If the connection is interrupted,
-    huggingface_hub resumes the download of the file. If the download is interrupted, the next call downloads the files
-    that are not complete. The checksum of each downloaded file is compared with the checksum that the hub lists.
+    huggingface_hub resumes the download of the file. If the download is interrupted, the next call of `download`
+    downloads the files that are not complete. The checksum of each downloaded file is compared with the checksum that
+    the hub lists.
 
     Args:
         repository: "organization/name".
@@ -54,7 +55,7 @@ def download(repository: str, revision: str | None, cache: Path) -> Path:
         The folder of the snapshot.
 
     Raises:
-        FileNotFoundError: there is no such repository or revision.
+        FileNotFoundError: the repository or the revision does not exist.
         ConnectionError: the hub cannot be reached.
         PermissionError: the repository is gated or private.
         ValueError: the repository has no safetensors files.

@@ -33,7 +33,7 @@ def bytes_of(size: int | str) -> int:
     """Returns the number of bytes of a size such as "5GB".
 
     Raises:
-        ValueError: `size` is neither a positive number nor such a string.
+        ValueError: `size` is neither a positive number nor a string such as "5GB".
 
     >>> bytes_of("1.5GB")
     1500000000
@@ -53,9 +53,9 @@ def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
 
     Args:
         model: the model.
-        names: the framework whose names the weights have, a key of the model's `NAMES`.
-        like: another config.json. The `model_type` of `like` is preferred, and the fields of `like` that do not affect
-            the output are copied.
+        names: the framework whose array names the weights have, a key of the model's `NAMES`.
+        like: the content of another config.json. If the `model_type` of `like` can describe the model, it is used, and
+            the fields of `like` that do not affect the output are copied.
     """
     kinds = sorted(model.CONFIGS, key=lambda kind: kind != _config.kind_of(like))
     for kind in kinds:
@@ -86,11 +86,11 @@ def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
 
 def check(folder: Path, config: Mapping | None) -> None:
     """Checks whether a model may be saved into a folder. A model may not replace the config.json of a training run. If
-    the model has no config.json of its own, the folder must not contain that of another model.
+    no config.json can describe the model, the folder must not contain the config.json of another model.
 
     Raises:
-        ValueError: the config.json in the folder is that of a training run, and `config` is not None. Or the
-            config.json in the folder is that of a model, and `config` is None.
+        ValueError: the folder contains the config.json of a training run although `config` is not None, or the
+            config.json of a model although `config` is None.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -110,7 +110,7 @@ def like(folder: Path | None) -> dict:
 
 
 def write_config(folder: Path, config: Mapping, params: Mapping) -> None:
-    """Writes config.json. In the format of transformers, it contains the dtype of the parameters."""
+    """Writes config.json. In the format of transformers, config.json also contains the dtype of the parameters."""
     config = dict(config)
     if "model_type" in config:
         config.pop("torch_dtype", None)
@@ -120,12 +120,12 @@ def write_config(folder: Path, config: Mapping, params: Mapping) -> None:
 
 
 def is_beside(name: str) -> bool:
-    """Whether a file of this name is for generation, a tokenizer or preprocessing."""
+    """Whether the file with this name is for generation, a tokenizer or preprocessing."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in BESIDE)
 
 
 def copy_beside(source: Path, folder: Path) -> None:
-    """Copies the files for generation, tokenizers and preprocessing."""
+    """Copies the files for generation, tokenizers and preprocessing to another folder."""
     if source.resolve() == folder.resolve():
         return
     for path in sorted(each for each in source.rglob("*") if each.is_file()):
@@ -138,11 +138,11 @@ def copy_beside(source: Path, folder: Path) -> None:
 def write(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], most: int) -> Path:
     """Writes model.safetensors, or shards and their index if the arrays have more than `most` bytes.
 
-    Existing weight files with the same names are replaced. If this function is interrupted, the folder contains either
-    the old weights or shards without an index, which `read` does not load.
+    Existing weight files with the same names are replaced. If `write` is interrupted, the folder contains either the
+    old weights or shards without an index, which `read` does not load.
 
     Returns:
-        The path of the file, or of the index.
+        The path of model.safetensors, or of the index of the shards.
     """
     shards: list[dict[str, np.ndarray]] = [{}]
     size = 0

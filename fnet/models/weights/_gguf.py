@@ -46,7 +46,7 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
         (model, params, state). The state is `{}`.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file `path` does not exist.
         ValueError: the file is damaged, has another architecture, lacks arrays of the model, or has fields or arrays
             that the model does not have.
         ImportError: the package gguf is not installed (fnet[gguf]).
@@ -145,7 +145,7 @@ def _model(file, fields, tensors) -> Decoder:
 
 
 def _array(file, entry, tensors) -> Any:
-    """Returns the array of an entry, from one tensor or from one tensor for each layer.
+    """Returns the model's array for `entry`, from one tensor of the file or from one tensor for each layer.
 
     The result is a `Quantized` if all tensors have the same supported quantized format.
     """
@@ -177,7 +177,8 @@ def _array(file, entry, tensors) -> Any:
 
 
 def _blocks(data, kind):
-    """Returns (codes [rows, n], scales [rows, n / 32]). `data` has rows of blocks: a float16 scale, then 32 codes."""
+    """Returns the quantized (codes [rows, n], scales [rows, n / 32]). `data` has rows of blocks, each with a float16
+    scale and 32 codes."""
     blocks = np.asarray(data).reshape(len(data), -1, 34 if kind == "Q8_0" else 18)
     scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
     codes = blocks[..., 2:]

@@ -15,7 +15,7 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 
 
 def cache() -> Path:
-    """Returns fnet's cache of weights and data, $FNET_CACHE or ~/.cache/fnet. The folder contains one folder for each
+    """Returns fnet's cache of weights and data, $FNET_CACHE or ~/.cache/fnet. The cache contains one folder for each
     name of weights or data."""
     return _expanded(os.environ.get("FNET_CACHE") or "~/.cache/fnet")
 
@@ -42,18 +42,18 @@ def hugging_face() -> Path:
 
 
 def find(name: str | os.PathLike, repositories: tuple[str, ...] = (), revision: str | None = None) -> Path:
-    """Returns the file or folder with this name. A repository that is not in a cache is downloaded.
+    """Returns the path of the file or folder of the weights `name`. A repository that is not in a cache is downloaded.
 
     Args:
         name: a path, the name of a folder in fnet's cache, or a repository of Hugging Face's hub
             ("sentence-transformers/all-MiniLM-L6-v2").
         repositories: the sources of the weights, as in `Model.HUB`.
-        revision: a branch, tag or commit of the repository. Default: the revision in the cache, or "main" if there is
-            none.
+        revision: a branch, tag or commit of the repository. Default: the revision in the cache, or "main" if the cache
+            has no revision.
 
     Raises:
-        FileNotFoundError: the file is not on this disk and cannot be downloaded. The message lists the paths searched
-            and says what to download.
+        FileNotFoundError: the file is not on this disk and cannot be downloaded. The error message lists the paths
+            searched and says what to download.
         OSError, ValueError: as for `_download.download`.
     """
     path = _expanded(name)
@@ -101,7 +101,7 @@ def commit(path: Path) -> str | None:
 
 def _snapshot(repository: str, revision: str | None) -> Path | None:
     """Returns the snapshot of a revision in Hugging Face's cache, or None. If `revision` is None, returns the snapshot
-    of main, or else the newest snapshot."""
+    of the branch main, or else the newest snapshot."""
     snapshots = _download.snapshots(hugging_face(), repository)
     if revision is not None and (snapshots / revision).is_dir():
         return snapshots / revision

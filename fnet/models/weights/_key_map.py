@@ -16,14 +16,14 @@ _FIELD = re.compile(r"\{(\w+)([+-]\d+)?(:letter)?\}")
 
 
 class Entry(NamedTuple):
-    """The result of applying a rule to a model: paths of the model's arrays, and the keys of the same arrays in a file.
+    """The result of applying a naming rule to a model: paths of the model's arrays, and their keys in a file.
 
     Attributes:
         rule: the rule.
         paths: the path of an array of the model, or the paths of several arrays that are one array in the file.
-        specs: the shapes and dtypes of these arrays.
+        specs: the shape and dtype of each array in `paths`.
         copies: the sizes of the leading axes whose indices are in the keys, such as the axis of an `nn.Stack`.
-        keys: one key, or one key for each copy. The index of the last leading axis changes fastest.
+        keys: one key in the file, or one key for each copy. The keys of the copies are in row-major order.
     """
 
     rule: Rule | Spare | Tied
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
     keys: tuple[str, ...]
 
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of each array in the file."""
+        """Returns the shape that each array of the entry has in the file."""
         shapes = [spec.shape[len(self.copies):] for spec in self.specs]
         whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes)) if len(shapes) > 1 else shapes[0]
         return self.rule.layout.theirs(np.broadcast_to(np.int8(0), whole)).shape
@@ -50,7 +50,7 @@ class KeyMap(NamedTuple):
 
 
 def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> KeyMap:
-    """Applies rules to the arrays of a model.
+    """Applies naming rules to the arrays of a model.
 
     Args:
         names: the rules.
@@ -59,7 +59,7 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
         who: the model and the framework, for error messages.
 
     Raises:
-        ValueError: an array has no rule, or two arrays have the same key.
+        ValueError: no rule matches an array, or two arrays have the same key.
     """
     reads, beside, taken = [], [], set()
     for rule, start in [*((rule, prefix) for rule in names.flat()), *((rule, "") for rule in names.flat_heads())]:
@@ -90,13 +90,13 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
 
 
 def prefix_to_write(names: Names, leaves: Mapping[str, Any]) -> str:
-    """Returns the prefix of the keys that `save` writes for a model with these arrays."""
+    """Returns the prefix of the keys that `save` writes for a model with the arrays `leaves`."""
     headed = any(True for rule in names.flat_heads() if isinstance(rule, Rule) for _ in _places(rule, leaves, ""))
     return names.prefixes[-1 if headed else 0]
 
 
 def _places(rule, leaves, who):
-    """Yields (paths, specs, {field: integer in the paths}) for each match of a rule in a model."""
+    """Yields (paths, specs, {field: integer in the paths}) for each match of a naming rule in a model."""
     first, *others = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
     pattern = _pattern(first)
     for path in leaves:
@@ -119,7 +119,7 @@ def _entry(rule, prefix, paths, specs, numbers):
 
 
 def _pattern(ours):
-    """Converts a path to a regular expression with a group for each field in braces."""
+    """Converts a path to a regular expression with a group for each field in braces, such as `{s}`."""
     parts, at = [], 0
     for field in _FIELD.finditer(ours):
         parts += [re.escape(ours[at:field.start()]), rf"(?P<{field[1]}>\d+)"]

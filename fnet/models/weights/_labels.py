@@ -13,9 +13,9 @@ def labels(heads: Mapping[str, Mapping], default: str | None = None) -> dict[str
     The fields that determine the number of classes are `id2label`, `num_labels` and `_num_labels`.
 
     Args:
-        heads: the fields of the model that each architecture sets, {name of the architecture: {field: value}}. The
-            names are those in the field `architectures` of config.json. If the value of `classes` is an Ellipsis
-            (`...`), the architecture has a classifier, and the number of its classes is read from config.json.
+        heads: the fields of the model that each architecture sets, {name of the architecture: {field: value}}. The name
+            of an architecture is a value of the field `architectures` of config.json. If the value of `classes` is an
+            Ellipsis (`...`), the architecture has a classifier, and the number of its classes is read from config.json.
             If the value of `classes` is not an Ellipsis, the fields that set the number of classes are ignored.
         default: the architecture that is used if config.json lacks the field `architectures`.
     """

@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Header(NamedTuple):
-    """The fields of `Config` in run.c. If `tied` is False, `vocab_size` is negative in the file."""
+    """The fields of `Config` in run.c of llama2.c. If `tied` is False, `vocab_size` is negative in the file."""
 
     dim: int
     hidden_dim: int
@@ -27,7 +27,7 @@ class Header(NamedTuple):
 
 
 def shapes(header: Header) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the arrays in the order of the file, with run.c's names."""
+    """Returns the shapes of the arrays in the order of a model.bin, with the names in run.c of llama2.c."""
     d, h, n, heads, kv, v, s, tied = header
     kv_dim, head_dim = d // heads * kv, d // heads
     known = {
@@ -40,7 +40,7 @@ def shapes(header: Header) -> dict[str, tuple[int, ...]]:
 
 
 def header(file: Path) -> Header:
-    """Reads the header of a file.
+    """Reads the header of a model.bin.
 
     Raises:
         ValueError: the file is not a model.bin, or its size does not match its header.
@@ -59,7 +59,7 @@ def header(file: Path) -> Header:
 
 
 def read(file: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays as views of the memory-mapped file, with run.c's names."""
+    """Returns the arrays as views of the memory-mapped file, with the names in run.c of llama2.c."""
     known = shapes(header(file))
     mapped = np.memmap(file, "<f4", "r", 28)
     arrays, at = {}, 0

@@ -72,7 +72,7 @@ def get(tree, place):
 
 
 def detect_names(model, leaves, tensors, name):
-    """Returns the framework whose keys occur most often in the file, and the key map of its names."""
+    """Returns the framework with the most keys in the file, and its key map (the model's arrays and their keys)."""
     best, unfit = None, None
     for each in _known(model) if name is None else (name,):
         rules = rules_of(model, each)
@@ -115,12 +115,12 @@ def names_to_write(model):
 
 
 def described(model, name):
-    """Returns the fields of the model that a config.json next to weights with these names can set."""
+    """Returns the model's fields that a config.json next to weights with the names of the framework `name` can set."""
     return {field for config in model.CONFIGS.values() if name in config.names for field in config.compared()}
 
 
 def check_config(model, name, path, compared=()):
-    """Raises an error if a field of the model has another value than weights with these names (`Names.config`) need.
+    """Raises an error if a field of the model has another value than weights of the framework `name` need.
 
     Fields in `compared` are not checked, because they were already compared with config.json.
     """
@@ -142,7 +142,7 @@ def check_header(model, name, path):
 
 
 def check_keys(model, name, key_map, tensors):
-    """Compares the keys and shapes of a file with the key map."""
+    """Compares the keys and shapes of a file with the key map, which contains the expected keys and shapes."""
     held, wanted, spare = tensors.arrays, key_map.keys(), {key: entry for entry in key_map.beside for key in entry.keys}
     extra = [key for key in held if key not in wanted and key not in spare]
     missing = [key for key in wanted if key not in held]

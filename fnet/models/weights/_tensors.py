@@ -29,7 +29,7 @@ _ALIGNMENT = 64    # the alignment that XLA's CPU client needs to avoid a copy
 
 
 class Tensors(NamedTuple):
-    """The content of a file: read-only views of the memory-mapped file by key, and the file's metadata."""
+    """The content of a tensor file: {key: read-only view of the memory-mapped file}, and the file's metadata."""
 
     path: Path
     arrays: dict[str, np.ndarray]
@@ -40,7 +40,7 @@ def read(path: Path) -> Tensors:
     """Reads the tensors of a file or folder: model.safetensors, its shards, or llama2.c's model.bin.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: `path` does not exist or contains no weights.
         ValueError: the file is damaged or has an unsupported format.
     """
     file = weights_file(path)
@@ -60,7 +60,7 @@ def read(path: Path) -> Tensors:
 
 
 def weights_file(path: Path) -> Path:
-    """Returns `path` if it is a file, or else the file with the weights in this folder."""
+    """Returns `path` if it is a file, or else the file with the weights in the folder `path`."""
     if path.is_file():
         return path
     if not path.exists():
@@ -141,7 +141,7 @@ def shards(index: Path) -> tuple[dict[str, str], list[str]]:
     """Reads an index of shards. Returns ({key: the name of its shard}, the names of the shards).
 
     Raises:
-        ValueError: the file is not an index.
+        ValueError: the file is not an index of shards.
     """
     size = index.stat().st_size
     if size > _INDEX:

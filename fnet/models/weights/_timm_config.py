@@ -10,8 +10,7 @@ from fnet.models.weights._json import text_of
 
 
 def name_of(model, table: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the name whose fields the model has, from {name: {field: value}}. Returns "other" if no name has the
-    fields of the model."""
+    """Returns the name in `table`, {name: {field: value}}, whose fields equal those of the model, or "other"."""
     return next((name for name, fields in table.items()
                  if all(getattr(model, field) == value for field, value in fields.items())), "other")
 
@@ -21,7 +20,7 @@ def timm(architecture: Callable[[str], Mapping[str, Any] | None], write: Callabl
 
     Args:
         architecture: function that returns the fields of the model for the name of a timm architecture, or None.
-        write: the inverse of `architecture`. The function may return a name for which `architecture` returns None.
+        write: the inverse of `architecture`. `write` may return a name for which `architecture` returns None.
         pool: the supported value of `global_pool`.
         expected: a description of the supported architectures, for error messages.
     """

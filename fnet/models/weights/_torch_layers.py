@@ -1,4 +1,4 @@
-"""Rules for several layers of a PyTorch file at once."""
+"""Naming rules for several layers of a PyTorch file at once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fnet.models.weights._weight_names import DENSE, SAME, Layout, Rule, Spare, 
 
 def torch_layers(ours: str, theirs: str, dense: Mapping[str, str], norms: Mapping[str, str],
                  layout: Layout = DENSE) -> tuple:
-    """Returns the rules for the layers of a block in a PyTorch file.
+    """Returns the naming rules for the layers of a block in a PyTorch file.
 
     Args:
         ours, theirs: the path of the block in fnet, and its prefix in the file.
         dense: {path of a Dense within the block: name in the file}.
-        norms: the same for LayerNorm and RMSNorm.
+        norms: {path of a LayerNorm or RMSNorm within the block: name in the file}.
         layout: the layout of the kernels.
     """
     return (*(torch.dense(f"{ours}/{mine}", f"{theirs}.{name}", layout) for mine, name in dense.items()),
@@ -22,16 +22,16 @@ def torch_layers(ours: str, theirs: str, dense: Mapping[str, str], norms: Mappin
 
 
 def fused(ours: Sequence[str], theirs: str, kernel: Layout = DENSE, bias: Layout = SAME, join: str = ".") -> tuple:
-    """Returns the rules for several Dense layers that are one layer in a PyTorch file, such as query, key and value."""
+    """Returns the naming rules for Dense layers that are one layer in a PyTorch file, such as query, key and value."""
     return (Rule(tuple(f"{each}/kernel" for each in ours), f"{theirs}{join}weight", kernel),
             Rule(tuple(f"{each}/bias" for each in ours), f"{theirs}{join}bias", bias))
 
 
 def qkv(ours: str) -> tuple[str, ...]:
-    """Returns the paths of query, key and value in the block `ours`."""
+    """Returns the paths of the query, key and value layers in the block with the path `ours`."""
     return tuple(f"{ours}/attention/{name}" for name in ("query", "key", "value"))
 
 
 def spare(*layers: str) -> tuple:
-    """Returns a `Spare` for the weight and for the bias of each of these layers in a PyTorch file."""
+    """Returns a `Spare` (an optional key) for the weight and the bias of each of the layers in a PyTorch file."""
     return tuple(Spare(f"{layer}.{leaf}") for layer in layers for leaf in ("weight", "bias"))

@@ -1,14 +1,14 @@
 """Rules for the names of a model's arrays in the files of other frameworks, used for reading and for writing.
 
-A rule connects the path of an array in fnet with its key in the file, and states the change of layout between the two:
+A `Rule` connects the path of an array in fnet with its key in the file, and states the change of the array's layout:
 
     Rule("stage{s}/block{b}/conv1/kernel", "layer{s}.{b}.conv1.weight", CONV)
 
-A field in braces, such as `{s}`, matches an integer in the path. In the key, `{s+1}` is this integer plus a constant,
-and `{b:letter}` is the integer as a letter (0 is a). A field that is only in the key is the index of a copy in an
-`nn.Stack`. In fnet, the arrays of all copies are one array, whose leading axis is the index of the copy. If a rule has
-several paths for one key, the array in the file is split along its last axis into the arrays in fnet, for example into
-query, key and value.
+A field in braces, such as `{s}`, matches an integer in the path. In the key, `{s+1}` is the integer `s` plus a
+constant, and `{b:letter}` is the integer `b` as a letter (0 is a). A field in braces that is only in the key is the
+index of a copy in an `nn.Stack`. In fnet, the arrays of all copies of a layer are one array, whose leading axis is the
+index of the copy. If a rule has several paths for one key, the array in the file is split along its last axis into the
+arrays in fnet, for example into query, key and value.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fnet.models._images import ImageInput
 class Layout(NamedTuple):
     """A reversible change of an array's layout, that is, of the order and the splitting of its axes.
 
-    `ours` converts an array from the layout of the file to the layout of fnet, and `theirs` is the inverse. Both
-    functions return views.
+    `ours` converts an array from the layout of the file to the layout of fnet, and `theirs` is the inverse. `ours` and
+    `theirs` return views.
 
     >>> transpose = Layout("transpose", lambda x: x.T, lambda x: x.T)
     >>> transpose.ours(np.ones((10, 64))).shape                # [out, in] in the file, [in, out] in fnet
@@ -64,7 +64,8 @@ def flattened(height: int, width: int) -> Layout:
 def interleaved(heads: int) -> Layout:
     """The layout of query, key and value in one array that is interleaved by head, as in GPT-NeoX.
 
-    A kernel is [heads 3 head_dim, in] in the file and [in, 3 heads head_dim] in fnet. A bias has no axis `in`.
+    A kernel is [heads 3 head_dim, in] in the file and [in, 3 heads head_dim] in fnet. A bias has the layouts of a
+    kernel without the axis `in`.
 
     >>> interleaved(4).ours(np.ones((4 * 3 * 8, 32))).shape
     (32, 96)
@@ -94,15 +95,15 @@ DEPTHWISE = Layout("depthwise", _swap, _swap)                                # [
 class Rule:
     """Connects a key (the name of an array) in a file with the path of this array in fnet.
 
-    A rule may have several paths for one key. The array in the file is then split along its last axis into the arrays
-    of these paths.
+    If a rule has several paths for one key, the array in the file is split along its last axis into the arrays of these
+    paths.
 
     Args:
         ours: the path or paths in fnet, with fields for integers, such as "stage{s}".
-        theirs: the key in the file, with the same fields. A field that occurs only in the key is the index of a copy in
-            an `nn.Stack`.
+        theirs: the key in the file, with the fields of `ours`. A field that occurs only in the key is the index of a
+            copy in an `nn.Stack`.
         layout: the change of layout between the file and fnet. Default: no change.
-        beside: `Spare` objects for further keys that the file may contain, with the same fields.
+        beside: `Spare` objects for further keys that the file may contain, with the fields of `ours`.
 
     >>> rule = models.pretrained.Rule("blocks/fc/kernel", "layers.{i}.fc.weight", models.pretrained.DENSE)
     """
@@ -119,9 +120,9 @@ class Spare:
 
     Args:
         theirs: the key in the file.
-        ours: a path in fnet with the same fields as the key. The path determines the possible integers in the key, such
-            as layer numbers. None: the key has no fields.
-        write: the array that `save` writes under this key. None: `save` does not write the key.
+        ours: a path in fnet with the same fields as the key. The integers in the path, such as layer numbers, are the
+            possible integers in the key. If `ours` is None, the key has no fields.
+        write: the array that `save` writes under the key. If `write` is None, `save` does not write the key.
 
     >>> Spare("{s}.bn.num_batches_tracked", "{s}/bn/mean").theirs
     '{s}.bn.num_batches_tracked'
@@ -137,8 +138,8 @@ class Tied:
     """A second key that a file may contain for the array at the path `ours`. The arrays at both keys of a file must be
     equal.
 
-    If a `Rule` of the model already reads the key `theirs`, `Tied` has no effect. The same rules can therefore be used
-    for models with tied and with separate logits.
+    If a `Rule` of the model already reads the key `theirs`, `Tied` has no effect. Therefore, the same naming rules can
+    be used for models with tied and with separate logits.
 
     Args:
         theirs: the key in the file.
@@ -158,22 +159,23 @@ class Tied:
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """All rules for one class of models and one framework.
+    """All naming rules for one class of models and one framework.
 
     Args:
         rules: `Rule`, `Spare` and `Tied` objects in tuples, which may be nested. If several rules match a path, the
-            first rule is used. Rules may refer to paths that some configurations of the model do not have. If a layout
-            depends on the model, `rules` is a function that takes the model and returns the tuple.
+            first rule is used. Naming rules may refer to paths that some configurations of the model do not have. If a
+            layout depends on the model, `rules` is a function that takes the model and returns the tuple.
         prefixes: possible prefixes of the keys. `save` writes the first prefix, or the last prefix for a model with a
             head.
         heads: rules whose keys have no prefix, such as the rules for a head after an encoder.
         aliases: {end of a key in older files: end of the same key in newer files}.
-        config: {field of the model: value that these weights require}, for values that cannot be derived from shapes,
-            such as BatchNorm's epsilon.
+        config: {field of the model: value that the framework's weights require}, for values that cannot be derived from
+            shapes, such as BatchNorm's epsilon.
         metadata: the metadata that `save` writes into the file.
-        image: the preprocessing of images for these weights, an `ImageInput`.
-        header: for llama2.c's model.bin, a function from the model to the header. None: the file is safetensors.
-        only_named: if True, `save` uses these names only if you select them with `names=` or `like=`.
+        image: the preprocessing of images for weights of the framework, an `ImageInput`.
+        header: for llama2.c's model.bin, a function from the model to the header. If `header` is None, the file is
+            safetensors.
+        only_named: if True, `save` uses the framework's names only if you select them with `names=` or `like=`.
 
     >>> names = models.pretrained.Names((models.pretrained.torch.dense("head", "fc"),), metadata={"format": "pt"})
     """
@@ -189,7 +191,7 @@ class Names:
     only_named: bool = False
 
     def of(self, model: Any) -> Names:
-        """Returns a copy in which `rules` is the tuple of rules for a model."""
+        """Returns a copy of `Names` in which `rules` is the tuple of naming rules for a model."""
         return dataclasses.replace(self, rules=self.rules(model)) if callable(self.rules) else self
 
     def flat(self) -> list:
@@ -202,7 +204,8 @@ class Names:
 class Words:
     """The conventions of a framework for the names and layouts of arrays.
 
-    Each method returns the rules for one layer, whose path in fnet is `ours` and whose prefix in the file is `theirs`.
+    Each method returns the naming rules for one layer, whose path in fnet is `ours` and whose prefix in the file is
+    `theirs`.
 
     `torch` has the layouts [out, in] and [out, in, *window], and names such as weight and running_mean. `keras` has the
     layouts of fnet, and names such as kernel, gamma and moving_mean.
@@ -213,25 +216,25 @@ class Words:
         self._kernel, self._bias, self._norm, self._count = kernel, bias, norm, count
 
     def dense(self, ours: str, theirs: str, layout: Layout | None = None) -> tuple:
-        """Rules for kernel and bias of a Dense."""
+        """Returns the naming rules for kernel and bias of a Dense."""
         return self._affine(ours, theirs, layout or self._dense)
 
     def conv(self, ours: str, theirs: str) -> tuple:
-        """Rules for kernel and bias of a Conv, and of a DepthwiseConv in PyTorch."""
+        """Returns the naming rules for kernel and bias of a Conv, and of a DepthwiseConv in PyTorch."""
         return self._affine(ours, theirs, self._conv)
 
     def norm(self, ours: str, theirs: str) -> tuple:
-        """Rules for scale and bias of a LayerNorm, RMSNorm or GroupNorm."""
+        """Returns the naming rules for scale and bias of a LayerNorm, RMSNorm or GroupNorm."""
         return tuple(Rule(f"{ours}/{mine}", f"{theirs}{self._join}{name}") for mine, name in self._norm[:2])
 
     def batch_norm(self, ours: str, theirs: str) -> tuple:
-        """Rules for scale, bias, mean and var of a BatchNorm, and for PyTorch's unused num_batches_tracked."""
+        """Returns the naming rules for the arrays of a BatchNorm, and for PyTorch's unused num_batches_tracked."""
         count = () if self._count is None else (Spare(f"{theirs}{self._join}{self._count}", write=np.int64(0)),)
         return tuple(Rule(f"{ours}/{mine}", f"{theirs}{self._join}{name}", beside=count if mine == "mean" else ())
                      for mine, name in self._norm)
 
     def embed(self, ours: str, theirs: str) -> tuple:
-        """The rule for the table of an Embed."""
+        """Returns the naming rule for the table of an Embed."""
         name = "weight" if self._join == "." else "embeddings"
         return (Rule(f"{ours}/embedding", f"{theirs}{self._join}{name}"),)
 

@@ -1,1 +1,1 @@
-"""Checkpoints: locks, files, manifests and their readers, in folders and in object stores."""
+"""Checkpoints of training runs in folders and in object stores: locks, files, manifests and their readers."""

@@ -1,5 +1,5 @@
-"""Logs to which lines are appended. A log is a local file, or a sequence of objects in an object store. An object
-cannot be extended, so the last object is written again for each line, until it is full."""
+"""Logs to which lines are appended. A log is a local file, or a sequence of objects in an object store. An object in an
+object store cannot be extended, so the last object of a log is written again for each line, until it is full."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FULL = 256 << 10      # bytes of an object, after which the next object is star
 
 
 def parts(path: Path | StorePath) -> list[Path | StorePath]:
-    """Returns the parts of a log, in order: one file, or objects in a store, such as metrics.jsonl and
+    """Returns the parts of a log, in order: one file, or objects in an object store, such as metrics.jsonl and
     metrics.jsonl.0001."""
     if isinstance(path, Path):
         return [path] if path.exists() else []
@@ -24,7 +24,7 @@ def parts(path: Path | StorePath) -> list[Path | StorePath]:
 def rewrite(path: Path | StorePath, keep: Callable[[bytes], bytes]) -> None:
     """Replaces the content of each part of a log by `keep(content)`, in reverse order.
 
-    If the process is killed during this call, the first parts of the log still have the old content.
+    If the process is killed during `rewrite`, the first parts of the log still have the old content.
     """
     for part in reversed(parts(path)):
         raw = part.read_bytes()
@@ -37,13 +37,14 @@ def rewrite(path: Path | StorePath, keep: Callable[[bytes], bytes]) -> None:
 
 
 class Objects:
-    """A log in a store, with the methods of an unbuffered file. When `write` returns, the line is in the store.
+    """A log in an object store, with the methods of an unbuffered file. When `write` returns, the line is in the object
+    store.
 
-    An object store cannot append to an object, so each `write` writes the last object again. When this object is full,
-    a new one is started.
+    An object store cannot append to an object, so each call of `write` writes the last object of the log again. When
+    the last object is full, a new object is started.
 
     Args:
-      path: the path of the first object.
+      path: the path of the first object of the log.
     """
 
     def __init__(self, path: StorePath):
@@ -70,5 +71,5 @@ class Objects:
 
 
 def appending(path: Path | StorePath):
-    """Opens an unbuffered file for appending."""
+    """Opens a log for appending, without a buffer."""
     return Objects(path) if isinstance(path, StorePath) else path.open("ab", buffering=0)

@@ -26,21 +26,22 @@ from fnet.training.checkpoints._writing import write
 class Checkpoints(Reading):
     """Saves the checkpoints of one run in the background, and keeps the latest and the best checkpoints.
 
-    A checkpoint is a folder whose name is its step. The folder of a checkpoint contains safetensors files with the
-    arrays, and a manifest. The manifest contains checksums of every shard, of every file and of the manifest itself. In
-    a local folder, the checkpoint is written under a temporary name, fsynced and renamed. In an object store, the
-    manifest of the checkpoint is written last. Therefore, if the process is killed while it saves a checkpoint, the
-    earlier checkpoints remain valid. When a checkpoint is read, all of its bytes are verified.
+    A checkpoint is a folder whose name is the number of its step. The folder of a checkpoint contains safetensors files
+    with the arrays, and a manifest (a JSON file that describes the arrays). The manifest of a checkpoint contains
+    checksums of every shard, of every file and of the manifest itself. In a local folder, the checkpoint is written
+    under a temporary name, fsynced and renamed. In an object store, the manifest of the checkpoint is written last.
+    Therefore, if the process is killed while it saves a checkpoint, the earlier checkpoints remain valid. When a
+    checkpoint is read, all of its bytes are verified.
 
     Args:
       folder: the folder of the checkpoints, a path or a URL (s3://bucket/prefix, gs://bucket/prefix,
-        az://container/prefix). The folder is created if it does not exist. The first save locks the folder for this
-        process.
+        az://container/prefix). The folder is created if it does not exist. The first call of `save` locks the folder
+        for this process.
       keep: the number of the latest checkpoints to keep. Default 3.
-      keep_every: a number of steps. Every checkpoint whose step is a multiple of this number is also kept. Default
-        None: only the latest and the best checkpoints are kept.
-      best: the name of a metric that is passed to `save`. The checkpoint with the best value of this metric is also
-        kept. Default None: no metric.
+      keep_every: a number of steps. Every checkpoint whose step is a multiple of `keep_every` is also kept. Default
+        None (only the latest and the best checkpoints are kept).
+      best: the name of a metric that is passed to `save`. The checkpoint with the best value of the metric is also
+        kept. Default None (no metric).
       mode: "max" if the largest value of the metric is the best, "min" if the smallest value is the best. Default
         "max".
 
@@ -90,8 +91,8 @@ class Checkpoints(Reading):
         The lock is held until `close` is called or the process ends.
 
         Raises:
-          CheckpointError: another run uses the folder, or the folder cannot be written to. The error is also raised if
-            this process already holds the lock, but the folder has been removed or replaced.
+          CheckpointError: another run uses the folder, or the folder cannot be written to. A CheckpointError is also
+            raised if this process already holds the lock, but the folder has been removed or replaced.
         """
         if jax.process_index() > 0:
             return
@@ -116,7 +117,7 @@ class Checkpoints(Reading):
 
         Raises:
           CheckpointError: another run uses the folder, or the folder contains files that do not belong to checkpoints.
-            If this error is raised, no file has been removed.
+            If `clear` raises a CheckpointError, no file has been removed.
         """
         self.wait()
         self.lock()
@@ -127,8 +128,8 @@ class Checkpoints(Reading):
         self._values.clear()
 
     def _ready(self) -> None:
-        """Locks the folder. Only process 0 owns the lock. Before the first save, all processes wait until it has locked
-        the folder."""
+        """Locks the folder. Only process 0 owns the lock of the folder. Before the first save, all processes wait until
+        process 0 has locked the folder."""
         if self._shared or jax.process_count() == 1:
             self.lock()
             return
@@ -146,7 +147,7 @@ class Checkpoints(Reading):
         self._shared = True
 
     def _held(self, *, ask: bool = True) -> None:
-        """Raises an error if another run owns the folder. With `ask=False`, an object store is not queried."""
+        """Raises an error if another run owns the folder. If `ask` is False, no request is sent to an object store."""
         if self._lock is not None and not (self._lock.holds() if ask else self._lock.kept()):
             raise CheckpointError(f"{self.folder}: this folder was removed or replaced, or another run took it over; "
                                   "nothing more is written there. Start the run again")
@@ -156,15 +157,15 @@ class Checkpoints(Reading):
         """Saves `tree` as the checkpoint of step `step`, in the background.
 
         `save` waits for the previous save, dispatches a copy of the arrays on the device, and returns. An earlier
-        checkpoint of the same step is replaced. If the save in the background fails, the next call of `save`, `wait` or
+        checkpoint of `step` is replaced. If the save in the background fails, the next call of `save`, `wait` or
         `close` raises the error.
 
         Args:
           step: the step, which is also the name of the checkpoint.
           tree: any pytree of JAX arrays, NumPy arrays, PRNG keys and Python numbers.
           metrics: a dict {name: value} of metrics, including the metric that `best` names. Default None: no metrics.
-          notes: a dict {name: value} of other data to store in the manifest. The values have JSON types. Default None:
-            no other data.
+          notes: a dict {name: value} of other data to store in the manifest of the checkpoint. The values have JSON
+            types. Default None: no other data.
           sound: a bool scalar on the device, for example whether all parameters are finite. If `sound` is False, the
             checkpoint is not saved. Default None: the checkpoint is always saved.
 
@@ -186,13 +187,13 @@ class Checkpoints(Reading):
               notes: Mapping[str, Any] | None = None) -> None:
         """Adds metrics and notes to the manifest of a saved step, in the background.
 
-        A pending save is completed first. The arrays are not written again. If the step was not saved because `sound`
-        was False, this call has no effect.
+        A pending save is completed before the manifest is changed. The arrays of the checkpoint are not written again.
+        If the step was not saved because `sound` was False, `amend` has no effect.
 
         Args:
           step: a step that was passed to `save`.
-          metrics, notes: as in `save`. If the manifest already contains a value with the same name, the value is
-            replaced.
+          metrics, notes: as in `save`. If the manifest of the checkpoint already contains a value with the same name,
+            the value is replaced.
 
         Raises:
           CheckpointError: the folder has been removed or replaced, or another run has taken it over. If the background

@@ -21,11 +21,11 @@ _TEMPORARY = (".saving-", ".deleting-", ".replaced-")
 class Folder:
     """The checkpoints in a local folder. The checkpoint of each step is a subfolder.
 
-    A checkpoint is written to .saving-STEP, synced to the disk and renamed. `_objects.Objects` has the same methods for
-    object stores.
+    A checkpoint is written to the subfolder .saving-STEP, synced to the disk and renamed. The class `_objects.Objects`
+    has the same methods as `Folder`, for object stores.
 
     Args:
-      folder: the folder that contains all steps.
+      folder: the folder that contains the checkpoints of all steps.
     """
 
     poll = 0.02      # seconds between two checks for files of other processes
@@ -78,13 +78,13 @@ class Folder:
         return f"arrays-{process}.safetensors"
 
     def write_part(self, step: int, process: int, text: str) -> None:
-        """Writes a JSON description of the file of `process`. Process 0 reads this description before it commits the
-        step."""
+        """Writes a JSON description of the file of `process`. Process 0 reads the descriptions of all files before it
+        commits the step."""
         write_whole(self._part(step, process), text.encode())
 
     def take_part(self, step: int, process: int) -> str | None:
-        """Removes the description that `process` has written, and returns it. Returns None if the description has not
-        been written yet."""
+        """Removes and returns the description of a file that `process` has written. Returns None if `process` has not
+        written this description yet."""
         part = self._part(step, process)
         if not part.exists():
             return None
@@ -93,18 +93,19 @@ class Folder:
         return text
 
     def taken(self, step: int, process: int) -> bool:
-        """Returns whether process 0 has already completed or abandoned the checkpoint of this step."""
+        """Returns whether process 0 has already completed or abandoned the checkpoint of `step`."""
         return not self.partial(step).exists()
 
     def _part(self, step, process):
         return self.partial(step) / f".part-{process}.json"
 
     def commit(self, step: int, content: Mapping[str, Any], check: Callable[[], None]) -> None:
-        """Writes the manifest and renames the folder of the step. An earlier checkpoint of this step is replaced.
+        """Writes the manifest of a checkpoint and renames the folder of the checkpoint. An earlier checkpoint of `step`
+        is replaced.
 
         Args:
           step: the step.
-          content: the content of the manifest.
+          content: the content of the manifest, which describes the files and arrays.
           check: a function that raises an error if this run no longer owns the folder.
         """
         _manifest.write_manifest(self.partial(step), content)
@@ -117,7 +118,7 @@ class Folder:
         shutil.rmtree(old, ignore_errors=True)
 
     def amend(self, step: int, content: Mapping[str, Any]) -> None:
-        """Replaces the manifest of a step."""
+        """Replaces the manifest of the checkpoint of a step."""
         _manifest.write_manifest(self.folder / str(step), content)
 
     def discard(self, step: int) -> None:
@@ -137,7 +138,7 @@ class Folder:
                 shutil.rmtree(entry.path)
 
     def set_aside(self, step: int) -> str:
-        """Renames the folder of a damaged step. Returns the new name."""
+        """Renames the folder of a damaged checkpoint. Returns the new name."""
         name, number = f"{step}.damaged", 2
         while (self.folder / name).exists():
             name, number = f"{step}.damaged-{number}", number + 1

@@ -21,20 +21,22 @@ BEAT, EXPIRY = 5.0, 30.0      # seconds between two renewals; seconds after the 
 class Lease:
     """A lock for a folder in an object store, which is a common prefix of keys.
 
-    The lock is an object in this folder. The constructor creates the object, and `release` removes it.
+    The lock is an object in the locked folder. The constructor of `Lease` creates the lock object, and `release`
+    removes it.
 
-    A thread of the owner renews the lock every `BEAT` seconds. If the owner has not renewed it for `EXPIRY` seconds, as
-    measured by the store's clock, another run can take over the lock by a conditional write. A run on the same machine
-    can take it over as soon as the owner's process has ended. A run that finds a lock waits until the lock expires. If
-    it detects in this time that the owner is still running, it raises `Locked`. An owner that was suspended for longer
-    than `EXPIRY` seconds may have lost the lock, and detects this before it writes a manifest.
+    A thread of the owner renews the lock every `BEAT` seconds. If the owner has not renewed the lock for `EXPIRY`
+    seconds, as measured by the store's clock, another run can take over the lock by a conditional write. A run on the
+    owner's machine can take over the lock as soon as the owner's process has ended. A run that finds a lock of another
+    run waits until the lock expires. If the waiting run detects that the owner of the lock is still running, the
+    constructor raises `Locked`. An owner that was suspended for longer than `EXPIRY` seconds may have lost the lock,
+    and detects the loss before it writes the manifest of a checkpoint.
 
     Args:
       folder: the folder to lock.
 
     Raises:
       Locked: another run holds the lock.
-      OSError: the store cannot be written to.
+      OSError: the object store cannot be written to.
     """
 
     def __init__(self, folder: StorePath):
@@ -69,7 +71,7 @@ class Lease:
             time.sleep(0.5)
 
     def _age(self, meta: Meta) -> float:
-        """Returns the number of seconds since the last renewal of the lock, as measured by the store's clock."""
+        """Returns the number of seconds since the last renewal of the lock, as measured by the object store's clock."""
         probe = self._path.parent / f"{LOCK}-probe-{self._me['owner']}"
         probe.write_bytes(b"")
         try:
@@ -83,7 +85,7 @@ class Lease:
         """Returns whether this object still owns the lock.
 
         Raises:
-          OSError: the store cannot be reached.
+          OSError: the object store cannot be reached.
         """
         try:
             return not self._done.is_set() and _parsed(self._path.read_bytes()).get("owner") == self._me["owner"]
@@ -91,7 +93,8 @@ class Lease:
             return False
 
     def kept(self) -> bool:
-        """Returns whether this object owned the lock when it last tried to renew it. Sends no request to the store."""
+        """Returns whether this `Lease` owned the lock when it last tried to renew the lock. Sends no request to the
+        object store."""
         return not (self._done.is_set() or self._lost.is_set())
 
     def release(self) -> None:

@@ -20,7 +20,7 @@ _KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def paths(tree: Any) -> dict[str, Any]:
-    """Returns the leaves by path, such as "params/conv1/kernel".
+    """Returns a dict of the leaves of a tree by path, such as "params/conv1/kernel".
 
     Raises:
       ValueError: two leaves have the same path.
@@ -40,7 +40,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def entry(path: str, leaf: Any) -> dict[str, Any]:
-    """Returns the entry of a leaf in the manifest, without the location of its bytes.
+    """Returns the entry of a leaf in a checkpoint's manifest, without the location of the leaf's bytes.
 
     Raises:
       TypeError: the leaf is not an array, a number or a PRNG key.
@@ -74,8 +74,9 @@ def describe(leaf: Mapping[str, Any]) -> str:
 
 
 def mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, cast: bool = False) -> list[str]:
-    """Compares saved leaves with the wanted leaves. Returns one line for each leaf that is only saved or only wanted,
-    or that differs in shape or dtype. With `cast`, the dtype may differ."""
+    """Compares the leaves of a checkpoint with the leaves of a target tree. Returns a line of text for each leaf that
+    is missing in the checkpoint or in the target, or that differs in shape or dtype. If `cast` is True, the dtype may
+    differ."""
     lines = []
     for path in sorted(saved.keys() | wanted.keys()):
         if path not in saved:
@@ -91,7 +92,7 @@ def mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, cast: boo
 
 
 def number(kind: str, raw: bytes) -> bool | int | float | complex:
-    """Converts the bytes that `number_bytes` returned to the Python number."""
+    """Converts bytes that `number_bytes` has returned back to a Python number."""
     if kind == "int":
         return int.from_bytes(raw, "little", signed=True)
     return np.frombuffer(raw, kind)[0].item()
@@ -105,8 +106,8 @@ def number_bytes(value: Any) -> np.ndarray:
 
 
 def plain(array: np.ndarray, saved: Mapping[str, Any]) -> Any:
-    """Converts a saved leaf to a Python number, a PRNG key or a JAX array, for a restore without a target. Arrays whose
-    dtype JAX would change remain NumPy arrays."""
+    """Converts a saved leaf to a Python number, a PRNG key or a JAX array, if no target tree is given. Saved arrays
+    whose dtype JAX would change, such as float64, remain NumPy arrays."""
     if "python" in saved:
         return number(saved["python"], array.tobytes())
     if "key" in saved:
@@ -115,7 +116,7 @@ def plain(array: np.ndarray, saved: Mapping[str, Any]) -> Any:
 
 
 def like(leaf: Any, array: np.ndarray, saved: Mapping[str, Any]) -> Any:
-    """Converts a saved array to an array with the type, the dtype and the sharding of `leaf`, a leaf of the target."""
+    """Converts a saved array to an array with the type, the dtype and the sharding of `leaf`, a target leaf."""
     if "key" not in saved and array.dtype != leaf.dtype:
         array = array.astype(leaf.dtype)
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):

@@ -25,7 +25,7 @@ class Snapshot:
       params: the parameters, a tree with the same dicts, lists and tuples as in the run.
       state: the model's other arrays, such as batch statistics; {} if the model has none.
       config: the `config` that was passed to `fit`, as a dict, or None if no `config` was passed.
-      metrics: the metrics of the evaluations at this step, such as {"validation/accuracy": 0.97}; {} if there was no
+      metrics: the metrics of the evaluations at `step`, such as {"validation/accuracy": 0.97}; {} if there was no
         evaluation.
       ema: the moving average of the parameters, or None.
 
@@ -50,8 +50,8 @@ class Snapshot:
 def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
     """Loads the best state of a run, the last state, or the state of a given step.
 
-    The code that created the state is not needed. `load` verifies every byte of the checkpoint. The files contain only
-    JSON and arrays, and `load` executes nothing in them.
+    `load` does not need the code that created the state. `load` verifies every byte of the checkpoint. The files of a
+    checkpoint contain only JSON and arrays, and `load` executes nothing in them.
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
@@ -88,7 +88,7 @@ def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *,
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
-      like: a state with the same structure, such as `TrainState.create(...)`. The leaves of `like` may be
+      like: a state with the structure of the saved state, such as `TrainState.create(...)`. The leaves of `like` may be
           `jax.ShapeDtypeStruct`s instead of arrays.
       which: "best", "last" or the number of a step, as for `load`. Default "last".
       cast: whether to convert a saved leaf with another dtype than in `like` to the dtype in `like`. Default False: a
@@ -99,8 +99,8 @@ def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *,
 
     Raises:
       FileNotFoundError, ValueError: as for `load`.
-      CheckpointError: as for `load`. The error is also raised if saved leaves differ from `like` in name, shape or
-        dtype. The message lists these leaves.
+      CheckpointError: as for `load`. A CheckpointError is also raised if saved leaves differ from `like` in name, shape
+        or dtype. The error message lists the leaves that differ.
 
     >>> import tempfile
     >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
@@ -115,7 +115,7 @@ def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *,
 
 
 def _step(checkpoints: Checkpoints, which: str | int) -> int | None:
-    """Returns the number of the step, or None for the newest undamaged step."""
+    """Returns the number of the step that `which` selects, or None for the newest undamaged step."""
     if not isinstance(which, (str, bool)):
         with contextlib.suppress(TypeError):               # `which` is not an integer
             return operator.index(which)

@@ -70,7 +70,7 @@ class Lock:
     kept = holds                                           # no request is necessary
 
     def fileno(self) -> int:
-        """Returns the file descriptor of the lock. If it is passed to a child process (`pass_fds` of
+        """Returns the file descriptor of the lock. If the descriptor is passed to a child process (`pass_fds` of
         `subprocess.Popen`), the lock is held until both processes have ended."""
         return self._file.fileno()
 

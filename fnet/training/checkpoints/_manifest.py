@@ -3,8 +3,8 @@
 Each process writes its arrays to one safetensors file, which other frameworks can read. `manifest.json` contains the
 step, each file with its size and CRC-32, and each shard of each leaf with its dtype, shape, index, offset and CRC-32.
 The last field of the manifest is a BLAKE2b checksum of all bytes before this field. BLAKE2b is used only for the
-manifest, which is short. For the arrays, CRC-32 is twice as fast, and it detects every error that affects at most 32
-neighboring bits.
+manifest, which is short. The checksum of the arrays is CRC-32, which is twice as fast as BLAKE2b and detects every
+error that affects at most 32 neighboring bits.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ _PYTHON = {"bool": 1, "int": None, "float": 8, "complex": 16}      # bytes of ea
 
 
 class Damaged(Exception):
-    """A checkpoint differs from what was written. The message names the file or the leaf."""
+    """The files of a checkpoint differ from the files that were written. The error message names the damaged file or
+    leaf."""
 
 
 def write_arrays(path: Path | StorePath, arrays: list[tuple[str, np.ndarray]]) -> tuple[dict, list[dict]]:
-    """Writes arrays to a safetensors file, which is synced to the disk, or to an object in a store.
+    """Writes arrays to a safetensors file, which is synced to the disk, or to an object in an object store.
 
     Returns:
       Two values: the entry of the file in the manifest, and a list with a dict {"at": [begin, end], "crc32": checksum}
-      for each array, which states its location in the file.
+      for each array, which states the location of the array in the file.
     """
     header, places, at = {}, [], 0
     for name, array in arrays:
@@ -102,7 +103,7 @@ def raw_bytes(array: np.ndarray) -> memoryview:
 def joined(before: int, own: int, raw: Any) -> int:
     """Returns the CRC-32 of a sequence of bytes followed by `raw`.
 
-    `before` is the CRC-32 of the sequence, and `own` is the CRC-32 of `raw`.
+    `before` is the CRC-32 of the sequence before `raw`, and `own` is the CRC-32 of `raw`.
 
     Source: zlib's crc32_combine, which multiplies polynomials over GF(2).
     """
@@ -131,7 +132,7 @@ for _ in range(31):
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of a manifest, with its checksum."""
+    """Returns the content of a manifest as bytes, with a checksum of this content."""
     content = {name: value for name, value in content.items() if name not in ("format", "version", "blake2b")}
     body = json.dumps({"format": FORMAT, "version": VERSION, **content}, allow_nan=False).encode()
     body = body[:-1] + b", "
@@ -183,8 +184,8 @@ def read_manifest(folder: Path | StorePath) -> dict[str, Any]:
 
 
 def _check(content):
-    """Checks that a manifest is consistent, because it may be untrusted. After a manifest has passed the check, a
-    reader cannot be made to allocate more memory than the files contain."""
+    """Checks that a manifest is consistent, because it may be untrusted. A manifest that has passed the check cannot
+    make a reader allocate more memory than the files contain."""
     def natural(value):
         if type(value) is not int or not 0 <= value < 1 << 62:
             raise ValueError(f"{value!r} is no count")
@@ -245,7 +246,7 @@ def opened(path: Path | StorePath) -> Iterator[tuple[Any, int]]:
 
     Raises:
       Damaged: the file is missing, or a local file cannot be read.
-      OSError: reading is not permitted, or the object store cannot be reached. In these cases, the file may be
+      OSError: reading is not permitted, or the object store cannot be reached. If an OSError is raised, the file may be
         undamaged.
     """
     if isinstance(path, StorePath):

@@ -1,4 +1,4 @@
-"""The checkpoints under a prefix of an object store. A step is a checkpoint once its manifest has been written."""
+"""The checkpoints under a prefix of an object store. A checkpoint is complete once its manifest has been written."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fnet.training.checkpoints._storage import StorageError, StorePath
 
 
 class Objects:
-    """The checkpoints in an object store. Each checkpoint has its own prefix. The methods are those of
+    """The checkpoints in an object store. Each checkpoint has its own prefix. The class has the same methods as
     `_folder.Folder`.
 
     A save first writes the arrays to objects with new names, so the arrays of an existing checkpoint are never
     overwritten. After the arrays, a save writes manifest.json with a conditional write, which succeeds only if no other
-    process has created or changed this object in the meantime. A prefix without a manifest is not a checkpoint.
+    process has created or changed manifest.json in the meantime. A prefix without a manifest.json is not a checkpoint.
 
     Args:
-      folder: the prefix of all steps.
+      folder: the prefix of the checkpoints of all steps.
     """
 
     poll = 0.25
@@ -32,8 +32,8 @@ class Objects:
         self.folder = folder
 
     def _names(self) -> dict[str, list[str]]:
-        """Returns a dict {first part: [rest, ...]} of the names of all objects. The first part of a name is usually a
-        step."""
+        """Returns a dict {first part: [rest, ...]} of the names of all objects, which are split at the first slash. The
+        first part of an object's name is usually the number of a step."""
         names: dict[str, list[str]] = {}
         for key in self.folder.keys():
             first, _, rest = key.partition("/")
@@ -98,14 +98,15 @@ class Objects:
             raise StorageError(f"{path}: another process wrote this object at the same time")
 
     def _sweep(self, step, content):
-        """Removes the objects of a step that are not listed in its manifest."""
+        """Removes the objects of a checkpoint that are not listed in its manifest."""
         for name in self.partial(step).keys():
             if name != _manifest.MANIFEST and name not in content["files"]:
                 (self.partial(step) / name).unlink(missing_ok=True)
 
     def discard(self, step: int) -> None:
-        """Abandons a step that could not be committed, so that the other processes no longer wait for it. The arrays
-        are kept until `tidy`, because the manifest may exist although no response of the store arrived."""
+        """Abandons a step that could not be committed, so that the other processes no longer wait for this step. The
+        arrays of the step are kept until `tidy` is called, because the manifest may exist although the response of the
+        object store was lost."""
         with contextlib.suppress(OSError):
             for name in self.partial(step).keys():
                 if name.startswith(".part-"):
@@ -126,7 +127,7 @@ class Objects:
                 self._remove(name)
 
     def set_aside(self, step: int) -> str:
-        """Renames a damaged step: copies its objects inside the store, and removes the originals."""
+        """Renames a damaged checkpoint: copies its objects inside the object store, and removes the originals."""
         names, name, number = self._names(), f"{step}.damaged", 2
         while name in names:
             name, number = f"{step}.damaged-{number}", number + 1
@@ -136,8 +137,8 @@ class Objects:
         return name
 
     def tidy(self) -> None:
-        """Removes the objects that interrupted saves and removals have left: those of prefixes without a manifest, and
-        those that are not listed in the manifest of their step."""
+        """Removes the objects that interrupted saves and removals have left: objects of prefixes without a manifest,
+        and objects that are not listed in the manifest of their checkpoint."""
         for name, inside in self._names().items():
             if not name.isdecimal() or inside == [""]:
                 continue

@@ -19,7 +19,7 @@ from fnet.training.checkpoints._storage import StorageError, StorePath
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read, written or used. The message says what to do.
+    """A checkpoint cannot be read, written or used. The message of a CheckpointError says what to do.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, tr.Checkpoints(folder) as checkpoints:
@@ -49,7 +49,8 @@ class CheckpointWarning(UserWarning):
 
 
 class Reading:
-    """The methods of `Checkpoints` that read. These methods change the folder only to rename damaged checkpoints."""
+    """The methods of `Checkpoints` that read checkpoints. The methods of `Reading` change the folder only to rename
+    damaged checkpoints."""
 
     folder: Path | StorePath
     _where: Folder | Objects
@@ -104,23 +105,23 @@ class Reading:
     def restore(self, target: Any, step: int | None = None, *, cast: bool = False, part: str = "") -> Any:
         """Returns the tree that was saved at `step`, with the structure, shardings and leaf types of `target`.
 
-        If this object is saving a checkpoint, `restore` waits until the save is complete. If `step` is None, `restore`
-        returns the newest undamaged checkpoint. `restore` renames the newer, damaged checkpoints to STEP.damaged, and
-        issues a `CheckpointWarning`. It never deletes damaged checkpoints.
+        If a checkpoint is being saved in the background, `restore` waits until the save is complete. If `step` is None,
+        `restore` returns the newest undamaged checkpoint. If newer checkpoints are damaged, `restore` renames them to
+        STEP.damaged, and issues a `CheckpointWarning`. `restore` never deletes damaged checkpoints.
 
         Args:
           target: a tree with the structure of the saved tree. The leaves of `target` may be `jax.ShapeDtypeStruct`
             objects instead of arrays. The restored arrays get the shardings of `target`. The numbers of devices and
-            processes may differ from those at the time of saving. With several processes, each process reads and
+            processes may differ from the numbers at the time of saving. With several processes, each process reads and
             verifies only the shards that its devices need.
           step: the step of the checkpoint. Default None: the newest undamaged checkpoint.
           cast: whether to convert a saved leaf with another dtype than in `target` to the dtype in `target`. Default
-            False: a different dtype raises an error.
-          part: the path of the subtree to restore, such as "state". `target` must have the structure of this subtree.
-            Default "": the complete saved tree.
+            False (a different dtype raises an error).
+          part: the path of the subtree to restore, such as "state". `target` must have the structure of the subtree
+            `part`. Default "": the complete saved tree.
 
         Raises:
-          FileNotFoundError: there is no such checkpoint.
+          FileNotFoundError: the requested checkpoint does not exist.
           CheckpointError: no checkpoint can be read, or the checkpoint differs from `target` in the name, shape or
             dtype of a leaf. The message lists all differences. `restore` never silently omits or initializes a leaf.
         """
@@ -140,8 +141,8 @@ class Reading:
         return self._newest(step, self._plain)
 
     def _newest(self, step: int | None, read: Callable[[int], Callable[[], Any]]) -> Any:
-        """Returns the tree of `step`, or of the newest undamaged step if `step` is None. `read(step)` reads and
-        verifies the files, and returns a function without arguments that builds the tree."""
+        """Returns the tree of the checkpoint of `step`, or of the newest undamaged checkpoint if `step` is None.
+        `read(step)` reads and verifies the files, and returns a function without arguments that builds the tree."""
         if jax.process_count() > 1:
             return self._together(step, read)
         if step is not None:
@@ -189,7 +190,8 @@ class Reading:
             failed.append(self._set_aside(step, why) if me == 0 else f"step {step} is damaged ({why})")
 
     def _candidate(self, tried: list[int]) -> int:
-        """Returns the newest step that is not in `tried`, or -1. Process 0 lists the steps for all processes."""
+        """Returns the newest step that is not in `tried`, or -1 if there is no such step. Process 0 lists the steps for
+        all processes."""
         if jax.process_index() > 0:
             if (step := _shards.first_says(0)) == -2:
                 raise CheckpointError(f"{self.folder}: the first process could not list the checkpoints; its own "
@@ -206,8 +208,8 @@ class Reading:
         """Reads and verifies a checkpoint, and returns its step. If `step` is None, the newest checkpoint is verified.
 
         Raises:
-          FileNotFoundError: there is no such checkpoint.
-          CheckpointError: the checkpoint is damaged. The message names the damaged file or leaf.
+          FileNotFoundError: the requested checkpoint does not exist.
+          CheckpointError: the checkpoint is damaged. The error message names the damaged file or leaf.
         """
         step = self._there(step)
         try:

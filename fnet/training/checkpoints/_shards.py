@@ -45,16 +45,16 @@ def needed(leaf: Any, shape: tuple[int, ...]) -> set[Box] | None:
 
 
 def read(folder: Path | StorePath, content: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the leaves that `target` names. Returns a dict of leaves by path: an array, or `Shards` if this process
-    needs only a part of the leaf.
+    """Reads the leaves of a checkpoint that `target` names. Returns a dict {path: leaf}, in which a leaf is an array,
+    or `Shards` if this process needs only a part of the leaf.
 
-    A shard is read only if it contains a needed part. Such a shard is read completely, because its checksum covers all
-    of its bytes.
+    A shard is read only if it contains a part of a leaf that this process needs. A shard is always read completely,
+    because its checksum covers all of its bytes.
 
     Args:
       folder: the folder of one checkpoint.
       content: the manifest of the checkpoint.
-      target: a dict of the target's leaves. The keys are the paths of the leaves in the manifest.
+      target: a dict of the leaves of the target tree. The keys are the paths of the leaves in the manifest.
 
     Raises:
       Damaged: a file or a leaf is damaged; the message names it.
@@ -126,8 +126,8 @@ def _inside(common: Box, box: Box) -> tuple[slice, ...]:
 
 
 def together(problem: BaseException | None) -> np.ndarray:
-    """Returns one code for each process: 0 if it read its shards, 1 if they are damaged, 2 after another error.
-    `problem` is the error of this process, or None. Every process must call this function."""
+    """Returns a code for each process: 0 if it read its shards, 1 if its shards are damaged, 2 after another error.
+    `problem` is the error of this process, or None. Every process must call `together`."""
     from jax.experimental import multihost_utils
 
     code = 0 if problem is None else 1 if isinstance(problem, Damaged) else 2
@@ -135,7 +135,7 @@ def together(problem: BaseException | None) -> np.ndarray:
 
 
 def first_says(value: int) -> int:
-    """Returns the `value` that process 0 has passed. Every process must call this function."""
+    """Returns the `value` that process 0 has passed. Every process must call `first_says`."""
     from jax.experimental import multihost_utils
 
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))

@@ -28,7 +28,7 @@ def _twins(arrays):
 
 
 def snapshot(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies the leaves: device arrays on the device, without waiting for the copy, and host arrays on the host.
+    """Copies leaves of a state: device arrays on the device, without waiting for the copy, and host arrays on the host.
 
     The copy is necessary because the next step reuses the donated buffers while they are still being written to disk.
     If the device has too little memory for the copy, the leaves are copied to the host. The copy to the host waits
@@ -56,11 +56,11 @@ def snapshot(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pieces(copies: Mapping[str, Any]) -> list[Piece]:
-    """Returns the arrays that this process writes. A single process writes every leaf. One of several processes writes
-    the parts on its devices.
+    """Returns the arrays that this process writes to a checkpoint. A single process writes every leaf. If there are
+    several processes, each process writes the parts of the leaves on its devices.
 
-    If several devices have replicas of a part, only the first replica is written. Leaves that are not distributed are
-    written by process 0.
+    If several devices have replicas of a part of a leaf, only the first replica is written. Leaves that are not
+    distributed are written by process 0.
     """
     made = []
     for path, copy in copies.items():

@@ -1,8 +1,8 @@
 """Storage of runs: a local folder (`pathlib.Path`), or objects under a prefix of S3, GCS or Azure (`StorePath`).
 
 `location` converts a path or a URL to a `Path` or a `StorePath`. A `StorePath` has the methods of `Path` that fnet
-uses, and methods that only an object store needs, such as the conditional writes `create` and `replace`. An object is
-written completely or not at all.
+uses, and methods that only an object store needs, such as the conditional writes `create` and `replace`. An object in
+an object store is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LIMIT = 60.0               # seconds after which there is no further attempt, i
 
 
 class StorageError(OSError):
-    """An object store cannot be reached or refuses a request. The message names the URL and says what to do."""
+    """An object store cannot be reached or refuses a request. The error message names the URL and says what to do."""
 
 
 def location(where: str | os.PathLike) -> Path | StorePath:
@@ -42,7 +42,7 @@ def location(where: str | os.PathLike) -> Path | StorePath:
         memory://name/prefix. Objects in memory:// are lost when the process ends.
 
     Raises:
-      ValueError: the URL has another scheme, no bucket, or "." or ".." in its path.
+      ValueError: the URL has an unsupported scheme, no bucket, or "." or ".." in its path.
       ModuleNotFoundError: obstore is not installed.
     """
     if isinstance(where, StorePath | Path):
@@ -108,13 +108,13 @@ def _memory(name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Meta:
-    """The metadata of an object in a store.
+    """The metadata of an object in an object store.
 
     Fields:
       size: the size in bytes.
-      version: a dict that identifies the version, with the keys "e_tag" and "version" if the store provides them.
-        `replace` writes only if the object still has this version.
-      modified: the time of the last write in seconds, by the clock of the store.
+      version: a dict that identifies the version of the object, with the keys "e_tag" and "version" if the store
+        provides them. `StorePath.replace` writes an object only if its version is unchanged.
+      modified: the time of the last write in seconds, by the clock of the object store.
     """
 
     size: int
@@ -123,7 +123,7 @@ class Meta:
 
 
 class StorePath:
-    """A prefix or an object of a store, with the methods of `pathlib.Path` that fnet uses.
+    """A prefix or an object of an object store, with the methods of `pathlib.Path` that fnet uses.
 
     Args:
       store: an obstore store object, which gives access to one bucket.
@@ -162,12 +162,12 @@ class StorePath:
         return "/".join(self._names)
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """Does nothing, because a store has no folders."""
+        """Does nothing, because an object store has no folders."""
 
     # Reading.
 
     def meta(self) -> Meta | None:
-        """Returns the metadata of the object, or None if it does not exist."""
+        """Returns the metadata of the object, or None if the object does not exist."""
         try:
             known = self._do(self._store.head, self.key)
         except FileNotFoundError:
@@ -213,7 +213,8 @@ class StorePath:
         self.write_bytes(text.encode())
 
     def write_parts(self, parts: Iterable[Any]) -> None:
-        """Writes the buffers in `parts` as one object, in this order. `parts` must be iterable more than once."""
+        """Writes the buffers in `parts` as one object, in the order of `parts`. `parts` must be iterable more than
+        once."""
         total = sum(len(part) for part in parts)
         if total <= _CHUNK:
             data = b"".join(parts)
@@ -228,14 +229,14 @@ class StorePath:
         return self._conditional(data, "create")
 
     def replace(self, data: bytes, before: Meta) -> Meta | None:
-        """Writes the object if it still has the version of `before`, and returns its metadata. Returns None if it has
-        another version."""
+        """Writes the object if it still has the version of `before`, and returns its metadata. Returns None if the
+        object has another version."""
         return self._conditional(data, before.version)
 
     def _conditional(self, data: bytes, mode: Any) -> Meta | None:
         """Writes the object under the condition `mode`. If the response to a successful write is lost, the write is
-        repeated, and the store refuses the repeated write. Therefore, after a refusal, the content of the object is
-        compared with `data`."""
+        repeated, and the store refuses the repeated write. Therefore, if the store refuses a write, the content of the
+        object is compared with `data`."""
         from obstore import exceptions as refusals
 
         try:
@@ -260,14 +261,14 @@ class StorePath:
                 raise
 
     def copy(self, to: StorePath) -> None:
-        """Copies the object inside the store."""
+        """Copies the object inside the object store."""
         self._do(self._store.copy, self.key, to.key)
 
     def _do(self, request: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Executes a request, repeats it after temporary failures, and converts errors to `StorageError`.
 
         obstore itself repeats requests that failed with 5xx, and reads that failed with a timeout or a closed
-        connection. This method also repeats writes whose response was lost, and requests whose response was incomplete.
+        connection. `_do` also repeats writes whose response was lost, and requests whose response was incomplete.
         """
         from obstore import exceptions as refusals
 
@@ -306,8 +307,8 @@ def _version(known: Any) -> dict[str, str]:
 
 
 def _brief(error: Exception) -> str:
-    """Returns one line that describes an error of obstore. The own text of an obstore error is long: it contains XML
-    and the client's configuration."""
+    """Returns one line that describes an error of obstore. The text of an obstore error is long: it contains XML and
+    the client's configuration."""
     text = str(error).split("\n\nDebug source:")[0]
     code = re.search(r"status code: (\d{3}[^:<\n]*)", text)
     if code:
@@ -331,7 +332,7 @@ class Readable:
 
 
 class Reader(Readable):
-    """A reader of an object with `read` and `seek`, and with a buffer for small reads."""
+    """A reader of an object in an object store, with `read` and `seek`, and with a buffer for small reads."""
 
     _AHEAD = 4 << 20
 

@@ -30,10 +30,11 @@ def _name(path):
 
 
 def build(structure: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
-    """Builds the tree with this structure. `leaves` is a dict of the leaves, with their paths as keys.
+    """Builds the tree that `structure` describes. `leaves` is a dict of the leaves of the tree, with their paths as
+    keys.
 
     Raises:
-      ValueError: the structure does not have the format of `describe`.
+      ValueError: `structure` does not have the format that `describe` returns.
       KeyError: a leaf is missing.
     """
     if structure is None:
@@ -52,7 +53,7 @@ def build(structure: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
 
 
 def nested(leaves: Mapping[str, Any]) -> Any:
-    """Converts a dict {path: leaf} to nested dicts, for checkpoints whose manifest does not contain the structure."""
+    """Converts a dict {path: leaf} to nested dicts, for checkpoints whose manifest.json does not describe the tree."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         if not path:

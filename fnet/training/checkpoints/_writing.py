@@ -20,18 +20,20 @@ _PATIENCE = 600.0      # seconds to wait until the other processes of a run have
 
 def write(steps: Folder | Objects, head: Mapping[str, Any], entries: Mapping[str, Any], copies: Mapping[str, Any],
           hurry: threading.Event) -> dict[str, Any] | None:
-    """Writes the shards of this process. Process 0 also waits for the shards of the other processes.
+    """Writes the shards of this process to the files of a checkpoint. Process 0 also waits for the shards of the other
+    processes.
 
     Args:
       steps: the folder or object store of the checkpoints.
-      head: the first fields of the manifest: step, metrics, notes.
-      entries: for each leaf, its entry in the manifest without the locations of its bytes.
+      head: the first fields of the checkpoint's manifest.json: step, metrics, notes.
+      entries: a dict {path of a leaf: its entry in manifest.json, without the file and the position of its bytes}.
       copies: the result of `snapshot`.
-      hurry: an event that is set if the run has failed. The wait for other processes then ends after two seconds.
+      hurry: an event (`threading.Event`) that is set if the run has failed. If `hurry` is set, the wait for other
+        processes ends after two seconds.
 
     Returns:
-      In process 0, the manifest, which the caller must commit. The other processes wait until it has been committed,
-      and return None.
+      In process 0, the manifest (a dict for manifest.json), which the caller must write. The other processes return
+      None after process 0 has written the manifest.
     """
     processes, me, step = jax.process_count(), jax.process_index(), head["step"]
     partial = steps.partial(step)

@@ -11,7 +11,7 @@ INT32 = np.iinfo(np.int32)
 
 
 def is_frame(data: Any) -> bool:
-    """Whether `data` is a pandas DataFrame or has its interface; pandas is not imported for this."""
+    """Whether `data` is a pandas DataFrame or has the same interface, without an import of pandas."""
     return hasattr(data, "iloc") and hasattr(data, "columns")
 
 
@@ -38,8 +38,8 @@ def as_arrays(data: Any, what: str) -> tuple[Any, int]:
       what: the name of the data in error messages.
 
     Raises:
-      ValueError: there are no arrays, or their lengths differ.
-      TypeError: values are missing, or are not numbers (text, dates, categories).
+      ValueError: `data` contains no arrays, or arrays of different lengths.
+      TypeError: `data` contains missing values, or values that are not numbers (text, dates, categories).
     """
     names, arrays = [], []
 
@@ -70,7 +70,7 @@ def as_arrays(data: Any, what: str) -> tuple[Any, int]:
 
 
 def take(data: Any, rows: np.ndarray) -> Any:
-    """Returns the examples with the indices `rows`, in this order."""
+    """Returns the examples of `data` at the indices `rows`, in the order of `rows`."""
     pick = lambda leaf: leaf.iloc[rows] if is_frame(leaf) or is_series(leaf) else np.asarray(leaf)[rows]
     return jax.tree.map(pick, data, is_leaf=is_leaf)
 
@@ -82,7 +82,8 @@ def _array(leaf: Any, what: str, name: str) -> np.ndarray:
 
 
 def _column(series: Any, what: str, name: str) -> np.ndarray:
-    """Returns a column of a data frame as an array. Raises TypeError unless all of its values are numbers."""
+    """Returns a column of a data frame as an array. Raises TypeError if the column contains values that are not
+    numbers."""
     missing = np.asarray(series.isna())
     if missing.any():
         raise TypeError(f"{what}: column '{name}' has {missing.sum()} missing values, the first in row "

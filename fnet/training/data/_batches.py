@@ -11,12 +11,13 @@ from fnet.training.data._arrays import as_arrays
 
 
 class Batches:
-    """Shuffled batches of arrays in memory. If `batches` is an instance, `batches(i)` is the batch of step i.
+    """Shuffled batches of arrays in memory. If `batches` is an instance of `Batches`, `batches(i)` is the batch of step
+    i.
 
-    Each epoch is a random permutation of the examples. The permutations of all epochs, one after the other, form one
-    sequence. Batch i contains the elements i * batch_size to (i + 1) * batch_size - 1 of this sequence. Therefore,
-    every example occurs once in each epoch, and all batches have the same size. A resumed run continues with the same
-    batches, without a saved iterator.
+    Each epoch is a random permutation of the examples. The permutations of all epochs are concatenated to one sequence
+    of examples. Batch i contains the elements i * batch_size to (i + 1) * batch_size - 1 of the concatenated
+    permutations. Every example occurs once in each epoch, and all batches have the same size. A resumed run continues
+    with the same batches, without a saved iterator.
 
     Args:
       data: arrays with one row for each example. The arrays are in a dict such as {"image": [n, ...], "label": [n]}, in
@@ -24,7 +25,8 @@ class Batches:
         same structure as `data`.
       batch_size: the number of examples in a batch.
       seed: the seed of the permutations. Default 0.
-      shuffle: whether to permute the examples. If False, every epoch has the order of the arrays. Default True.
+      shuffle: whether to permute the examples. If `shuffle` is False, every epoch contains the examples in the order of
+        the arrays. Default True.
 
     Raises:
       ValueError: `data` contains no arrays or arrays of different lengths, or `batch_size` is less than 1.
@@ -67,8 +69,8 @@ class Batches:
     def identity(self) -> dict[str, Any]:
         """Returns a dict of values that identify the data.
 
-        `fit` stores these values in each checkpoint, and resumes a run only if the values and a digest of one batch
-        have not changed.
+        `fit` stores the result of `identity` in each checkpoint. `fit` resumes a run only if the result of `identity`
+        and a digest of one batch have not changed.
         """
         return {"examples": self.length, "batch_size": self.batch_size, "seed": self.seed, "shuffle": self.shuffle}
 

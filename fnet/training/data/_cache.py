@@ -17,13 +17,13 @@ _CHUNK = 8 << 20
 def local(where: str | os.PathLike) -> Path:
     """Returns a local path unchanged. For a URL, returns the path of a local copy in FNET_DATA or ~/.cache/fnet.
 
-    An existing copy is used if the object still has the same version and the checksum of the copy is correct.
-    If the version differs or the checksum is wrong, the object is downloaded again. The download has a temporary name
-    until it is complete.
+    An existing copy is used if the object in the store still has the same version and the checksum of the copy is
+    correct. If the version of the object differs or the checksum of the copy is wrong, the object is downloaded again.
+    A downloaded file has a temporary name until the download is complete.
 
     Raises:
-      FileNotFoundError: the object or the home directory does not exist.
-      StorageError: the store cannot be read.
+      FileNotFoundError: the object in the store or the home directory does not exist.
+      StorageError: the object store cannot be read.
     """
     source = location(where)
     if not isinstance(source, StorePath):
@@ -59,8 +59,8 @@ def local(where: str | os.PathLike) -> Path:
 
 
 def data_folder(what: object, folder: str | os.PathLike | None, hint: str) -> Path:
-    """Returns the folder of downloaded data, `folder` if it is not None. `what` and `hint` are parts of the error
-    message."""
+    """Returns the folder of downloaded data: `folder`, or a default folder if `folder` is None. `what` and `hint` are
+    parts of the message of the FileNotFoundError if there is no home directory."""
     base = Path(folder or os.environ.get("FNET_DATA") or "~/.cache/fnet")
     try:
         return base.expanduser()

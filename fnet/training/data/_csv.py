@@ -20,10 +20,10 @@ def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter:
              missing: Any = None) -> dict[str, np.ndarray]:
     """Reads a CSV file. Returns a dict {name of a column: array}, which can be passed to `Batches`.
 
-    A column of integers gets the dtype int32, or int64 if int32 is too small. A column of other numbers gets the dtype
-    float32. A column that contains only the values true and false gets the dtype bool. Any other column is text, with
-    NumPy's str dtype. The file must be encoded in UTF-8. Cells may be quoted, and quoted cells may contain delimiters
-    and line breaks. Empty lines are skipped.
+    A column of integers gets the dtype int32, or int64 if int32 is too small. A column of numbers that are not all
+    integers gets the dtype float32. A column that contains only the values true and false gets the dtype bool. A column
+    with any other content is read as text, with NumPy's str dtype. The file must be encoded in UTF-8. Cells may be
+    quoted, and quoted cells may contain delimiters and line breaks. Empty lines are skipped.
 
     Args:
       path: the path of the file, or the URL of an object in an object store (s3://, gs://, az://), as for
@@ -32,13 +32,14 @@ def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter:
         file contains the names of the columns.
       delimiter: the character between cells, such as ";" or a tab. Default ",".
       missing: how missing values are handled. In a column of numbers or bools, a value is missing if its cell is empty
-        or contains NA, N/A, NaN, null, none or ?. With None, a missing value raises an error. With "drop", each row
-        with a missing value is omitted. With a number, or a dict {column: number}, missing values are replaced by the
-        number. Cells in a column of text are not changed. Default None.
+        or contains NA, N/A, NaN, null, none or ?. With `missing=None`, a missing value raises an error. With
+        `missing="drop"`, each row with a missing value is omitted. If `missing` is a number or a dict {column: number},
+        missing values are replaced by the number. Cells in a column of text are not changed, even if they are empty or
+        contain NA. Default None.
 
     Raises:
       ValueError: the file is not a CSV table with one cell for each column in each row, or a value is missing and
-        `missing` contains no replacement. The message names the file and the line.
+        `missing` contains no replacement. The error message names the file and the line.
       FileNotFoundError: the file does not exist.
 
     Example:

@@ -34,7 +34,7 @@ class Dataset:
     """Images and labels, split into a training set and a test set.
 
     Attributes:
-        name: the name of the data set, as for `load`.
+        name: the name of the data set: "digits", "mnist", "fashion_mnist" or "cifar10".
         train_images: the training images, uint8 [n, height, width, channels]; 0 is black.
         train_labels: the training labels, int32 [n], indices into `classes`.
         test_images: the test images, uint8 [m, height, width, channels].
@@ -55,7 +55,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class _File:
-    """A published file. The size of the file in bytes and its MD5 show whether a download is complete."""
+    """A file of a data set. The size in bytes and the MD5 checksum of the file show whether a download is complete."""
 
     name: str
     size: int
@@ -126,18 +126,20 @@ def load(
 ) -> Dataset:
     """Reads a data set from disk, and downloads missing files.
 
-    The files must have the names under which the authors publish them. `load` searches for the files in the folder
-    `data_dir/name`, then in the folder `data_dir`. `load` downloads missing files into `data_dir/name`. A downloaded
-    file gets its final name only if it has the published size and MD5 checksum.
+    The files of a data set must have the names under which its authors publish them. `load` searches for the files of
+    the data set in the folder `data_dir/name`, then in the folder `data_dir`. `load` downloads missing files into
+    `data_dir/name`. A downloaded file gets its final name only if it has the published size and MD5 checksum.
 
     Args:
         name: "digits", "mnist", "fashion_mnist" or "cifar10".
-        data_dir: the folder of the files. The folder is not used for "digits", because scikit-learn contains this data
-            set. Default None: the folder that the environment variable FNET_DATA names, or ~/.cache/fnet.
+        data_dir: the folder of the data set's files. For "digits", no folder is used, because the images are in the
+            package `scikit-learn`. Default None: the folder that the environment variable `FNET_DATA` names, or
+            ~/.cache/fnet.
         split: how to divide the 1,797 images of "digits" into a training set and a test set (see `load_digits`).
-            "random" is a fixed 80/20 split, stratified by class. "last20" uses the last 20 % of the images as the test
-            set, which is a common choice. All other data sets have the split of their authors. Default "random".
-        download: whether missing files may be downloaded. Default True.
+            With "random", the split is a fixed 80/20 split, stratified by class. With "last20", the last 20 % of the
+            images are the test set, which is a common choice. Data sets other than "digits" have the split of their
+            authors. Default "random".
+        download: whether `load` may download missing files. Default True.
         base_url: the URL to download from. Default None: the published URLs.
         announce: a function that is called with a message (str) before each download. Default None: no messages.
 
@@ -145,7 +147,7 @@ def load(
         A `Dataset`.
 
     Raises:
-        ValueError: the name or the split is unknown, or a file does not have the expected content.
+        ValueError: the name of the data set or the split is unknown, or a file does not have the expected content.
         FileNotFoundError: a file is not on disk and cannot be downloaded.
 
     >>> load("digits").test_images.shape
@@ -183,14 +185,15 @@ def load(
 def load_digits(split: str = "random") -> Dataset:
     """Returns scikit-learn's 1,797 scans of handwritten digits, 8×8 pixels.
 
-    The gray levels of the scans, 0 (black) to 16, are converted to round(255 · level / 16). Therefore, the images of
-    all data sets can be divided by 255.
+    The gray levels of the scans, 0 (black) to 16, are converted to round(255 · level / 16). As in the other data sets,
+    the converted gray levels are in the range 0 to 255.
 
     Args:
-        split: how to divide the images. "random" sorts the images by class, in a fixed random order within each class,
-            and selects every fifth image for the test set. The result is 1,437 training images and 360 test images.
-            Each class is divided 80/20, to within one image. "last20" uses the last 360 images of the file as the test
-            set. Default "random".
+        split: how to divide the images into a training set and a test set. With "random", the images are sorted by
+            class, in a fixed random order within each class, and every fifth image is a test image. With "random",
+            there are 1,437 training images and 360 test images. Of each class, 80 % are training images and 20 % are
+            test images, to within one image. With "last20", the last 360 images of the file are the test set. Default
+            "random".
 
     Returns:
         A `Dataset`.
@@ -225,7 +228,8 @@ def load_digits(split: str = "random") -> Dataset:
 
 
 def _find_idx(name, folder):
-    """Returns the files of an IDX data set, {published name: path}, and the names of missing files."""
+    """Returns the files of an IDX data set as a dict {published name: path}, and a list of the names of missing
+    files."""
     names = [file.name for file in _SOURCES[name].files]
     found = {each: path for each in names for path in (folder / each.removesuffix(".gz"), folder / each)
              if path.is_file()}    # of two paths of one file, the compressed one
@@ -257,7 +261,7 @@ def _load_idx(name, found):
 
 
 def _find_cifar10(name, folder):
-    """Returns a dict {name: path} of the unpacked files, or of the archive if there are none, and the names of missing
+    """Returns a dict {name: path} of the files of CIFAR-10, unpacked or as one archive, and the names of missing
     files."""
     for place in (folder / CIFAR_FOLDER, folder):
         files = {n: place / n for n in (*CIFAR_TRAIN, CIFAR_TEST, CIFAR_NAMES)}
@@ -277,7 +281,8 @@ def _load_cifar10(name, found):
 
 
 def _download(name, file, folder, *, base_url, announce):
-    """Downloads one file into `folder` under its published name. After an error, no file is left."""
+    """Downloads one file into `folder` under its published name. If the download fails, no partial file remains in
+    `folder`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -319,8 +324,8 @@ def _download(name, file, folder, *, base_url, announce):
 
 
 def _copy(reply, out, limit):
-    """Copies `reply` to `out`, and returns the number of bytes and their MD5. Stops after `limit` + 1 bytes, which
-    shows that the file is too large."""
+    """Copies `reply` to the file `out`, and returns the number of bytes and their MD5 checksum. Stops after `limit` + 1
+    bytes, because a file of more than `limit` bytes is too large."""
     size, md5 = 0, hashlib.md5(usedforsecurity=False)
     while size <= limit and (chunk := reply.read(min(_CHUNK, limit + 1 - size))):
         size += len(chunk)

@@ -1,7 +1,8 @@
 """Readers of IDX (the format of MNIST) and of CIFAR-10's binary version, for untrusted files.
 
-Every input results in an array or a ValueError that names the file. The memory used depends on the data in the file,
-not on the sizes in its headers, and a small file cannot unpack to a large array.
+A reader returns an array or raises a ValueError that names the file, whatever the file contains. The memory that a
+reader uses depends on the data in the file, not on the sizes in its headers, and a small file cannot unpack to a large
+array.
 """
 
 import contextlib
@@ -36,14 +37,14 @@ def read_idx(path: str | os.PathLike, *, max_bytes: int | None = None) -> np.nda
     Args:
         path: the path of the file. A gzip file is recognized by its first bytes, not by its name.
         max_bytes: the largest allowed size of the values in bytes. Default None: 1 GiB for an uncompressed file. For a
-            compressed file, None means 32 times the size of the file, but at least 64 MiB and at most 1 GiB. With this
-            limit, a small file cannot fill the memory.
+            compressed file, None means 32 times the size of the file, but at least 64 MiB and at most 1 GiB. The limit
+            `max_bytes` prevents a small compressed file from filling the memory.
 
     Returns:
         An array in native byte order: uint8, int8, int16, int32, float32 or float64.
 
     Raises:
-        ValueError: the file is not a complete IDX file, or it is larger than `max_bytes` once unpacked.
+        ValueError: the file is not a complete IDX file, or its unpacked size is larger than `max_bytes`.
 
     Source: Y. LeCun, C. Cortes, C. Burges, "The MNIST database", section "The IDX file format".
     """
@@ -96,12 +97,13 @@ def read_cifar10(files):
     """Reads CIFAR-10's binary version.
 
     Args:
-        files: the path of the .tar.gz file, or a dict {name: path} of the unpacked files. The names are
-            data_batch_1.bin to data_batch_5.bin, test_batch.bin and optionally batches.meta.txt.
+        files: the path of the .tar.gz file, or a dict {name: path} of the unpacked files. The names of the unpacked
+            files are data_batch_1.bin to data_batch_5.bin, test_batch.bin and optionally batches.meta.txt.
 
     Returns:
-        (train_images, train_labels, test_images, test_labels, classes). Images are uint8 arrays [n, 32, 32, 3], and
-        labels are int32 arrays [n]. `classes` are the ten class names, or None without batches.meta.txt.
+        (train_images, train_labels, test_images, test_labels, classes). The images are uint8 arrays [n, 32, 32, 3], and
+        the labels are int32 arrays [n]. `classes` are the ten class names, or None if the file batches.meta.txt is
+        missing.
 
     Raises:
         ValueError: a file does not have the expected content.
@@ -122,7 +124,7 @@ def _read_file(path):
 
 
 def _parse_member(name, path, blob):
-    """Returns the images and labels in a file of CIFAR-10, or the names of the classes."""
+    """Returns the images and labels in a file of CIFAR-10, or the class names if `name` is batches.meta.txt."""
     if name != CIFAR_NAMES or len(blob) > _CHUNK:
         return _parse_cifar(path, blob)
     classes = tuple(blob.decode("ascii", "replace").split())
@@ -146,7 +148,7 @@ def _parse_cifar(path, blob):
 
 
 def checked_labels(path, labels):
-    """Returns the labels as int32. Raises an error if a label is not one of the ten classes."""
+    """Returns the labels as int32. Raises an error if a label is not in the range 0 to 9."""
     if labels.max(initial=0) > 9:
         raise ValueError(
             f"{path}: holds label {labels.max()}, but the ten classes are 0 to 9; download it again"
@@ -159,10 +161,10 @@ class _BadArchive(Exception):
 
 
 def _read_archive(path):
-    """Parses the known members of the archive. Returns {name: result of _parse_member}.
+    """Parses the members of CIFAR-10's tar archive whose names are known. Returns {name: result of _parse_member}.
 
-    The files of CIFAR-10 are regular files with short names. All other members are skipped, including those in which
-    GNU tar and pax store long names and other attributes. Nothing is written and no link is followed.
+    The files of CIFAR-10 are regular files with short names. Other members of the archive are skipped, including those
+    in which GNU tar and pax store long names and other attributes. The reader writes no files and follows no links.
     """
     wanted, parts, left = {*CIFAR_TRAIN, CIFAR_TEST, CIFAR_NAMES}, {}, _ARCHIVE_LIMIT
     try:

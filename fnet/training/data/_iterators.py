@@ -34,40 +34,45 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
                   resume: str | None = None) -> Callable[[int], Any]:
     """Converts an iterable source of data to batches for `fit`.
 
-    The result is a function: `batches(i)` is the batch of step i. After the last batch of an epoch, the first batch of
-    the next epoch follows. The attribute `batches.resume` states which batches a resumed run gets. `fit` logs this
-    guarantee. The value of `batches.resume` is one of three strings:
+    The result of `from_iterator` is a function `batches`: `batches(i)` is the batch of step i. After the last batch of
+    an epoch, the first batch of the next epoch follows. The attribute `batches.resume` states which batches a resumed
+    run gets. `fit` logs this guarantee. The value of `batches.resume` is one of the strings "exact", "epoch" and
+    "none":
 
-    - "exact": the resumed run gets the batches of an uninterrupted run. Two kinds of sources have this guarantee. The
-      first kind is read by index: a sequence, a Grain MapDataset, or a Hugging Face Dataset. The second kind has a
-      state that is stored in each checkpoint: the iterable or its iterator has the methods state_dict and
-      load_state_dict, or get_state and set_state. Examples are a Hugging Face IterableDataset, a torchdata
-      StatefulDataLoader and a Grain IterDataset.
+    - "exact": the resumed run gets the batches of an uninterrupted run. Sources that are read by index have the
+      guarantee "exact", for example a sequence, a Grain MapDataset or a Hugging Face Dataset. Sources with a state that
+      can be stored in a checkpoint have the guarantee "exact" as well. A source has a state if the iterable or its
+      iterator has the methods state_dict and load_state_dict, or get_state and set_state. Examples of sources with a
+      state are a Hugging Face IterableDataset, a torchdata StatefulDataLoader and a Grain IterDataset.
+
     - "epoch": the interrupted epoch is read again, and the batches before the interruption are skipped. The resumed run
       gets the batches of an uninterrupted run if the source yields the same batches each time an epoch is read.
-      Examples are functions of the epoch, and a torch DataLoader in fixed order. A Hugging Face IterableDataset after
-      `shuffle(buffer_size=)` also has this guarantee, because its state does not contain the shuffle buffer.
-    - "none": the resumed run starts with the first batch of the data, and a `ResumeWarning` is issued. An example is a
-      shuffled DataLoader, whose order cannot be repeated.
+      Functions of the epoch, and a torch DataLoader in fixed order, have the guarantee "epoch". A Hugging Face
+      IterableDataset after `shuffle(buffer_size=)` has only the guarantee "epoch", because its state does not contain
+      the shuffle buffer.
+
+    - "none": the resumed run starts with the first batch of the data, and a `ResumeWarning` is issued. A shuffled
+      DataLoader has the guarantee "none", because its order cannot be repeated.
 
     Tensors of torch and TensorFlow are converted to NumPy arrays. The conversion does not import torch, TensorFlow,
     datasets, torchdata or grain.
 
     Args:
-      source: an iterable that can be iterated again for each epoch, or a function that returns such an iterable. The
-        function takes no argument, or the number of the epoch. The items of the iterable are batches, which are trees
-        of arrays. With `batch_size`, the items are single examples instead.
+      source: an iterable that can be iterated again for each epoch, or a function that returns such an iterable. If
+        `source` is a function, it takes no argument, or the number of the epoch. The items of the iterable are batches,
+        which are trees of arrays. If `batch_size` is given, the items are single examples instead of batches.
       batch_size: the number of examples in a batch, if the items of the source are examples. Default None: the items of
         the source are batches.
       seed, shuffle: the seed of the permutations (default 0), and whether to permute the examples (default True), as in
-        `Batches`. These arguments are used only if `batch_size` is given and the source is read by index.
-      resume: "epoch" or "none", to select a weaker guarantee than the source supports. For example, "none" is useful if
-        it takes too long to read an epoch again. Default None: the strongest guarantee that the source supports.
+        `Batches`. `seed` and `shuffle` are used only if `batch_size` is given and the source is read by index.
+      resume: "epoch" or "none", to select a weaker guarantee for a resumed run than the source supports. For example,
+        "none" is useful if it takes too long to read an epoch again. Default None: the strongest guarantee that the
+        source supports.
 
     Raises:
       TypeError: `source` is an iterator, which can be iterated only once, or `source` cannot be iterated. `batches(i)`
-        raises this error if the batch contains values that are not numbers.
-      ValueError: the source has no batches. `batches(i)` raises this error if the structure of the batch differs from
+        raises a TypeError if the batch contains values that are not numbers.
+      ValueError: the source has no batches. `batches(i)` raises a ValueError if the structure of the batch differs from
         that of the previous batch.
 
     Example:
@@ -126,16 +131,16 @@ class _Indexed:
         return math.ceil(epochs * len(self._items)) if self._rows is None else self._rows.steps(epochs)
 
     def identity(self) -> dict[str, Any]:
-        """Returns the values that identify this data source, as `Batches.identity` does."""
+        """Returns a dict of values that identify this data source, as `Batches.identity` does."""
         return {"items": len(self._items)} if self._rows is None else self._rows.identity()
 
 
 class _Stream:
-    """Batches of an iterable, in order.
+    """Batches of an iterable source, in the order in which the source yields them.
 
     Attributes:
       resume: the guarantee for a resumed run: "exact", "epoch" or "none" (see `from_iterator`).
-      why: why the guarantee is "none", or None.
+      why: the reason if a resumed run cannot continue with the same batches (`resume` is "none"), or None.
     """
 
     def __init__(self, source: Any, factory: bool, batch_size: int | None, resume: str | None):
@@ -161,7 +166,9 @@ class _Stream:
             return self._last
 
     def steps(self, epochs: float) -> int:
-        """Returns the number of batches in `epochs` epochs, rounded up. Raises:
+        """Returns the number of batches in `epochs` epochs, rounded up.
+
+        Raises:
           TypeError: the source has no length.
         """
         if not hasattr(self._opened, "__len__"):
@@ -169,8 +176,8 @@ class _Stream:
         return math.ceil(epochs * math.ceil(len(self._opened) / (self._batch_size or 1)))
 
     def position(self, step: int) -> dict[str, Any]:
-        """Returns the position of batch `step` in the source, a dict of JSON types: the epoch, its first step and the
-        state of the source. Only the states before the last few batches are kept, so `step` must be recent."""
+        """Returns the position of batch `step` in the source: a dict (epoch, first step of the epoch, state of the
+        source) for JSON. The source's states are kept only for the last few batches, so `step` must be recent."""
         self._saved[step] = None
         if len(self._saved) > _SAVED:
             self._saved.pop(old := next(iter(self._saved)))
@@ -180,7 +187,8 @@ class _Stream:
         return {"epoch": self._epochs[first], "first": first, "state": self._states.get(step)}
 
     def seek(self, step: int, position: Mapping[str, Any] | None) -> None:
-        """Continues with batch `step`. `position` is the result of `position(step)` in an earlier process."""
+        """Continues with batch `step`. `position` is the result of `position(step)`, which an earlier process has
+        stored in a checkpoint."""
         if self.resume == "none":
             warnings.warn(f"the data is read from its beginning at step {step}, not from the position that the run had "
                           f"reached: {self.why}", ResumeWarning, stacklevel=5)
@@ -191,8 +199,8 @@ class _Stream:
                 self._saved[step] = None
 
     def _go(self, step: int) -> None:
-        """Moves the iterator to batch `step`: opens the source at the nearest position whose epoch or state is known,
-        and skips the batches between this position and `step`."""
+        """Moves the iterator to batch `step`. The source is opened at the nearest earlier batch whose position is
+        known, and the batches before `step` are skipped."""
         if step != self._at and self.resume != "none":
             start = max(at for at in (*self._epochs, *self._states) if at <= step)
             if not start <= self._at < step:
@@ -202,7 +210,7 @@ class _Stream:
         self._at = step
 
     def _open(self, at: int) -> None:
-        """Opens the source at step `at`, whose epoch or state must be known."""
+        """Opens the source of the batches at step `at`, for which the epoch or a saved state must be known."""
         self._at, self._first = at, max(first for first in self._epochs if first <= at)
         self._opened = self._make(self._epochs[self._first])
         state, of_source = self._states.get(at), _state_methods(self._opened)
@@ -213,7 +221,7 @@ class _Stream:
             self._methods()[1](_decoded(state))
 
     def _make(self, epoch: int) -> Any:
-        """Returns the iterable for an epoch."""
+        """Returns the iterable of the batches of an epoch."""
         source = self._source
         if self._factory:
             source = source(epoch) if _takes_epoch(source) else source()
@@ -258,7 +266,7 @@ class _Stream:
 
 
 class _Structure:
-    """Converts batches to NumPy arrays, and checks that all batches have one structure."""
+    """Converts batches to NumPy arrays, and checks that all batches have the same tree structure."""
 
     def __init__(self):
         self._paths: list[str] | None = None
@@ -324,9 +332,9 @@ def _takes_epoch(function: Callable) -> bool:
 
 
 def _unrepeatable(source: Any, fresh: bool) -> str | None:
-    """Returns why the order of a DataLoader cannot be repeated, or None if it can. The order cannot be repeated if the
-    sampler is random and its generator is not created anew for each epoch. `fresh` states whether the user passed a
-    function that creates the DataLoader for each epoch."""
+    """Returns the reason why the order of a DataLoader cannot be repeated, or None if the order can be repeated. The
+    order of a DataLoader cannot be repeated if its sampler is random and the sampler's generator is not created anew
+    for each epoch. `fresh` states whether the user passed a function that creates the DataLoader for each epoch."""
     sampler = getattr(getattr(source, "batch_sampler", None), "sampler", None) or getattr(source, "sampler", None)
     if hasattr(sampler, "generator") and (sampler.generator is None or not fresh):
         return ("a shuffled DataLoader has another order in each process: pass a function of the epoch, lambda epoch: "
@@ -335,8 +343,8 @@ def _unrepeatable(source: Any, fresh: bool) -> str | None:
 
 
 def _forgets(source: Any) -> bool:
-    """Whether the state of the source does not contain its shuffle buffer, as for a Hugging Face IterableDataset. A run
-    resumed from this state would have other batches."""
+    """Whether the saved state of the source does not contain its shuffle buffer, as for a Hugging Face IterableDataset.
+    A run resumed from a state without the shuffle buffer would have other batches."""
     parts = [source]
     while parts:
         part = parts.pop()

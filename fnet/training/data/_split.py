@@ -15,24 +15,24 @@ from fnet.training.data._arrays import is_leaf, take
 def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify: Any = None) -> tuple[Any, ...]:
     """Divides the examples of a data set at random into disjoint parts.
 
-    The parts depend only on the number of examples, the sizes, the seed and the classes in `stratify`. In each part,
-    the examples have the same order as in `data`.
+    The division into parts depends only on the number of examples, `sizes`, `seed` and the classes in `stratify`. In
+    each part, the examples have the same order as in `data`.
 
     Args:
       data: a tree of arrays or a pandas DataFrame, as in `Batches`. Columns may also be text.
       sizes: for two parts, the size of the second part (the validation set), either as a fraction such as 0.2 or as a
-        number of examples. For two or more parts, a sequence of the sizes of all parts, either as fractions with the
-        sum 1 or as numbers of examples.
+        number of examples. For two or more parts, `sizes` is a sequence of the sizes of all parts, either as fractions
+        with the sum 1 or as numbers of examples.
       seed: the seed of the random assignment of examples to parts. Default 0.
       stratify: the class of each example, integers [n]. If `stratify` is given, the classes have nearly the same
-        proportions in every part as in `data`. The number of examples of a class in a part differs by at most one from
-        the exact proportional number. Default None: the classes are ignored.
+        proportions in every part as in `data`. For each class and each part, the number of examples differs
+        by at most one from the exact proportional number. If `stratify` is None, the classes are ignored. Default None.
 
     Returns:
-      The parts, each with the structure of `data`.
+      A tuple of the parts of the data set, each with the structure of `data`.
 
     Raises:
-      ValueError: the sizes are not positive or have a wrong sum, a part would have no examples, or `stratify` does not
+      ValueError: `sizes` are not positive or have a wrong sum, a part would have no examples, or `stratify` does not
         have one label for each example.
 
     Example:
@@ -64,7 +64,7 @@ def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify:
 
 
 def _counts(sizes: float | Sequence[float], n: int) -> list[int]:
-    """Returns the number of examples in each part."""
+    """Returns the number of examples in each part of the data set."""
     wanted = [sizes] if isinstance(sizes, numbers.Real) else list(sizes)
     whole = all(isinstance(size, numbers.Integral) and not isinstance(size, bool) for size in wanted)
     total = n if whole else 1.0

@@ -13,8 +13,8 @@ from fnet.training.data._cache import local
 class Windows:
     """Batches of windows, which are sequences of consecutive tokens at random positions of an array.
 
-    If `windows` is an instance, `windows(i)` is the batch of step i. If the array is memory-mapped, only the windows of
-    a batch are read from the file.
+    If `windows` is an instance of `Windows`, `windows(i)` is the batch of step i. If the token array is memory-mapped,
+    only the windows of a batch are read from the file.
 
     Args:
       tokens: the token array, integers [tokens].
@@ -22,12 +22,13 @@ class Windows:
         not predicted.
       batch_size: the number of windows in a batch.
       seed: the seed of the random positions. Default 0.
-      vocab_size: the size of the vocabulary. If it is given, `windows(i)` checks that the tokens are in [0,
+      vocab_size: the size of the vocabulary. If `vocab_size` is given, `windows(i)` checks that the tokens are in [0,
         vocab_size). Default None: tokens are not checked.
 
     Raises:
       ValueError: `tokens` is not longer than `length` or is not an integer array, or `length` or `batch_size` is less
-        than 1. With `vocab_size`, `windows(i)` raises this error if a token is negative or not less than `vocab_size`.
+        than 1. If `vocab_size` is given, `windows(i)` raises a ValueError for a token that is negative or not less than
+        `vocab_size`.
 
     Example:
       >>> windows = Windows(np.arange(100), length=4, batch_size=2, seed=0)
@@ -66,8 +67,8 @@ class Windows:
     def identity(self) -> dict[str, Any]:
         """Returns a dict of values that identify the data.
 
-        `fit` stores these values in each checkpoint, and resumes a run only if the values and a digest of one batch
-        have not changed.
+        `fit` stores the result of `identity` in each checkpoint. `fit` resumes a run only if the result of `identity`
+        and a digest of one batch have not changed.
         """
         return {"tokens": len(self.tokens), "length": self.length, "batch_size": self.batch_size, "seed": self.seed}
 
@@ -80,16 +81,16 @@ class Windows:
 def stretches(tokens: np.ndarray, length: int) -> np.ndarray:
     """Divides an array of tokens into windows that overlap by one token.
 
-    A model predicts each token of a window from the tokens before it. Because of the overlap, each token in the
-    windows, except the first token of the array, is predicted exactly once.
+    A model predicts each token of a window from the tokens before it. Because the windows overlap by one token, each
+    token in the windows, except the first token of the array, is predicted exactly once.
 
     Args:
       tokens: the token array, integers [tokens].
       length: the number of predicted tokens in a window. A window has `length + 1` tokens.
 
     Returns:
-      The windows, an array [windows, length + 1] that is a view of `tokens`. Tokens at the end that do not fill a
-      window are omitted.
+      The windows, an array [windows, length + 1] that is a view of `tokens`. Tokens at the end of the array that do not
+      fill a window are omitted.
 
     Raises:
       ValueError: `tokens` is not longer than `length`, or is not an integer array.
@@ -107,8 +108,8 @@ def read_tokens(path: str | os.PathLike) -> np.ndarray:
 
     Args:
       path: the path of the file, or the URL of an object in an object store (s3://, gs://, az://). When an object is
-        first read, it is copied to the folder that the environment variable FNET_DATA names, or to ~/.cache/fnet. Each
-        later call verifies the checksum of the copy.
+        first read, it is copied to the folder that the environment variable FNET_DATA names, or to ~/.cache/fnet. Later
+        calls of `read_tokens` verify the checksum of the copied object.
 
     Returns:
       The tokens, uint16 [tokens], memory-mapped.

@@ -24,8 +24,8 @@ class StepEnd:
 
     Fields:
       step: the number of steps so far, including this step.
-      state: the state after this step. The next step reuses the memory of this state. Therefore, copy the arrays that
-        you want to keep (`jax.device_get`).
+      state: the state after this step. The next step reuses the memory of `state`. Copy the arrays of `state` that you
+        want to keep (`jax.device_get`).
 
     >>> losses = []
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {"loss": batch.sum()})
@@ -44,20 +44,21 @@ class StepEnd:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The metrics that the step returned, by name. Reading this property waits for the device."""
+        """The metrics that the step returned, a dict {name: value}. Reading the property `metrics` waits for the
+        device."""
         return _metrics.results(self._metrics)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Writes values for this step to the logs of the run. Does nothing if `fit` has no workdir.
+        """Writes values for this step to the logs of the run. If `fit` has no workdir, `log` does nothing.
 
         Numbers are written to metrics.jsonl and to TensorBoard's files. `Histogram`, `Image` and `Text` objects are
         written only to TensorBoard's files.
 
         Args:
-          values: a dict {name: value}. A value is a number, a bool, a `Histogram`, an `Image` or a `Text`.
+          values: a dict {name: value}. Each value to log is a number, a bool, a `Histogram`, an `Image` or a `Text`.
 
         Raises:
-          TypeError: a value has another type.
+          TypeError: a value is not a number, a bool, a `Histogram`, an `Image` or a `Text`.
         """
         for name, value in values.items():
             number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, np.number)
@@ -73,10 +74,10 @@ class StepEnd:
 
 
 def call(run: Run, metrics: Any) -> None:
-    """Calls the user's functions after a step.
+    """Calls the user's `on_step` functions after a step.
 
-    If a function raises an error or is ended by a signal, the state is saved first. The checkpoint records whether the
-    log and the evaluation of this step are pending."""
+    If an `on_step` function raises an error or is ended by a signal, `call` saves the state before the run ends. The
+    checkpoint also records whether the last step must still be logged and evaluated."""
     def write(values):
         if run.logger is not None:
             run.logger.write(run.at, values)

@@ -30,7 +30,8 @@ class Clock:
         self._lap_began += time.perf_counter() - began
 
     def lap(self, at: int) -> float | None:
-        """Returns the steps per second since the last call. The caller must have waited for the device."""
+        """Returns the number of steps per second since the last call of `lap`. The caller must wait for the device
+        before it calls `lap`."""
         now = time.perf_counter()
         if at > self._lap_at and now > self._lap_began:    # a coarse clock may not have moved
             self.rate = (at - self._lap_at) / (now - self._lap_began)
@@ -38,7 +39,7 @@ class Clock:
         return self.rate
 
     def left(self, at: int, steps: int) -> float | None:
-        """Returns the estimated remaining seconds, from the average speed of the run so far."""
+        """Returns the estimated remaining seconds of the run, from the average speed so far."""
         if at == self._first or self.rate is None:
             return None
         return (time.perf_counter() - self._began) / (at - self._first) * (steps - at)

@@ -1,8 +1,8 @@
 """A cache of compiled programs on disk, so that later processes do not compile them again.
 
-JAX has its own cache, which is off by default. JAX writes the files of its cache in place and does not verify them, so
-that a process that is killed during a write leaves a damaged file. In fnet's cache, a file appears only when it is
-complete, each file has a checksum, and old files are deleted.
+JAX has its own cache of compiled programs, which is off by default. JAX writes the files of its cache in place and does
+not verify them, so that a process that is killed during a write leaves a damaged file. In fnet's cache of compiled
+programs, a file appears only when it is complete, each file has a checksum, and old files are deleted.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ def compilation_cache(path: str | os.PathLike | None = None) -> Iterator[None]:
         with tr.compilation_cache():
             state = init(jax.random.key(0))        # a second process starts without compiling
 
-    `fit` and the experiments use this cache automatically. A program is loaded from the cache only if it has the same
-    operations, shapes, devices, compiler options and library versions. The instruction set and the number of cores of
-    the CPU must also be the same. If the environment variable JAX_COMPILATION_CACHE_DIR is set, JAX's own cache in this
-    folder is used instead. JAX_ENABLE_COMPILATION_CACHE=false disables both caches. If a cached program is damaged or
-    cannot be read, it is compiled again.
+    `fit` and the experiments of fnet use the compilation cache automatically. A program is loaded from the cache only
+    if it has the same operations, shapes, devices, compiler options and library versions. A program is not loaded from
+    the cache if the instruction set or the number of cores of the CPU differs. If the environment variable
+    JAX_COMPILATION_CACHE_DIR names a folder, JAX's own cache in this folder is used instead of fnet's cache.
+    JAX_ENABLE_COMPILATION_CACHE=false disables fnet's cache and JAX's cache. If a cached program is damaged or cannot
+    be read, it is compiled again.
 
     Args:
-      path: the folder of the cache, which grows to at most 4 GiB. Because the programs in the folder are executed, the
-        folder is used only if this user owns it and no other user can write to it. Default None: the folder `compiled`
-        in $FNET_CACHE if this environment variable is set, otherwise in $XDG_CACHE_HOME/fnet or ~/.cache/fnet.
+      path: the folder of the cache, which grows to at most 4 GiB. The folder is used only if the current user owns the
+        folder and no other user can write to it, because the programs in the folder are executed. If `path` is None,
+        the folder is `compiled` in $FNET_CACHE if this environment variable is set, otherwise in $XDG_CACHE_HOME/fnet
+        or ~/.cache/fnet. Default None.
 
     Example:
       >>> import tempfile
@@ -70,9 +72,9 @@ def compilation_cache(path: str | os.PathLike | None = None) -> Iterator[None]:
 
 
 def preload(name: str) -> None:
-    """Begins to load the programs that the last process with this `name` used before it called `remember`.
+    """Begins to load the compiled programs that an earlier process listed with `remember(name)`.
 
-    Does nothing the second time, because this process already has the programs.
+    A second call of `preload` with the same `name` does nothing, because the process already has the programs.
     """
     if _store is not None and name not in _preloaded:
         _preloaded.add(name)
@@ -80,7 +82,7 @@ def preload(name: str) -> None:
 
 
 def remember(name: str) -> None:
-    """Stores the list of the programs that this process has used since `preload`."""
+    """Stores the list of the compiled programs that this process has used since it called `preload(name)`."""
     if _store is not None and (programs := _jax.compilation.used()) != _store.get(_listed(name)):
         _store.put(_listed(name), programs)
 
@@ -97,7 +99,8 @@ def _begin(path):
 
 
 class Store:
-    """Programs by key in a folder. A program that cannot be read counts as missing, and write errors are ignored."""
+    """A folder of compiled programs, each with a key. A program that cannot be read counts as missing, and write errors
+    are ignored."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -147,8 +150,8 @@ class Store:
 
 @functools.cache
 def _cpu() -> str:
-    """Returns the instruction set and the number of cores of the CPU. The instruction set and the number of cores are
-    added to JAX's keys, which do not contain them."""
+    """Returns the instruction set and the number of cores of the CPU. The cache adds the instruction set and the number
+    of cores to JAX's keys of compiled programs, which do not contain them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:

@@ -15,11 +15,12 @@ from fnet.training.checkpoints import _leaves
 
 
 def traced(step: Callable) -> Callable:
-    """Returns a function that runs the step and converts its metrics with `as_metrics`. JAX traces this function only
-    once, even if several functions call it.
+    """Returns a function that runs the step and converts each scalar metric to a mean over steps with `as_metrics`. JAX
+    traces the returned function only once, even if several functions call it.
 
     Raises:
-      TypeError: the step does not return (state, metrics). The returned function raises this error when it is called.
+      TypeError: the step does not return (state, metrics). The returned function raises the TypeError when it is
+        called.
     """
     def outputs(state, batch):
         result = step(state, batch)
@@ -31,14 +32,15 @@ def traced(step: Callable) -> Callable:
 
 
 def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
-    """Checks the batch and the state that the step returns. Returns the shapes of the metrics.
+    """Checks the leaves of the batch, and the state that the step returns. Returns the shapes and dtypes of the
+    metrics.
 
     Args:
       step: the result of `traced`.
 
     Raises:
-      TypeError: the step returns a state with another structure, shape or dtype, so the run could not be resumed. The
-          error is also raised if a leaf of the batch is not an array.
+      TypeError: the step returns a state with another structure, shape or dtype, so the run could not be resumed. A
+        TypeError is also raised if a leaf of the batch is neither an array nor a number.
     """
     leaves = [((), batch)] if isinstance(batch, Iterator) else jax.tree_util.tree_leaves_with_path(batch)
     for path, leaf in leaves:
@@ -55,10 +57,10 @@ def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
 def check_state(state: Any, new: Any) -> None:
     """Raises an error if a step changes the structure, a shape or a dtype of the state.
 
-    The check runs whenever the step is traced, for example for a batch of another shape.
+    `check_state` runs whenever the step is traced, for example for a batch of another shape.
 
     Raises:
-      TypeError: the structure, a shape or a dtype differs, so the run could not be resumed.
+      TypeError: the structure, a shape or a dtype of the state differs, so the run could not be resumed.
     """
     took, returned = ({path: _leaves.describe(_leaves.entry(path, leaf)) for path, leaf in _leaves.paths(tree).items()}
                       for tree in (state, new))
@@ -72,10 +74,11 @@ def check_state(state: Any, new: Any) -> None:
 
 
 def evaluated(name: str, metrics: Any) -> Mapping[str, Any]:
-    """Returns the result of an evaluation. Raises an error if the result is not a dict of metrics.
+    """Returns the result of an evaluation. Raises an error if an evaluation does not return a dict of metrics.
 
     Raises:
-      TypeError: the result is not a dict, or a value is not a number, array, `Histogram`, `Image` or `Text`.
+      TypeError: the evaluation does not return a dict, or a value in the dict is not a number, array, `Histogram`,
+        `Image` or `Text`.
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"the evaluation '{name}' must return a dict of metrics, such as {{'accuracy': 0.97}}; got a "
@@ -94,12 +97,12 @@ def check_watched(watched: Collection[str], evaluate: Mapping[str, Callable], *,
     Args:
       watched: the names of the metrics that `best` and `early_stop` name.
       evaluate: the evaluation functions. An `evaluator` knows the names of its metrics before it runs.
-      state: the state. An `evaluator` needs the state to determine the names of its metrics. Default None, which is
-        sufficient if `values` is given.
+      state: the state. An `evaluator` needs the state to determine the names of its metrics. Default None: the state is
+        not needed, because `values` is given.
       values: the results of the evaluations. Default None: no evaluation has been run yet.
 
     Raises:
-      ValueError: the metric or the evaluation does not exist, or the metric is not a single number.
+      ValueError: a metric or an evaluation that `watched` names does not exist, or the metric is not a single number.
     """
     for metric in watched:
         name = metric.partition("/")[0]

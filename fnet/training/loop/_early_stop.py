@@ -1,4 +1,4 @@
-"""Early stopping: a rule, and a counter that is stored in the checkpoint."""
+"""The condition for early stopping, and the counter of evaluations without improvement, which checkpoints contain."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import math
 class EarlyStop:
     """A rule that stops a run when a metric has not improved for `patience` evaluations in a row.
 
-    A value that is NaN or infinite does not count as an improvement. After the stop, `fit` returns the last state, or
-    with `restore_best=True`, the best state.
+    A value that is NaN or infinite does not count as an improvement. After early stopping, `fit` returns the last
+    state, or with `restore_best=True`, the best state.
 
     Args:
-      metric: the logged name of the metric, such as "validation/accuracy". Compute this metric with validation data,
-        which are used neither for training nor for the final result that you report.
+      metric: the logged name of the metric, such as "validation/accuracy". Compute the metric for early stopping with
+        validation data, which are used neither for training nor for the final result that you report.
       patience: the number of consecutive evaluations without improvement after which the run stops.
       mode: "max" if larger values are better, "min" if smaller values are better. Default "max".
       min_delta: a value counts as an improvement only if it is better than the best value by more than `min_delta`.
@@ -43,12 +43,12 @@ class EarlyStop:
             raise ValueError(f"min_delta={self.min_delta}: the smallest improvement is a number from 0 up")
 
     def update(self, best: float, stale: int, value: float) -> tuple[float, int]:
-        """Returns the new best value, and the number of evaluations since the best value.
+        """Returns the new best value of the metric, and the number of evaluations since the best value.
 
         Args:
-          best: the best value so far, or NaN before the first evaluation.
-          stale: the number of evaluations since the best value so far.
-          value: the result of the latest evaluation.
+          best: the best value of the metric so far, or NaN before the first evaluation.
+          stale: the number of evaluations since the best value of the metric so far.
+          value: the value of the metric in the latest evaluation.
         """
         if better(value, best, self.mode, self.min_delta):
             return value, 0

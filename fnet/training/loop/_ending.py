@@ -1,5 +1,4 @@
-"""The end of a run before its last step: saves the last complete step, and records what the resumed run must still
-do."""
+"""Saves the last complete step of a run that ends early, and records what the resumed run must still do."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class Interrupted(Exception):
 class PeerLost(RuntimeError):
     """In a run with several processes, another process has ended or cannot be reached.
 
-    After this error, a script can end with an exit code that tells the scheduler to restart the job:
+    After a `PeerLost` error, a script can end with an exit code that tells the scheduler to restart the job:
 
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
     >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
@@ -49,15 +48,15 @@ class PeerLost(RuntimeError):
 
 
 def put_off(run: Run) -> None:
-    """Records whether this step must be logged and evaluated, so that the resumed run does both."""
+    """Records whether the resumed run must still log and evaluate the last step that is complete."""
     logs, measures = run.left()
     run.unlogged = logs
     run.loop["due"] = np.array(measures and bool(run.evaluate))
 
 
 def rescue(run: Run) -> None:
-    """Saves the last complete step after an error in user code; the caller then raises the error. If the next step has
-    already started, nothing is saved, because the state was donated to it."""
+    """Saves the last complete step after an error in user code. The caller raises the error afterwards. If the next
+    step has already started, nothing is saved, because the state was donated to it."""
     if run.alone and run.at > run.begun and not any(
             x.is_deleted() for x in jax.tree.leaves((run.state, run.loop)) if isinstance(x, jax.Array)):
         with contextlib.suppress(CheckpointError, OSError, jax.errors.JaxRuntimeError):
@@ -67,7 +66,7 @@ def rescue(run: Run) -> None:
 
 @contextlib.contextmanager
 def rescuing(run: Run) -> Iterator[None]:
-    """Saves the last complete step if user code raises an error, or if a signal arrives while it runs."""
+    """Saves the last complete step if user code raises an error, or if a signal arrives while user code runs."""
     try:
         yield
     except Stopping:
@@ -79,8 +78,8 @@ def rescuing(run: Run) -> Iterator[None]:
 
 
 def interruption(run: Run, *, boundary: bool) -> None:
-    """Saves and ends the run if a signal has arrived. With several processes, this happens only at a boundary (a step
-    with a log, an evaluation or a save), where the processes tell each other about signals."""
+    """Saves and ends the run if a signal has arrived. After a signal, a run with several processes ends only at a step
+    with a log, an evaluation or a save, because the processes exchange their signals only at such steps."""
     if not run.alone:
         if not boundary:
             return

@@ -1,4 +1,4 @@
-"""Identifies a run by its configuration, data and number of steps, so that it is not resumed as a different run."""
+"""Identifies a run by its configuration, data and number of steps, so that no other run resumes its checkpoints."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fnet.training._config import LENGTHS, ConfigError
 class ResumeWarning(UserWarning):
     """A resumed run may differ from an uninterrupted run.
 
-    The message states the reason. For example, the chip has changed, the data are read again from the beginning, or the
-    hyperparameters cannot be compared because `config` was not passed to `fit`.
+    The message states the reason. A `ResumeWarning` is issued, for example, if the chip has changed, the data are read
+    again from the beginning, or the hyperparameters cannot be compared because `config` was not passed to `fit`.
 
     >>> import tempfile, warnings
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
@@ -58,12 +58,14 @@ def as_dict(config: Any, name: str = "config") -> dict[str, Any] | None:
 
 
 def identity(batches: Callable[[int], Any], at: int, sample: Any) -> dict[str, Any]:
-    """Identifies the data by the description of the source (`batches.identity()`) and by a digest of one batch.
+    """Returns a dict that identifies the data: the description of the source (`batches.identity()`) and a digest of one
+    batch.
 
     Args:
       batches: as in `fit`.
       at: the step of the batch `sample`.
-      sample: the batch, or None if it is not known. The batch is ignored if the source does not repeat its batches.
+      sample: the batch of step `at`, or None if it is not known. `sample` is ignored if the source does not repeat its
+        batches.
     """
     described = batches.identity() if hasattr(batches, "identity") else {}
     if sample is None or getattr(batches, "resume", None) == "none":
@@ -82,16 +84,19 @@ def identity(batches: Callable[[int], Any], at: int, sample: Any) -> dict[str, A
 def compare(before: Mapping[str, Any], now: Mapping[str, Any], config: Any, where: Any) -> None:
     """Checks that a resumed run has the configuration and the data of its checkpoint, and at least as many steps.
 
-    If this call or the checkpoint has no config, a `ResumeWarning` says that the configurations cannot be compared.
+    If the current call of `fit` or the checkpoint has no config, a `ResumeWarning` says that the configurations cannot
+    be compared.
 
     Args:
       before: a dict with the keys "config", "data" and "steps", from the checkpoint.
-      now: the same dict for this call of `fit`.
-      config: the argument `config` of `fit`. A field that is not in the checkpoint must have its default value.
+      now: a dict with the keys "config", "data" and "steps", for the current call of `fit`.
+      config: the argument `config` of `fit`. A field of `config` that is not in the checkpoint must have its default
+        value.
       where: the run's folder, for messages.
 
     Raises:
-      ConfigError: this call has a config, and there are differences; the message lists them.
+      ConfigError: `config` is given, and the config, the data or the steps do not match the checkpoint. The message
+        lists the differences.
     """
     old, new = before.get("config"), now["config"]
     data = _differences(before.get("data") or {}, now["data"], "the data's ")

@@ -1,4 +1,4 @@
-"""The error for a step that runs out of memory: its largest arrays by path, and an estimate of the largest batch."""
+"""Reports that a step ran out of memory, with its largest arrays and an estimate of the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _GUESSES = 6
 class OutOfMemory(MemoryError):
     """The training step, or an evaluation, needs more memory than the device has.
 
-    The message lists the largest arrays. For a training step, it also estimates the largest batch that fits.
+    The error message lists the largest arrays by their paths. For a training step, the error message also estimates the
+    largest batch that fits.
 
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
     >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
@@ -37,12 +38,12 @@ class OutOfMemory(MemoryError):
 
 
 def exhausted(error: BaseException) -> bool:
-    """Whether XLA raised this error because memory ran out, at compile time or at run time."""
+    """Whether XLA raised `error` because memory ran out, at compile time or at run time."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def error(reason: BaseException, run: Run) -> OutOfMemory:
-    """Returns the error to raise instead of XLA's error, which does not name the arrays that use the memory."""
+    """Returns an `OutOfMemory` error. XLA's own error does not name the arrays that use the memory."""
     first = "the first step" if run.clock.compiled is None else f"the step, near step {run.at},"
     lines = [f"{run.busy or first} ran out of memory ({str(reason).strip().splitlines()[0][:160]})"]
     step, batch, plan = run.step, run.batch_kinds.shapes(), run.spread.plan
@@ -68,8 +69,8 @@ def error(reason: BaseException, run: Run) -> OutOfMemory:
 
 
 def _needs(step, state, batch, plan, memory, largest) -> list[str]:
-    """Returns the lines of the message that state the peak memory and the largest batch that fits. Appends the
-    activations at the peak to `largest`."""
+    """Returns the lines of the error message that state the peak memory and the largest batch that fits. Appends the
+    activations at the peak to the list `largest`."""
     rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=0)
     unit = 1 if plan is None else plan.options.microbatches * math.prod(plan.mesh.shape[name] for name in plan.axes)
     estimated = lambda rows_: _estimated(step, state, _resized(batch, rows, rows_), plan)

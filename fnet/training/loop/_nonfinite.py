@@ -16,7 +16,7 @@ from fnet.training.checkpoints import _leaves
 
 
 class Diverged(ArithmeticError):
-    """The state or a metric contains a NaN or infinite value. `fit` never saves such a state.
+    """The state or a metric contains a NaN or infinite value. `fit` never saves a state with NaN or infinite values.
 
     >>> diverges = lambda state, batch: (state.apply(optax.sgd(1.0), {"w": jnp.log(state.params["w"])}), {})
     >>> state = tr.TrainState.create({"w": -jnp.ones(3)}, optax.sgd(1.0))
@@ -29,7 +29,7 @@ class Diverged(ArithmeticError):
 
 
 def start(skipped: Any) -> dict[str, Any]:
-    """Returns the initial watch. The watch contains the first step that was not finite, the index of the first
+    """Returns the initial watch. The watch is a dict: the first step that was not finite, the index of the first
     non-finite leaf of this step (both -1 if there is none), and the number of skipped steps."""
     return {"bad": np.array(-1, np.int32), "leaf": np.array(-1, np.int32), "skipped": np.asarray(skipped, np.int32)}
 
@@ -48,8 +48,9 @@ def watched(metrics: Mapping[str, Any], state: Any, exempt: Collection[str] = ()
 
 
 def exempt(state: Any) -> set[str]:
-    """Returns the paths of leaves, except parameters, that are not finite before the first step. For example,
-    `optax.contrib.reduce_on_plateau` starts with a best value of infinity. Leaves larger than 1 MiB are not checked."""
+    """Returns the paths of the leaves of the state, except parameters, that are not finite before the first step. For
+    example, the state of `optax.contrib.reduce_on_plateau` starts with a best value of infinity. Leaves larger than 1
+    MiB are not checked."""
     def infinite(path, leaf):
         if path.startswith("params/") or not _inexact(leaf) or leaf.nbytes > 1 << 20 or not leaf.is_fully_replicated:
             return False
@@ -60,7 +61,8 @@ def exempt(state: Any) -> set[str]:
 
 def look(watch: Mapping[str, Any], old: Any, new: Any, metrics: Mapping[str, Any], *, skip: bool,
          exempt: Collection[str] = ()) -> tuple[jax.Array, dict[str, Any]]:
-    """Returns whether the step from `old` to `new` was finite (a bool on the device), and the updated watch."""
+    """Returns whether the step from state `old` to state `new` was finite, as a bool on the device. Also returns the
+    updated `watch`."""
     leaf = _first([leaf for _, leaf in watched(metrics, new, exempt)])
     sound = leaf < 0
     first = ~sound & (watch["bad"] < 0)
@@ -74,9 +76,9 @@ def look(watch: Mapping[str, Any], old: Any, new: Any, metrics: Mapping[str, Any
 def _first(arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns the index of the first array that contains NaN or infinity, or -1.
 
-    If the sum of squares of an array is finite, all elements are finite. On a CPU, this sum is computed four times as
-    fast as `isfinite(x).all()`. If a sum is not finite, each element is checked, because the square of a finite element
-    may overflow.
+    If the sum of squares of an array is finite, all elements are finite. On a CPU, the sum of squares is computed four
+    times as fast as `isfinite(x).all()`. If a sum of squares is not finite, each element is checked, because the square
+    of a finite element may overflow.
     """
     if not arrays:
         return jnp.int32(-1)
@@ -119,8 +121,8 @@ def sound(watch: Mapping[str, Any], skip: bool) -> Any:
 def first_layer(step: Callable, inputs: tuple[Any, Any], before: tuple[Any, Any] | None) -> str:
     """Names the first operation of a step that produces NaN or infinity from finite inputs.
 
-    Operations that also produced such values in the previous step are omitted, because the result of that step was
-    finite.
+    Operations that also produced NaN or infinity in the previous step are omitted, because the result of the previous
+    step was finite.
 
     Args:
       step: the step function, as in `fit`.
@@ -144,8 +146,9 @@ def first_layer(step: Callable, inputs: tuple[Any, Any], before: tuple[Any, Any]
 
 
 def _tracer(step) -> Callable[[Any, Any], list[tuple[int, str, str, str, str]]]:
-    """Returns a function of (state, batch). The function returns (number of the operation, scope, primitive, "NaN" or
-    "infinity", dtype and shape) for each operation that produces NaN or infinity from finite inputs."""
+    """Returns a function of (state, batch) that finds the operations of the step that produce NaN or infinity from
+    finite inputs. For each of the operations that are found, the result contains (number of the operation, scope,
+    primitive, "NaN" or "infinity", dtype and shape)."""
     known: list[tuple[str, str, str]] = []
     fired: dict[int, str] = {}
     lock = threading.Lock()

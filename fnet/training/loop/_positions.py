@@ -14,10 +14,11 @@ from fnet.training.loop._fingerprint import ResumeWarning
 
 
 def gathered(position: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Gathers the positions of all processes in their data sources. Every process must call this function.
+    """Gathers the positions of all processes in their data sources. Every process must call `gathered`, because the
+    processes communicate.
 
     Args:
-      position: the position of this process, the result of `batches.position(step)`.
+      position: the position of this process in its data source, the result of `batches.position(step)`.
     """
     if jax.process_count() == 1:
         return position
@@ -30,10 +31,11 @@ def gathered(position: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def own(saved: Mapping[str, Any] | None, step: int) -> Mapping[str, Any] | None:
-    """Returns the position of this process from a checkpoint.
+    """Returns this process's position in its data source, from the positions in a checkpoint.
 
-    If the number of processes has changed, a `ResumeWarning` is issued. Every process then gets the position of process
-    0, but not the state of its source."""
+    If the number of processes has changed since the checkpoint was saved, a `ResumeWarning` is issued. If the number of
+    processes has changed, every process gets the position of process 0, but not the state of process 0's data
+    source."""
     if saved is None:
         return None
     every, count = saved.get("processes", [saved]), jax.process_count()

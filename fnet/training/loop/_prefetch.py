@@ -24,9 +24,10 @@ class Prefetch:
           reuse its buffers.
       start, stop: the range of the steps, as in `range(start, stop)`.
       depth: the number of batches that are kept ready. Default 2.
-      seen: the `Signals` of the run. After a signal, waiting for a batch raises `Stopping`. Default None: signals are
-        not checked.
-      move: whether to move NumPy arrays to the device. If False, batches are returned unchanged. Default True.
+      seen: the `Signals` of the run, which record received signals such as SIGINT. After a signal, waiting for a batch
+        raises `Stopping`. Default None: signals are not checked.
+      move: whether to move NumPy arrays to the device. If `move` is False, batches are returned unchanged. Default
+        True.
 
     Attributes:
       waited: the total time that `__call__` has waited, in seconds.
@@ -47,7 +48,7 @@ class Prefetch:
         """Returns the next batch.
 
         Raises:
-          Stopping: a signal arrived before the batch.
+          Stopping: a signal arrived before the batch was ready.
           BaseException: the error that `batches` raised.
         """
         began = time.perf_counter()
@@ -58,10 +59,10 @@ class Prefetch:
         return batch
 
     def close(self, *, wait: bool = False) -> None:
-        """Ends the thread. A thread that is inside `batches` for more than 0.5 seconds is abandoned.
+        """Ends the thread. `close` waits at most 0.5 seconds for a thread that is inside `batches`.
 
-        With `wait=True`, there is no time limit, but a signal ends the wait. Pass `wait=True` if `batches` will be
-        called again."""
+        With `wait=True`, `close` waits for the thread without a time limit, unless a signal arrives. Pass `wait=True`
+        if `batches` will be called again."""
         self._closed.set()
         end = time.monotonic() + _GRACE
         while self._thread.is_alive() and (time.monotonic() < end or (wait and not self._stopping())):

@@ -20,7 +20,7 @@ _PAGE = ("<!doctype html><meta charset=utf-8><title>{title}</title><style>body{{
 
 
 def check(steps: Any, *, total: int, workdir: Any, jit: bool) -> None:
-    """Raises ValueError for steps that cannot be profiled."""
+    """Raises ValueError if the given steps of the run cannot be profiled."""
     if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start < steps.stop <= total:
         raise ValueError(f"fit(..., profile_steps=): expected consecutive steps of the {total:,}, such as range(1, "
                          f"6); got {steps!r}")
@@ -33,8 +33,8 @@ def check(steps: Any, *, total: int, workdir: Any, jit: bool) -> None:
 
 
 class Profiling:
-    """Runs JAX's profiler during some steps. The first step of a process is not profiled, because its time includes
-    compilation.
+    """Runs JAX's profiler during selected steps of a run. The first step of a process is not profiled, because its time
+    includes compilation.
 
     Args:
       run: the run.
@@ -72,7 +72,7 @@ class Profiling:
         self.mark.__enter__()
 
     def finish(self, advance: Callable, result: Any, at: int) -> None:
-        """Stops the profiler, and writes the profile of the steps since the call of `start`."""
+        """Stops the profiler, and writes the profile of the steps since `start` was called."""
         from fnet import hardware as hw
         from fnet.introspect import _profile, _trace
 
@@ -98,7 +98,7 @@ class Profiling:
         self.run.say(f"profile of {title} in {folder}")
 
     def close(self) -> None:
-        """Stops the profiler if it is still running."""
+        """Stops JAX's profiler if it is still running."""
         if self.begun is not None:
             self.mark.__exit__(None, None, None)
             jax.profiler.stop_trace()

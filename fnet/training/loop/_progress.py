@@ -1,4 +1,4 @@
-"""Displays the progress of a run: lines in a log, and a progress bar on a terminal."""
+"""Displays the progress of a run by lines in a log, and by a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def duration(seconds: float) -> str:
 
 
 def _is_terminal(stream: Any) -> bool:
-    """Whether the stream can redraw lines. A process without a terminal may have None as its standard output."""
+    """Whether the stream is a terminal, which can redraw lines. A process without a terminal may have None as its
+    standard output."""
     return stream is not None and not getattr(stream, "closed", False) and stream.isatty()
 
 
@@ -38,7 +39,7 @@ class Progress:
       stream: the text stream to write to. Default None: the standard output.
       bar: whether to show a progress bar below the printed lines. Default None: a bar is shown if the stream is a
         terminal.
-      refresh: the progress bar is redrawn at most this number of times per second. Default 4.
+      refresh: the largest number of times per second that the progress bar is redrawn. Default 4.
 
     >>> import io
     >>> log = io.StringIO()
@@ -108,7 +109,7 @@ class Progress:
     def tick(self, step: int, rate: float | None, left: float | None) -> None:
         """Redraws the bar after step `step` has been dispatched, at most `refresh` times per second.
 
-        The method does not wait for the device.
+        `tick` does not wait for the device.
 
         Args:
           step: the number of steps so far.
@@ -134,8 +135,8 @@ class Progress:
     ) -> None:
         """Prints one line: the metrics at a step, the steps per second, the MFU and the remaining time.
 
-        The first call also prints one line that states the peak rate to which the MFU refers, or the reason why the MFU
-        is unknown.
+        The first call of `log` also prints one line that states the peak rate to which the MFU refers, or the reason
+        why the MFU is unknown.
 
         Args:
           step: the number of steps so far.

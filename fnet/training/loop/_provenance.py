@@ -1,5 +1,5 @@
-"""The environment of a run, and the rules selected for its chip. Checkpoints contain both, so that a run can be resumed
-exactly."""
+"""The environment of a run (chip, devices, jaxlib), and the rewrite rules of `tune` that are selected for its chip.
+Checkpoints contain the environment and the rewrite rules, so that a run can be resumed exactly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def facts(state: Any) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describes changes of the environment that may change how results are rounded. Returns "" if there are none."""
+    """Describes changes of a run's environment that may change how results are rounded. Returns "" if nothing in the
+    environment has changed."""
     words = {"chip": "the chip", "devices": "the number of devices", "processes": "the number of processes",
              "plan": "the plan", "jaxlib": "jaxlib"}
     changed = [f"{what} was {before[name]}, is {now[name]}" for name, what in words.items()
@@ -33,13 +34,13 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def chosen(tuned: Callable) -> list[str]:
-    """Returns the names of the rules that `transforms.tune` has selected."""
+    """Returns the names of the rewrite rules that `transforms.tune` has selected."""
     return sorted(rule.name for rule in tuned.tuned[2])
 
 
 def rules(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, bool] | None:
-    """Returns the rules of `tune` with which the run was started, a dict {name: whether the rule is used}. Returns None
-    if the run was started on another kind of chip or without `tune`."""
+    """Returns the rewrite rules of `tune` with which the run was started, a dict {name: whether the rule is used}.
+    Returns None if the run was started on another kind of chip or without `tune`."""
     kept = before.get("tune")
     if before.get("kind") != now["kind"] or not isinstance(kept, list):
         return None

@@ -18,7 +18,7 @@ class Arguments:
     """Detects new shapes, dtypes and structures of an argument of the step, for which XLA compiles the step again.
 
     Args:
-      name: the name of the argument, such as "batch". Messages use it as the first component of a leaf's path.
+      name: the name of the argument, such as "batch". In messages, `name` is the first component of a leaf's path.
     """
 
     def __init__(self, name: str):
@@ -28,10 +28,11 @@ class Arguments:
         self._reports: dict[str, int] = {}
 
     def changed(self, tree: Any) -> str | None:
-        """Describes how a tree differs from the previous one. Returns None if the structure, shapes and dtypes of the
-        tree have occurred before.
+        """Describes how a tree differs from the tree of the previous call. Returns None if the structure, shapes and
+        dtypes of the tree have occurred before.
 
-        Also returns None for the first tree, and if every leaf that differs has already been reported 8 times.
+        `changed` also returns None for the first tree, and if every leaf that differs has already been reported 8
+        times.
         """
         leaves, structure = jax.tree.flatten(tree)
         kind = structure, tuple([(x.shape, x.dtype, getattr(x, "weak_type", False)) if hasattr(x, "shape")
@@ -43,7 +44,7 @@ class Arguments:
         return None if before is None else self._difference(before, kind, tree)
 
     def shapes(self) -> Any:
-        """Returns the last tree, with a `jax.ShapeDtypeStruct` for each leaf."""
+        """Returns the last tree that `changed` received, with a `jax.ShapeDtypeStruct` for each leaf."""
         structure, kinds = self.last
         leaf = lambda shape, dtype, _: jax.ShapeDtypeStruct(
             shape, dtype if hasattr(dtype, "name") else jnp.result_type(dtype))
@@ -66,7 +67,7 @@ class Arguments:
 
 
 def notice(run: Run, batch: Any) -> None:
-    """Reports an argument for which the next step is compiled again."""
+    """Reports an argument whose new shapes, dtypes or structure cause a new compilation of the step."""
     changed = run.batch_kinds.changed(batch)
     if run.at <= run.begun + 1:                            # later states have the shapes of the first result
         changed = run.state_kinds.changed(run.state) or changed

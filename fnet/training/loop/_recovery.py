@@ -22,7 +22,8 @@ _ROLLBACKS = 3         # largest number of rollbacks to the same checkpoint
 
 
 def broken(run: Run) -> bool:
-    """Handles a step that was not finite. Returns whether the run was rolled back. Waits for the device."""
+    """Handles a step whose state or metrics are not finite. Returns whether the run was rolled back to a checkpoint.
+    Waits for the device."""
     bad = int(run.watch["bad"])
     if bad < 0:
         return False
@@ -61,7 +62,7 @@ def _skipped(run, bad):
 
 
 def latest(run: Run) -> int | None:
-    """Returns the step of the last checkpoint, or None."""
+    """Returns the step of the last checkpoint, or None if there is no checkpoint."""
     if run.checkpoints is None:
         return None
     run.checkpoints.wait()
@@ -82,7 +83,7 @@ def diverged(run: Run, bad: int, more: str = "", *, what: str | None = None) -> 
 
 
 def _blame(run, bad, kept):
-    """Replays the run up to the step that was not finite, and names the layer that caused it."""
+    """Replays the run up to the step that was not finite, and names the layer that caused the non-finite value."""
     if kept is not None and kept <= bad:
         run.load()
         state, at = run.state, run.at

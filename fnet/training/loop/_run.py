@@ -48,7 +48,7 @@ _IN_FLIGHT = 2         # steps that the device may be behind the host, which lim
 
 
 class Run:
-    """A run of `fit`. Checkpoints contain the state and `loop`: sums of metrics, best values and the like."""
+    """A run of `fit`. Checkpoints contain the run's state and dict `loop` (sums of metrics, best values, counters)."""
 
     checkpoints: Checkpoints | None = None
     logger: Logger | None = None
@@ -97,7 +97,7 @@ class Run:
         self.busy: str | None = None                       # the current activity, if it is not a step
 
     def first(self) -> Any:
-        """Returns the first batch, for its shapes and its digest. A signal ends the wait for a source that hangs."""
+        """Returns the first batch, for its shapes and its digest. A signal ends the wait for the first batch."""
         if not self.alone and self.spread.plan is not None:
             return None
         feed = Prefetch(self.batches, self.at, self.at + 1, seen=self.seen if self.alone else None, move=False)
@@ -262,7 +262,7 @@ class Run:
             self.progress.tick(self.at, clock.rate, clock.left(self.at, self.steps))
 
     def left(self) -> tuple[bool, bool]:
-        """Returns two bools: whether this step must be logged, and whether it must be evaluated."""
+        """Returns two bools: whether the current step must be logged, and whether it must be evaluated."""
         last = self.at == self.steps or bool(self.loop["stopped"])
         return self.at % self.log_every == 0 or last, self.at % self.every == 0 or last
 
@@ -357,7 +357,7 @@ class Run:
         return improved
 
     def criteria(self) -> dict[str, list[str] | None]:
-        """Returns [metric, mode] of the best state and of early stopping, which are stored in each checkpoint."""
+        """Returns [metric, mode] of `best` and of `early_stop`, which are stored in each checkpoint."""
         rule = self.early_stop
         return {"best": self.best and list(self.best), "early_stop": rule and [rule.metric, rule.mode]}
 
@@ -367,7 +367,7 @@ class Run:
     # Saving and stopping.
 
     def saves(self) -> bool:
-        """Whether this step must be saved and has not been saved yet."""
+        """Whether the current step must be saved and has not been saved yet."""
         return self.saved != self.at and (self.at % self.save_every == 0 or self.at == self.steps)
 
     def save(self, values: Mapping[str, Any] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop. Signals are recorded immediately, and handled when the loop waits."""
+"""Signals that ask a run to stop. Signals are recorded immediately, and handled when the training loop waits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _runs: list[Signals] = []      # nested runs; the innermost run handles signals,
 
 
 class Stopping(BaseException):
-    """Raised after a signal to interrupt an evaluation, a callback or a wait for data; `fit` catches it.
+    """Interrupts an evaluation, a callback or a wait for data after a signal. `fit` catches this exception.
 
-    The class is not a subclass of Exception, so that user code which retries after errors does not catch it.
+    `Stopping` is not a subclass of Exception, so that user code which retries after errors does not catch it.
     """
 
 
@@ -30,8 +30,8 @@ class Signals:
 
     Attributes:
       received: the name of the first signal, or None.
-      interrupts: whether a signal may raise `Stopping` in the main thread. True while the main thread runs user code
-        that does not change the state, such as an evaluation.
+      interrupts: whether a signal may raise `Stopping` in the main thread. The attribute `interrupts` is True while the
+        main thread runs user code that does not change the state, such as an evaluation.
     """
 
     received: str | None = None
@@ -39,12 +39,12 @@ class Signals:
 
     @contextlib.contextmanager
     def interrupting(self, allowed: bool = True, *, grace: float = 0.0) -> Iterator[None]:
-        """Returns a context in which a signal raises `Stopping`.
+        """Returns a context manager, in whose body a signal raises `Stopping`.
 
         Args:
           allowed: whether a signal raises `Stopping`. Default True.
-          grace: the number of seconds for which the body may still run if a signal arrived before the context was
-            entered. `Stopping` is raised after this time. Default 0.
+          grace: the number of seconds for which the body of the context may still run if a signal arrived before the
+            context was entered. `Stopping` is raised after `grace` seconds. Default 0.
         """
         alarm = None
         try:
@@ -62,7 +62,7 @@ class Signals:
                 signal.signal(signal.SIGALRM, alarm)
 
     def poll(self) -> None:
-        """Raises `Stopping` if a signal has arrived and may interrupt."""
+        """Raises `Stopping` if a signal has arrived and `interrupts` is True."""
         if self.interrupts and self.received:
             raise Stopping
 
@@ -73,7 +73,7 @@ def _no_alarm() -> bool:
 
 
 def poll() -> None:
-    """Ends the current evaluation if a signal has arrived. Evaluations call this function between two batches.
+    """Ends the current evaluation if a signal has arrived. Evaluations call `poll` between two batches.
 
     Raises:
       Stopping: a signal has arrived. The evaluation is repeated when the run is resumed.
@@ -86,11 +86,12 @@ def poll() -> None:
 def signals() -> Iterator[Signals]:
     """Records the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 in the body of a with statement.
 
-    A later signal ends the process. In an interactive session, a later signal raises KeyboardInterrupt instead. All
-    signals within one second of the first are treated as one signal. Therefore, the old handlers are restored no
-    earlier than one second after the first signal. Signals that the process ignores (`nohup`) stay ignored, and a
-    SIGUSR1 handler of the user stays installed. No handlers are installed outside of the main thread. In forked child
-    processes, the old handlers are restored.
+    A signal that arrives more than one second after the first signal ends the process. In an interactive session, a
+    later signal raises KeyboardInterrupt instead of ending the process. All signals within one second of the first
+    signal are treated as one signal. The old signal handlers are restored no earlier than one second after the first
+    signal, so that a repeated signal is caught. Signals that the process ignores (`nohup`) stay ignored, and a SIGUSR1
+    handler of the user stays installed. No signal handlers are installed outside of the main thread. In forked child
+    processes, the old signal handlers are restored.
     """
     seen = Signals()
     if threading.current_thread() is not threading.main_thread():
@@ -116,7 +117,7 @@ def signals() -> Iterator[Signals]:
         seen.poll()
 
     def forget():
-        """Restores the handlers from before `fit` in a forked child, such as a worker of a data loader."""
+        """Restores the signal handlers from before `fit` in a forked child, such as a worker of a data loader."""
         signal.set_wakeup_fd(-1)
         for number, handler in own.items():
             signal.signal(number, handler)
@@ -155,8 +156,8 @@ if hasattr(os, "register_at_fork"):
 def _later_ends(numbers) -> Iterator[None]:
     """Ends the process at a signal that arrives more than one second after the first signal.
 
-    Python runs signal handlers only in the main thread, and not while it compiles. But Python immediately writes the
-    number of each signal to a pipe, which a second thread reads here."""
+    Python runs signal handlers only in the main thread, and not while the main thread compiles a program. Python
+    immediately writes the number of each signal to a pipe, and a second thread reads this pipe."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

@@ -1,4 +1,4 @@
-"""The placement of a run's state, batches and metrics: on one device, or on the devices of a plan."""
+"""The shardings of a run's state, batches and metrics: on one device, or on the devices of a plan."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from fnet.training._metrics import placed
 
 
 class Spread:
-    """Places the arrays of a run on the devices of a plan. Without a plan, arrays stay on their devices.
+    """Transfers the arrays of a run to devices, with the shardings of a plan (the result of `parallel.plan`). Without a
+    plan, arrays stay on their devices.
 
     Args:
       plan: the result of `parallel.plan`, or None.
 
     Raises:
-      ValueError: the plan is for devices that are not attached.
+      ValueError: `plan` is for devices that are not attached.
     """
 
     def __init__(self, plan: Plan | None):
@@ -42,11 +43,11 @@ class Spread:
         return step if self.plan is None else self.plan.jit(step)
 
     def state(self, state: Any) -> Any:
-        """Copies the state to the devices, with the plan's shardings. The step donates this copy, not the caller's
-        state.
+        """Copies the state to the devices of the plan, with the plan's shardings. The step donates the copied state,
+        not the caller's state.
 
         Raises:
-          ValueError: the state has another structure than the state of the plan.
+          ValueError: the state has another structure than the state for which the plan was made.
         """
         if self.plan is None:
             return jax.tree.map(_copy, state)
@@ -58,7 +59,8 @@ class Spread:
         return jax.tree.map(_copy, state) if all(placed) else self.plan.place(state)
 
     def batch(self, batch: Any, at: int) -> Any:
-        """Places the batch with the plan's sharding. Each row is copied only to its device."""
+        """Transfers the batch to the devices of the plan, with the plan's sharding. Each row of the batch is copied
+        only to its device."""
         if self.rows is None:
             return batch
         placed = self.rows.place(self.rows.fill(batch, at, whole=True))
@@ -69,14 +71,14 @@ class Spread:
         return batch() if self.plan is None else self.plan.shapes
 
     def whole(self, tree: Any) -> Any:
-        """Replicates small arrays on all devices of the plan. The step returns the arrays with this sharding, so the
-        step is not compiled a second time."""
+        """Replicates small arrays on all devices of the plan. The step returns the small arrays replicated as well, so
+        the step is not compiled a second time."""
         return placed(tree, None if self.plan is None else NamedSharding(self.plan.mesh, P()))
 
 
 def _copy(x):
-    """Returns a copy of an array with the same sharding. `device_put` copies without a compiled program; `jnp.copy`
-    compiles one for every shape, which took 0.4 s for ResNet-18."""
+    """Returns a copy of an array with the same sharding. `device_put` copies without a compiled program, but `jnp.copy`
+    compiles a program for every shape, which took 0.4 s for ResNet-18."""
     if isinstance(x, jax.Array) and x.is_fully_addressable:
         return jax.device_put(x, may_alias=False)
     return jnp.copy(x)

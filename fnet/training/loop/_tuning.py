@@ -1,5 +1,5 @@
-"""Selects the rules of `transforms.tune` for a run. A resumed run keeps its rules. For a long run, the fastest rules
-are selected by timing."""
+"""Selects the rewrite rules of `transforms.tune` for a run. A resumed run keeps its rewrite rules. For a long run, the
+fastest rewrite rules are selected by timing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LONG = 600    # seconds; for runs of at least this time, a minute of measuremen
 
 
 def tuned(run: Any, advance: Callable) -> Callable:
-    """Returns the tuned function of a `Run`, and records its rules in the facts of the run."""
+    """Applies `transforms.tune` to the step `advance`, and records the selected rewrite rules in `run.facts`."""
     if isinstance(run.tune, dict):
         made = transforms.tune(advance, rules=run.tune)
     else:
@@ -26,7 +26,7 @@ def tuned(run: Any, advance: Callable) -> Callable:
 
 
 def _is_long(run) -> bool:
-    """Whether the run is on a CPU and takes at least `_LONG` seconds at the CPU's peak rate."""
+    """Whether the run is on a CPU and takes at least 600 seconds (`_LONG`) at the CPU's peak rate."""
     if run.use is None or run.facts["kind"] != "cpu" or run.spread.plan is not None or not run.alone:
         return False
     share = run.use(1e-6).value    # share of the peak rate if a step took a million seconds

@@ -1,4 +1,4 @@
-"""The share of the chips' peak that a step uses, or the reason why it is unknown."""
+"""The share of the chips' peak rate that a step uses, or the reason why this share is unknown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from fnet import hardware as hw
 
 
 def utilization(step: Callable[..., Any], state: Any, batch: Any) -> Callable[[float], hw.MFU]:
-    """Returns a function that computes the model FLOPs utilization (MFU) of a step. The step is counted, but not run.
+    """Returns a function that computes the model FLOPs utilization (MFU) of a step. The operations of the step are
+    counted, but the step is not run.
 
     Args:
       step: the training step.
