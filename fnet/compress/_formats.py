@@ -71,8 +71,8 @@ class Int8(Format):
 
     Args:
         group: the number of values along the contracted axis that share a scale. Default None: all values along the
-            contracted axis share one scale. If `group` is None, a product is computed with the codes, and the result of
-            the product is multiplied by the scale.
+            contracted axis share one scale. If `group` is None, a matrix product is computed with the 8-bit codes, and
+            its result is multiplied by the scale.
         axes: the axes over which products contract the parameter. Default None: see `quantize`.
         activations: the method that rounds the other operands of products (the activations) to 8 bits. Default None:
             activations are not rounded (weight-only quantization). If activations are rounded, matrix products are

@@ -151,8 +151,9 @@ def _signatures(traced, entry, sizes) -> dict[str, dict[str, int]]:
 
 
 def default_sizes(traced: Any) -> dict[str, int]:
-    """Returns {size variable: value} for `sizes=None`. The value is the upper bound of the size variable, such as 64
-    for t <= 64. If the size variable has no upper bound, its value is the smallest valid value."""
+    """Returns the values of the size variables that are used if `sizes` is None, {size variable: value}. The value is
+    the upper bound of the size variable, such as 64 for t <= 64. If the size variable has no upper bound, its value is
+    the smallest valid value."""
     names = size_variables(traced.inputs)
     bounds = {name: int(n) for constraint in traced.constraints
               for name, n in re.findall(r"^(\w+) <= (\d+)$", constraint.strip())}

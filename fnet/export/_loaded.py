@@ -292,7 +292,7 @@ def _compared(path, entry, name, description, output, wanted):
 
 
 def main(arguments=None):
-    """Describes a bundle and checks its programs: `python digits.fnet`."""
+    """The command `python digits.fnet` describes the bundle digits.fnet and checks its programs."""
     path = (sys.argv[1:] if arguments is None else arguments) or [sys.argv[0]]
     bundle = load(path[0])
     for entry in bundle.entries:

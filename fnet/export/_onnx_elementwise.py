@@ -216,9 +216,9 @@ def top_k(e):
 
 
 def _start(e, i, n, length):
-    """Returns the name of the start index of a dynamic slice along one axis, as a vector with one element. The start
-    index is the i-th input, clamped so that the slice lies inside the operand. The axis has n elements, and the slice
-    has `length` elements."""
+    """Returns the name of an ONNX value, a vector with one element: the start index of a dynamic slice along one axis.
+    The start index is the i-th input, clamped so that the slice lies inside the operand. The axis has n elements, and
+    the slice has `length` elements."""
     start = e.g.reshape(e.g.cast(e.x(i), INT64), [], [1])
     last = e.g.size(added(n, -length if isinstance(length, int) else f"-({length})"))
     return e.g.op("Max", e.g.op("Min", start, last), e.g.integers(0))

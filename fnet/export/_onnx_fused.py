@@ -219,8 +219,8 @@ def _gelu(c, kinds):
 
 @_attempt
 def _attention(c, kinds):
-    """Finds the equations of an attention. The exp of the attention's softmax is the start of the candidate (the group
-    of equations that may be replaced)."""
+    """Finds the equations that compute an attention. The exp of the attention's softmax is the start of the candidate
+    (the group of equations that may be replaced)."""
     start, = c.equations[c.start][2]
     if "attention" not in kinds or not _floating(c, start) or len(c.shape(start)) < 4:
         return None

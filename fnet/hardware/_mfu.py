@@ -45,8 +45,8 @@ def mfu(flops_per_step: float, seconds_per_step: float, chip: Chip, dtype: Any =
     Args:
         flops_per_step: the FLOPs of the model without recomputation: `count(step, ...).model_flops`.
         seconds_per_step: the time of one step in seconds, without compilation.
-        chip: the `Chip` that ran the step. The MFU is unknown if the chip has no peaks. For a chip that is not in the
-            catalog, pass the result of `measure()`.
+        chip: the `Chip` that ran the step. The MFU is unknown if the peak rates of the chip are unknown. For a chip
+            that is not in the catalog, pass the result of `measure()`.
         dtype: the operand dtype of the matrix products. Default "float32".
         devices: the number of JAX devices that share the work. Default 1.
         precision: the `precision` argument of the products, as for `Chip.peak`. Default None.

@@ -1,7 +1,7 @@
 """Measures whether bfloat16 is faster than float32 on this CPU, for the products and convolutions of autocast.
 
 The result of the measurement depends on the installed XLA. On a CPU, bfloat16 is faster than float32 only if XLA uses
-the CPU's bfloat16 instructions, and slower if XLA converts the operands to float32 and the results back.
+the CPU's bfloat16 instructions. If XLA converts the operands to float32 and the results back, bfloat16 is slower.
 """
 
 from __future__ import annotations

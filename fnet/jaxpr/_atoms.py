@@ -87,7 +87,7 @@ class Atoms:
         return parts
 
     def _join(self, a: int, b: int) -> None:
-        """Joins two atoms. After two atoms (factors of axes) are joined, the older atom represents both."""
+        """Joins two atoms. After two atoms (factors of axes) are merged, the older atom is used for both."""
         a, b = sorted((a, b))
         if a != b:
             self._up[b] = a

@@ -91,7 +91,7 @@ class Interpreter:
         The other methods get the result of the analysis as the argument `plan`.
 
         `wanted` contains for each output a requirement of the code that uses it, for example whether it needs float32.
-        Each subclass of `Interpreter` defines the form of its requirements on outputs. None means no requirement.
+        Each subclass of `Interpreter` chooses how it represents requirements on outputs. None means no requirement.
         """
         return None
 

@@ -30,7 +30,7 @@ def compiled(init, key, shape, dtype):
 
 @functools.lru_cache(1024)
 def _size(init, shape, dtype, x64):
-    """Returns the smallest number in `_SIZES` that is at least the number of 32-bit words that the initializer draws.
+    """Rounds the number of 32-bit random words that the initializer draws up to the next number in `_SIZES`.
 
     Returns None if all numbers in `_SIZES` are too small, if the initializer does not use its key, or if it uses the
     key for anything except drawing 32-bit words.

@@ -33,7 +33,7 @@ def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
             training or is_training, and for deterministic, use_running_average or inference.
 
     Returns:
-        A layer that takes the inputs of the module.
+        A layer that is called with the same inputs as the module.
 
     Raises:
         TypeError: `module` is a class, or not a linen module.

@@ -101,7 +101,8 @@ def family(fields, architecture, *, irrelevant="", names=("huggingface",), sets=
     Args:
         fields: {field of config.json: `Use`, `Must` or `Fields`}.
         architecture: the name of the class in transformers.
-        irrelevant, names: as for the function `transformers`.
+        irrelevant, names: the same as the arguments `irrelevant` and `names` of the function `transformers` in
+            _config.py.
         sets: the names of the fields of `Decoder` that the `Fields` entries in `fields` set, separated by spaces.
         constants: the values of fields of `Decoder` that are constant in this family but differ from Llama's.
     """

@@ -139,9 +139,9 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
     The fields of config.json are the base of the rotary frequencies, their scaling, and the fraction of each head's
     features that is rotated.
 
-    Versions of transformers before 5 write `rope_theta` and `rope_scaling`. Later versions write both values in
-    `rope_parameters`. If a config.json has `rope_scaling` and `rope_parameters`, `rope_scaling` is used, as in
-    transformers.
+    Versions of transformers before 5 write `rope_theta` and `rope_scaling`. Later versions of transformers write the
+    base and the scaling in `rope_parameters`. If a config.json has `rope_scaling` and `rope_parameters`, `rope_scaling`
+    is used, as in transformers.
 
     Args:
         theta: the base of the rotary frequencies if config.json has no field for the base.
@@ -212,8 +212,8 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
 
 
 def rope_by_type(merged: Callable, types: Callable, context: int) -> dict[str, Fields]:
-    """Returns entries for the fields that describe rotary positions, for models with two kinds of layers. Layers with
-    windows have another base and another scaling than layers without windows.
+    """Returns entries for the fields that describe rotary positions, for models with two kinds of layers. In layers
+    with sliding windows, the rotary embedding has another base and another scaling than in layers without windows.
 
     Args:
         merged: function of config.json that returns {type of layers: `rope_parameters`}. Like transformers, the

@@ -116,8 +116,8 @@ class TreeLSTM(Model):
 
     Inputs: labels, parents and lengths, as in `Trees`.
 
-    Output: logits [batch, nodes, classes] of every node. The logits of a tree are those of its root,
-    `logits[jnp.arange(batch), lengths - 1]`. The logits of padding are meaningless.
+    Output: logits [batch, nodes, classes] of every node. The logits of a tree are those of its root, the last node:
+        `logits[jnp.arange(batch), lengths - 1]`. The logits of padding are meaningless.
 
     Source: Tai, Socher and Manning (2015), Improved Semantic Representations From Tree-Structured Long Short-Term
     Memory Networks, eq. 2 to 8.

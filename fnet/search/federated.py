@@ -140,8 +140,8 @@ class Local(NamedTuple):
 
 def local(loss: Callable, optimizer: optax.GradientTransformation, *, proximal: float = 0.0, clip: float | None = None,
           noise: float = 0.0) -> Local:
-    """Returns the local training of a client with an Optax optimizer. Each round of federated averaging initializes the
-    optimizer state of a client again.
+    """Returns a `Local`: two functions that train a client with an Optax optimizer. Each round of federated averaging
+    initializes the optimizer state of a client again.
 
     Args:
       loss: a function `loss(params, batch, weight, key) -> scalar`, the mean over the examples with weight 1.

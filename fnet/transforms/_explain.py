@@ -91,9 +91,9 @@ def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Us
         print(ft.explain(step, params, batch))
 
     Args:
-        f: the result of `autocast`, `tune`, `fold` or `use_implicit_arrays`, or a step of `search.population`, possibly
-            under `jit` or `functools.partial`. If several transforms were applied to f, the outermost transform is
-            explained.
+        f: the result of `autocast`, `tune`, `fold` or `use_implicit_arrays`, or a step of `search.population`. `f` may
+            be wrapped in `jit` or `functools.partial`. If several transforms were applied to f, the outermost transform
+            is explained.
         args, kwargs: the arguments of f, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:

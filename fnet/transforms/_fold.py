@@ -51,7 +51,7 @@ class Folded:
         return tune(jax.jit(Folder.program(closed))), closed.consts, traced.result
 
     def explained(self, *args, **kwargs) -> Folds:
-        """Returns the `Folds` (the products with folded affine maps) for the given arguments of f."""
+        """Returns the `Folds` of f for the given arguments: the products into whose kernels affine maps were folded."""
         folder = Folder()
         jax.eval_shape(lambda: self._traced(args, kwargs, folder))
         return Folds(tuple(folder.folds))

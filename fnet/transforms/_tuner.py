@@ -97,6 +97,6 @@ def _known(aval) -> bool:
 
 
 def _free(aval) -> bool:
-    """Whether arrays of the type `aval` may be reshaped: all sizes are known, and the compiler determines the
-    sharding."""
+    """Whether arrays of the type `aval` may be reshaped, that is, whether all sizes are known and the compiler
+    determines the sharding."""
     return _known(aval) and not jaxpr.explicit(aval)

@@ -20,7 +20,8 @@ def timm(architecture: Callable[[str], Mapping[str, Any] | None], write: Callabl
 
     Args:
         architecture: function that returns the fields of the model for the name of a timm architecture, or None.
-        write: the inverse of `architecture`. `write` may return a name for which `architecture` returns None.
+        write: the inverse of `architecture`. `write` may return a name of an architecture that fnet does not know, for
+            which `architecture` returns None.
         pool: the supported value of `global_pool`.
         expected: a description of the supported architectures, for error messages.
     """

@@ -100,8 +100,8 @@ class Rule:
 
     Args:
         ours: the path or paths in fnet, with fields for integers, such as "stage{s}".
-        theirs: the key in the file, with the fields of `ours`. A field that occurs only in the key is the index of a
-            copy in an `nn.Stack`.
+        theirs: the key in the file, with the fields of `ours`. A field in braces that occurs in the key but not in the
+            path is the index of a copy in an `nn.Stack`.
         layout: the change of layout between the file and fnet. Default: no change.
         beside: `Spare` objects for further keys that the file may contain, with the fields of `ours`.
 

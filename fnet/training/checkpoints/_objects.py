@@ -15,8 +15,8 @@ from fnet.training.checkpoints._storage import StorageError, StorePath
 
 
 class Objects:
-    """The checkpoints in an object store. Each checkpoint has its own prefix. The class has the same methods as
-    `_folder.Folder`.
+    """The checkpoints in an object store. The names of the objects of a checkpoint begin with a prefix that belongs to
+    this checkpoint alone. The class has the same methods as `_folder.Folder`.
 
     A save first writes the arrays to objects with new names, so the arrays of an existing checkpoint are never
     overwritten. After the arrays, a save writes manifest.json with a conditional write, which succeeds only if no other
