@@ -63,7 +63,7 @@ def test_layer_equals_one_device(name, train, mesh):
 
 
 @meshes
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", sorted({*zoo.MODELS} - {"AlexNet"}))
 def test_model_equals_one_device(name, mesh):
     """In float64: with float32, rounding errors move activations over the kinks of relu6."""

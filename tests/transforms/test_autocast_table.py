@@ -87,17 +87,17 @@ def check_beside_casts_by_hand(f, case, dtype, run, want, params, *inputs):
 
 
 @pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("name", sampled(CASES, ["mlp", "conv and BatchNorm", "custom_vjp", "shard_map"]))
-def test_table(name):
+def test_table(name, dtype):
     case = CASES[name]
     f, params, inputs = case.make()
-    want = wanted(f, case, params, *inputs)
-    for dtype, bound in ((BF16, case.bfloat16), (F16, case.float16)):
-        run = low(f, case, dtype, params, *inputs)
-        for form, result in run(params, *inputs).items():
-            check_form(form, result, want(params, *inputs), bound, leaf_by_leaf=case.leaf_by_leaf)
-        if case.by_hand and case.leaf_by_leaf:    # which activations pass a kink is chance
-            check_beside_casts_by_hand(f, case, dtype, run, want, params, *inputs)
+    want, bound = wanted(f, case, params, *inputs), case.bfloat16 if dtype == BF16 else case.float16
+    run = low(f, case, dtype, params, *inputs)
+    for form, result in run(params, *inputs).items():
+        check_form(form, result, want(params, *inputs), bound, leaf_by_leaf=case.leaf_by_leaf)
+    if case.by_hand and case.leaf_by_leaf:    # which activations pass a kink is chance
+        check_beside_casts_by_hand(f, case, dtype, run, want, params, *inputs)
 
 
 @pytest.mark.exhaustive
