@@ -72,8 +72,8 @@ class _Leaf:
 
 
 class Call:
-    """A traced call f(params, *args, **kwargs), and the axes of its arrays that must have equal sizes. Indices can be
-    removed from the axes of `params` and of the keyword argument `state`.
+    """A traced call f(params, *args, **kwargs), and the axes of its arrays that must have equal sizes. Pruning can
+    remove indices along the axes of the arrays in `params` and in the keyword argument `state`.
 
     Args:
         cuts: {key of a leaf: `Cut`}, for the arrays from which indices have already been removed. `Call` traces f with

@@ -28,7 +28,7 @@ class LowRank(ImplicitArray):
         a: the first factor of the low-rank change, [*lead, *in, rank].
         b: the second factor of the low-rank change, [*lead, rank, out], initially zeros.
         scale: `alpha / rank`, computed from the arguments of `lora`.
-        inputs: the number of input axes (`in`) of `base`.
+        inputs: the number of axes of `base` that are input axes.
 
     >>> params = compress.lora(jax.random.key(0), {"kernel": jnp.ones((8, 4))}, {"kernel": 2}, alpha=4)
     >>> params["kernel"].a.shape, params["kernel"].b.shape, params["kernel"].scale

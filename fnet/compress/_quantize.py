@@ -176,7 +176,7 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
         params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed": compress.Int8(axes=-1)})
         logits = ft.use_implicit_arrays(model)(params, x)
 
-    Each block of values has one scale, max|w| / largest. The number `largest` is the largest magnitude of a code: 127
+    Each block of values has one scale, max|w| / largest. The number `largest` is the largest decoded value: 127
     for `Int8`, 7 for `Int4`, 1 for `NF4` and 448 for `Float8`. A block of values extends over the axes `axes` of the
     format, or over a group of values along the last of these axes. By default, `axes` is the second-last axis of
     kernels [in, out] and of stacked kernels [depth, in, out]. For kernels with four or more axes, such as those of

@@ -44,7 +44,7 @@ class ShrinkReport:
     Attributes:
         axes: the rows of the report, which describe axes of parameters. The rows of axes that lost indices come first.
         parameters: a pair, the number of parameters before and after the removal.
-        flops: a pair, the number of FLOPs before and after the removal.
+        flops: a pair, the number of FLOPs before and after the removal of channels, heads and hidden units.
         seconds: a pair, the time before and after the removal, as estimated by the roofline model of the chip.
             `seconds` is None if `shrink` was called without `seconds=`.
         chip: the name of the chip, or "" if `shrink` was called without `seconds=`.

@@ -1,4 +1,4 @@
-"""An implicit array that observes how a program uses a parameter."""
+"""A stand-in for a parameter (an implicit array) that observes how a program uses the parameter."""
 
 from __future__ import annotations
 

@@ -127,8 +127,8 @@ def _packages() -> dict[str, Any]:
 
 
 def _signatures(traced, entry, sizes) -> dict[str, dict[str, int]]:
-    """Returns {name of the signature: {size variable: value}}. If there is only one choice of sizes, the signature has
-    the name of the entry point."""
+    """Returns {name of the signature: {size variable: value}}. If a program is exported for only one choice of its
+    symbolic sizes, the signature in the LiteRT file has the name of the exported function (entry point)."""
     variables = size_variables(traced.inputs)
     if sizes is None:
         choices = [default_sizes(traced)]

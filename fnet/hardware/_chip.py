@@ -1,5 +1,5 @@
-"""The description of a chip: its peak rates, memory and links. Each figure of a chip has a basis, which states how the
-figure is known."""
+"""The description of a chip: its peak rates, memory and links. Each number in the description of a chip has a basis,
+which states how the number is known."""
 
 from __future__ import annotations
 
@@ -166,12 +166,14 @@ class Chip:
         power_watts: the published thermal design power in watts, or None if unknown.
         power_source: where `power_watts` was published.
         prices: the prices of the chip, `Price` objects.
-        quoted: further published peaks, `Quote` objects. The peaks in `quoted` may differ from those in `peaks`.
+        quoted: further published peaks, `Quote` objects. The peak rates in `quoted` were published elsewhere, and may
+            differ from those in `peaks`.
         explained: the reasons why some values of `peaks` differ from the peaks computed from `units`, {dtype: reason}.
         units: the figures from which peaks are computed, {name: figure}: for example, the number of multiprocessors, of
             matrix units or of cores, and the clock in GHz.
-        bases: how each figure is known, {field or dtype: basis}. A basis is "exact", "measured", "published", "derived"
-            (computed from the units and the clock), "estimated" or "unverified".
+        bases: how each figure is known, {field or dtype: basis}. The basis of a number states how it is known: "exact",
+            "measured", "published", "derived" (computed from the number of compute units and the clock), "estimated" or
+            "unverified".
         sources: where the figures were published.
         notes: remarks.
 

@@ -308,7 +308,7 @@ class Kept:
         epilogues: whether a product is fused with the single elementwise operation that reads its result. Default True.
 
     Attributes:
-        real: the operations that need memory traffic.
+        real: the operations that read or write memory, in contrast to reshapes, for example.
         users: the operations that read each value.
         outputs: the values that are results of the frame.
     """

@@ -162,9 +162,9 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
             chip that `detect` finds. The names "float32", "bfloat16" and "float16" select the dtype of that name for
             any chip.
         mode: "train" (the default) or "inference". For inference, the parameters have the compute dtype.
-        probe: whether the CPU of this process may be measured. Default None: yes, unless the environment variable
-            FNET_PROBE is 0. `policy` measures the CPU only if the CPU is JAX's default backend, there is only one
-            process, and JAX is not tracing a function.
+        probe: whether a short measurement may compare the speed of bfloat16 and float32 on this machine's CPU. Default
+            None: yes, unless the environment variable FNET_PROBE is 0. `policy` measures the CPU only if the CPU is
+            JAX's default backend, there is only one process, and JAX is not tracing a function.
 
     Returns:
         A `Policy`. The attribute `reason` of the policy states whether the dtypes are from fnet's table of chips or

@@ -193,7 +193,8 @@ def _path() -> pathlib.Path:
 
 
 def _read(path: pathlib.Path) -> dict[str, Probe]:
-    """Returns the valid measurements in probe.json. A measurement on a busy machine is valid only on the same day."""
+    """Returns the valid measurements in probe.json. A measurement that was made while the machine was busy is used only
+    on the day on which it was made."""
     today, kept = datetime.date.today().isoformat(), {}
     for key, entry in read_json(path).items():
         try:

@@ -59,7 +59,7 @@ class Roofline:
         chip: the `Chip` for which the bounds are computed.
         devices: the number of JAX devices that share the work.
         scopes: a `Bound` for each scope.
-        total: the `Bound` of the whole function. The time of the whole function is the sum of the times of all scopes,
+        total: the `Bound` of the whole function. The time in this `Bound` is the sum of the times of all scopes,
             because scopes run one after another.
         count: the FLOPs and bytes of the function, a `Count`.
         ridge: the FLOPs per byte of memory traffic above which compute is the bound, or None if a rate is unknown.

@@ -286,7 +286,7 @@ def _add_up(node: Node) -> None:
 
 
 def amount(node: Node, color: str) -> float:
-    """Returns the quantity that determines the color of a node."""
+    """Returns the number (such as the FLOPs) that determines the color of a node."""
     value = {"flops": node.cost.flops, "bytes": node.cost.fused_bytes, "time": node.seconds or 0.0}[color]
     return value if isinstance(value, int | float) else 0.0
 

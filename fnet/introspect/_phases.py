@@ -71,7 +71,7 @@ def _from_scope(name, scopes) -> str | None:
 
 
 def _end(name, ends) -> str | None:
-    """Returns the name of a parameter at the end of the name of a result, such as "block/kernel" of
-    "0/momentum/block/kernel", or None."""
+    """Returns the name of the parameter with which the name of a result ends ("block/kernel" for
+    "0/momentum/block/kernel"), or None if the name does not end with a parameter."""
     parts = name.split("/")
     return next((end for n in range(len(parts)) if (end := "/".join(parts[n:])) in ends), None)

@@ -1,4 +1,5 @@
-"""The operations in a trace of `jax.profiler`: when each operation ran, and its path and phase.
+"""The operations in a trace of `jax.profiler`: when each operation ran, the path of its named scopes, and its phase
+(such as forward or backward).
 
 The trace is an XSpace message of XLA's profiler. `jax.profiler.ProfileData` reads its events. The compiled programs are
 in the metadata of the trace's plane "/host:metadata", which `jax.profiler.ProfileData` does not expose.

@@ -200,8 +200,8 @@ def _pairs(padding) -> list:
 
 
 def _of(**names):
-    """Returns a function that reads options from the parameters of an equation. `names` maps each option to the name of
-    its parameter."""
+    """Returns a function that reads the options of an operation, such as strides, from the parameters of a jaxpr
+    equation. `names` maps each option to the name of its parameter."""
     def options(self, eqn, at):
         return {name: _plain(eqn.params[source]) for name, source in names.items()}
     return options

@@ -28,7 +28,7 @@ class PeersGone(RuntimeError):
     """Raised by `feed` if another process of the run is late or has ended.
 
     The error message names the late or missing process. A process that receives `PeersGone` can exit without waiting
-    for the other processes.
+    for the late or missing process.
 
     >>> step = lambda state, batch: (state, {"mean": batch.mean()})
     >>> plan = parallel.plan(step, lambda key: {"w": jnp.zeros(4)}, np.zeros((8, 4), "float32"))

@@ -126,8 +126,8 @@ class PBT:
 
     @property
     def separate(self) -> bool:
-        """True, because a step of population-based training calls several compiled programs. Therefore `fit` does not
-        compile the step of `pbt` as one program."""
+        """The value is True, because a step of population-based training calls several compiled programs. Therefore
+        `fit` does not compile the step of `pbt` as one program."""
         return True
 
     def plain(self, state, batch):

@@ -58,8 +58,9 @@ def population(init: Callable, step: Callable, *, method: str = "auto", devices:
       init: the init function of one member, `init(key, hyper) -> state`.
       step: the step of one member, `step(state, batch, hyper) -> (state, metrics)`.
       method: "auto" (the fastest method), "vmap", "split" or "loop".
-      devices: the devices over which the members are distributed. The number of members must be a multiple of the
-        number of devices. If `devices` is None, all members run on the default device.
+      devices: the devices over which the members (training runs) of the population are distributed. The number of
+        members must be a multiple of the number of devices. If `devices` is None, all members run on the default
+        device.
       own_batches: if True, each member has its own batch, and the leaves of a batch must have a leading axis for the
         members. If `own_batches` is False, all members receive the same batch.
 

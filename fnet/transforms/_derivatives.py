@@ -1,4 +1,5 @@
-"""Derivatives that JAX lacks: Hessian-vector products, and per-example values of a batched function."""
+"""Functions that JAX lacks: Hessian-vector products, and per-example values (such as gradients) of a batched
+function."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
     The gradients are divided by the scale. If all gradients are finite, `inner` updates the parameters. If a gradient
     is not finite, the update is zero, the state of `inner` does not change, the skipped step is counted, and the scale
     is reduced. After `interval` consecutive steps with finite gradients, the scale grows. Transformations that need
-    unscaled gradients (clipping, weight decay, all groups of `optax.multi_transform`) must be part of `inner`. The
-    parameters must be float32, because an unscaled gradient has the dtype of its parameter, and small gradients would
+    unscaled gradients (clipping, weight decay, all groups of `optax.multi_transform`) must be part of `inner`. Keep the
+    parameters in float32, because an unscaled gradient has the dtype of its parameter, and small gradients would
     underflow again in float16.
 
         policy = hw.policy()

@@ -123,8 +123,8 @@ class _Rematerialize(Interpreter):
         return [*map(Value, carried), *(Value(outputs.get(i)) for i in range(len(eqn.outvars) - carry))]
 
     def sink(self, eqn, at, inputs, plan):
-        """Evaluates the scan of a backward pass. The backward loop is changed to recompute the values that the forward
-        pass did not store."""
+        """Evaluates a scan equation that belongs to a backward pass. The backward loop is changed to recompute the
+        values that the forward pass did not store."""
         pair, parts = plan.pairs[eqn], scan(eqn)
         piece, source = pair.piece, scan(pair.source)
         fixed, saved, sliced = source.split(source.jaxpr.invars)
