@@ -115,10 +115,10 @@ def splash_attention(q, k, v, lengths, *rest, causal, window, block, residuals=T
     """Computes splash attention on TPUs with its Pallas kernels, for one row of a batch: q [h, t, d] and k, v [g, s,
     d]. The products of queries and keys are not multiplied by a scale, so q must be scaled.
 
-    Without `rest`, the function computes the forward pass. The forward pass returns the output and, if `residuals` is
-    true, the logarithm of the sum of exponentials, [h, t]. With `rest`, the function computes the backward pass. The
-    backward pass returns the gradients of q, k and v. For the backward pass, `rest` is the output, the logarithm and
-    the gradient of the output, in this order.
+    If `rest` is not passed, the function computes the forward pass. The forward pass returns the output and, if
+    `residuals` is true, the logarithm of the sum of exponentials, [h, t]. If `rest` (values of the forward pass) is
+    passed, the function computes the backward pass. The backward pass returns the gradients of q, k and v. For the
+    backward pass, `rest` is the output, the logarithm and the gradient of the output, in this order.
     """
     splash, kernels, check_vma = _splash()
     shape = q.shape[1], k.shape[1]

@@ -141,7 +141,7 @@ def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = 
     Args:
         f: `f(params, *batch)`, a model of any library, or a loss.
         params: a tree of arrays. No statistics are recorded for parameters with fewer than two axes, for parameters
-            named bias, scale, b or offset, and for implicit arrays.
+            named bias, scale, b or offset, and for implicit arrays, such as quantized arrays.
         batches: an iterable of batches. A batch is a tuple of the other arguments of f, or an array if there is one
             other argument. Together, the batches need a few hundred rows to compute the scales of activations. To
             correct rounding errors (`gram=True`), the batches need more rows than the number of elements of a row.

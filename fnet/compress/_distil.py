@@ -66,19 +66,20 @@ def hidden_loss(student: Mapping[str, Any], teacher: Mapping[str, Any], pairs: M
         loss = compress.hidden_loss(seen, wanted, {"blocks": "encoder"}, {"blocks": projection})
 
     Args:
-        student, teacher: the captured values, {site: value}. A site is the name of a value in the program. The captured
-            values are the second result of the function that `ft.capture` returns. No gradient flows to the values of
-            the teacher.
+        student, teacher: the captured values, {name of the value: value}. A site is the name of a value in the program.
+            The captured values are the second result of the function that `ft.capture` returns. No gradient flows to
+            the values of the teacher.
         pairs: {site of the student: site of the teacher}.
         projections: {site of the student: matrix [student's features, teacher's features]}, for sites at which student
-            and teacher have different numbers of features. The student's values at a site are multiplied by the matrix
-            of this site. Train the matrices (`projections`) together with the parameters of the student. Default: none.
+            and teacher have different numbers of features. The student's values at a site (named value) are multiplied
+            by the matrix of this site. Train the matrices (`projections`) together with the parameters of the student.
+            Default: none.
 
     Returns:
         A scalar: the mean squared difference between the values of each pair, averaged over the pairs.
 
     Raises:
-        KeyError: a site was not captured.
+        KeyError: the value at a site (named value) was not captured.
         ValueError: the shapes of a pair differ, or there is no pair.
 
     Source: Romero et al. (2015), FitNets: Hints for Thin Deep Nets, eq. 3.

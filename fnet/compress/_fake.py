@@ -72,7 +72,7 @@ class FakeQuantized(ImplicitArray):
         return take(self.materialize())
 
     def quantized(self) -> Quantized:
-        """Returns a `Quantized` parameter that represents the same rounded values as codes and scales."""
+        """Returns a `Quantized` parameter that represents the same rounded values as codes of few bits and scales."""
         result = self._quantized(self.values.astype(jnp.float32))
         largest = self.format.largest
         codes = self.format.encode(jnp.clip(result.codes / result.full_scale(), -largest, largest))

@@ -1,4 +1,4 @@
-"""Formats of quantized parameters. A format states how values are converted to codes and back."""
+"""Formats of quantized parameters. A format states how values are converted to codes (numbers of few bits) and back."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Format:
         raise NotImplementedError
 
     def decode(self, codes: Any, dtype: Any) -> Any:
-        """Converts codes to scaled values."""
+        """Converts codes (the stored numbers of few bits) to scaled values."""
         raise NotImplementedError
 
     def rounded(self, values: Any) -> Any:
@@ -61,13 +61,14 @@ class Format:
 
     @property
     def packed(self) -> bool:
-        """Whether a byte contains two codes."""
+        """Whether a byte contains two codes (stored numbers of 4 bits)."""
         return self.bits == 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Int8(Format):
-    """The format of 8-bit integers from -127 to 127. The codes need a quarter of the bytes of float32.
+    """The format of 8-bit integers from -127 to 127. The codes (the stored 8-bit integers) need a quarter of the bytes
+    of float32.
 
     Args:
         group: the number of values along the contracted axis that share a scale. Default None: all values along the

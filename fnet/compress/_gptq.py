@@ -1,4 +1,4 @@
-"""GPTQ: rounds a parameter so that later codes compensate for the rounding errors of earlier codes."""
+"""GPTQ: rounds a parameter so that values rounded later compensate for the rounding errors of earlier values."""
 
 from __future__ import annotations
 

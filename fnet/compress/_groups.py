@@ -182,10 +182,10 @@ def groups(call: Call) -> list[Group]:
     """Returns the groups of axes from which the same indices must be removed, for the parameters of a call.
 
     An axis can be the product of several factors. For example, an axis of size heads * head_dim has the factors heads
-    and head_dim. Each factor of an axis belongs to one group. Indices are removed from only one factor of each axis,
-    the first factor whose size can change. If indices could be removed from several factors of an axis, indices are
-    removed only from the first of these factors. The groups of the other factors keep all indices, and the attribute
-    `reason` of these groups states the reason.
+    and head_dim. Each factor of an axis belongs to one group of axes. Indices are removed from only one factor of each
+    axis, the first factor whose size can change. If indices could be removed from several factors of an axis, indices
+    are removed only from the first of these factors. The groups of the other factors keep all indices, and the
+    attribute `reason` of these groups states the reason.
     """
     program, members, second = call.program, {}, set()
     for i, leaf in enumerate(call.leaves):

@@ -94,8 +94,8 @@ def products(f: Callable, params: Any, *args: Any) -> list[Product]:
     """Returns the products and convolutions that f(params, *args) computes with kernels and embedding tables, in the
     order of their computation.
 
-    Arguments may be `jax.ShapeDtypeStruct`s. Products with implicit arrays, biases or norms are not listed. A product
-    inside a while loop or a branch of cond is counted once.
+    Arguments may be `jax.ShapeDtypeStruct`s. Products with implicit arrays (such as quantized arrays), biases or norms
+    are not listed. A product inside a while loop or a branch of cond is counted once.
     """
     log, leaves = _Log(), leaves_by_path(params)
 
@@ -121,7 +121,7 @@ def by_parameter(found: list[Product]) -> dict[str, list[Product]]:
 
 
 def leaves_by_path(params: Any) -> dict[str, Any]:
-    """Returns {path: leaf} of a tree, in which implicit arrays are leaves."""
+    """Returns {path: leaf} of a tree, in which implicit arrays (such as `Quantized`) are leaves."""
     return {keystr(path, simple=True, separator="/"): leaf
             for path, leaf in tree_flatten_with_path(params, is_leaf=is_implicit)[0]}
 

@@ -1,4 +1,4 @@
-"""Quantized parameters: codes and scales."""
+"""Quantized parameters, which are stored as codes (numbers of few bits) and scales."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Quantized(ImplicitArray):
             4-bit formats, `codes` is a uint8 array in which each byte contains two codes that are adjacent along the
             last axis in `axes`.
         scale: the scales, a float32 array with the rank of the parameter. In `scale`, the contracted axes (`axes`) have
-            length 1. If the format has groups, the last contracted axis of `scale` has one element for each group.
+            length 1. If the format has groups, the last contracted axis of `scale` has one element for each group of
+            values with the same scale.
         format: the format of the codes.
         axes: the axes of the parameter that products contract, a tuple of negative integers (counted from the end).
         dtype: the dtype of the parameter.
@@ -123,8 +124,8 @@ class Quantized(ImplicitArray):
         return low | (high << 4)
 
     def _unpack(self, codes):
-        """Converts bytes with two codes to an array with one code in each element. The packed axis is counted from the
-        end, so `codes` can also be single rows of the parameter."""
+        """Converts bytes with two 4-bit codes (numbers) to an array with one code in each element. The packed axis is
+        counted from the end, so `codes` can also be single rows of the parameter."""
         if not self.format.packed:
             return codes
         axis = codes.ndim + self.axes[-1]
@@ -160,7 +161,8 @@ def _integer_dot(axes, x, codes, scale, step):
 
 @_integer_dot.defjvp
 def _integer_dot_jvp(axes, primals, tangents):
-    """Computes the derivative. The derivative with respect to x ignores the rounding of x. Codes have no tangent."""
+    """Computes the derivative. The derivative with respect to x ignores the rounding of x. The codes (stored numbers of
+    few bits) have no tangent."""
     (x, codes, scale, step), (dx, _, dscale, _) = primals, tangents
     last = tuple(range(x.ndim - len(axes), x.ndim))
 
@@ -253,8 +255,8 @@ def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> j
 
 
 def _corrected(path, array, found):
-    """Returns the parameter with the scales of least error and with values that GPTQ has rounded. The codes of the
-    result are still float32 values, as in the result of `unrounded`."""
+    """Returns the parameter with the scales of least error and with values that GPTQ has rounded. The codes (stored
+    numbers) of the result are still float32 values, as in the result of `unrounded`."""
     if found.conflict or found.axes != array.axes:
         reason = found.conflict or f"products contract it over axes {found.axes}"
         raise ValueError(f"quantize: {path} has scales for axes {array.axes}, but {reason}; set `axes` of its format, "
@@ -287,8 +289,8 @@ def _searched(array, weights):
 
 
 def unrounded(path: str, w: Any, format: Format) -> Quantized:
-    """Returns a `Quantized` that is not yet rounded: its codes are the values of w in float32. The scale of each block
-    is max|w| / `format.largest`."""
+    """Returns a `Quantized` that is not yet rounded: its codes (stored numbers) are the values of w in float32. The
+    scale of each block is max|w| / `format.largest`."""
     axes = _axes(path, w, format)
     if not w.size:
         raise ValueError(f"quantize: {path} has no values, its shape is {tuple(w.shape)}; exclude it from the recipe")
@@ -307,8 +309,8 @@ def unrounded(path: str, w: Any, format: Format) -> Quantized:
 
 
 def _over_blocks(reduce, values, axes, group):
-    """Reduces values over the contracted axes, or over each group along the last contracted axis. The result has the
-    shape of the scales."""
+    """Reduces values over the contracted axes, or over each group of values along the last contracted axis. The result
+    has the shape of the scales."""
     if group is None:
         return reduce(values, axes, keepdims=True)
     at = values.ndim + axes[-1]
@@ -331,7 +333,7 @@ def _axes(path, w, format) -> tuple[int, ...]:
 
 
 def materialize(params: Any) -> Any:
-    """Replaces the implicit arrays of a tree by the plain arrays that they represent.
+    """Replaces the implicit arrays of a tree, such as quantized arrays, by the plain arrays that they represent.
 
     >>> params = compress.quantize({"kernel": jnp.eye(2)}, {"kernel": compress.Int8()})
     >>> compress.materialize(params)["kernel"].tolist()
@@ -341,7 +343,7 @@ def materialize(params: Any) -> Any:
 
 
 def size(params: Any) -> int:
-    """Returns the number of bytes of all arrays in a tree, including the arrays within implicit arrays.
+    """Returns the number of bytes of all arrays in a tree, including those within implicit arrays such as `Quantized`.
 
     >>> params = {"kernel": jnp.zeros((4, 8))}
     >>> compress.size(params), compress.size(compress.quantize(params, {"kernel": compress.Int8()}))

@@ -32,8 +32,9 @@ class Removal:
 
     Args:
         free: the groups of axes from which indices can be removed.
-        fractions: the fractions that the user specified with `keep`, {atom: fraction of the indices to keep}.
-        ranks: the order of the indices, {atom: all indices, the most important first}.
+        fractions: the fractions that the user specified with `keep`, {number of a group of axes: fraction of the
+            indices to keep}.
+        ranks: the order of the indices, {number of a group of axes: all indices, the most important first}.
         chip: the chip for `seconds`. After the removal, the sizes of the axes are multiples of the tile sizes of the
             chip's matrix units. If `chip` is None (the default), the axes may have any size after the removal.
     """
@@ -45,8 +46,8 @@ class Removal:
         self._tiles = {group.atom: 1 if chip is None else _tile(call, group, chip) for group in free}
 
     def kept(self, fraction: float) -> dict[int, np.ndarray]:
-        """Returns {atom: the indices that remain} for the groups that lose indices. `fraction` is the fraction of the
-        indices of each group to keep."""
+        """Returns {number of a group of axes: the indices that remain} for the groups that lose indices. `fraction` is
+        the fraction of the indices of each group of axes to keep."""
         found = {}
         for group in self._free:
             tile = self._tiles[group.atom]

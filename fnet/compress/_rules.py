@@ -30,7 +30,7 @@ def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable
 
     Args:
         who: the name of the public function, for error messages.
-        params: a tree of arrays, in which implicit arrays are leaves.
+        params: a tree of arrays, in which implicit arrays (such as `Quantized`) are leaves.
         rules: {pattern: option}. A pattern is a regular expression that matches the whole path of a leaf, or the first
             parts of the path. If several patterns match a leaf, the first of these patterns applies.
         check: `check(pattern, option)` raises an error for an invalid option.

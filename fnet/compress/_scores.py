@@ -20,8 +20,8 @@ _NAME = re.compile(r"(?:.*/)?" + ACTIVATIONS.format(r"(?P<atom>\d+)") + r"(?:#\d
 
 def scores(method: str, call: Call, groups: list[Group], f: Callable, args: tuple, kwargs: dict,
            loss: Callable | None) -> dict[int, np.ndarray]:
-    """Returns {atom: array of the scores of all indices} for the given groups of axes. An atom is the number that
-    identifies a group."""
+    """Returns {number of a group: array of the scores of all indices} for the given groups of axes. An atom is the
+    number that identifies a group."""
     if method == "activations":
         found = _activations(call)
         return {group.atom: found.get(group.atom, np.zeros(group.size)) for group in groups}
@@ -56,8 +56,8 @@ def _gradients(f, args, kwargs, loss):
 
 
 def _activations(call) -> dict[int, np.ndarray]:
-    """Returns {atom: array}. For each index of a group, the array contains the mean square of the inputs of the
-    program's products at this index."""
+    """Returns {number of a group of axes: array}. For each index of a group of axes, the array contains the mean square
+    of the inputs of the program's products at this index."""
     arrays = [jnp.asarray(leaf.array) for leaf in call.leaves]
     evaluate = lambda *arrays: observe(call.program, list(arrays))
     names = [site.name for site in sites(evaluate)(*arrays) if _NAME.fullmatch(site.name) and site.inside is None]

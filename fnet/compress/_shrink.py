@@ -117,8 +117,8 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
     f is traced, and axes of parameters that must have equal sizes form a group. For example, the channels between two
     convolutions and the channels of the normalization in between are one group. The channels of all residual
     connections that are added to each other are also one group, and so are the heads in the four kernels of an
-    attention layer. Key/value heads and their query heads are in the same group. From each group of axes, the indices
-    with the lowest scores are removed in all parameters of the group.
+    attention layer. Key/value heads and their query heads are in the same group of axes. From each group of axes, the
+    indices with the lowest scores are removed in all parameters of the group.
 
     The result of the shrunk function equals that of f with the removed parameters set to zero. If indices cannot be
     removed from an axis without another change of the result, for example for the features that a LayerNorm averages,
@@ -136,7 +136,7 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
             `jax.ShapeDtypeStruct`s. If a keyword argument `state` is passed, indices are also removed from the state,
             and f must return (result, new state).
         fraction: the fraction of the indices of each group of axes to keep, between 0 and 1. The number of indices that
-            remain in a group is rounded up.
+            remain in a group of axes is rounded up.
         flops: the maximum FLOPs of the shrunk function for the example arguments, as counted by `hardware.count`. All
             groups of axes without a fraction in `keep` keep the same fraction of indices, the largest fraction that
             satisfies `flops`.
@@ -160,7 +160,7 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
     Raises:
         ValueError: not exactly one of `fraction`, `flops` and `seconds` is set, a fraction is not between 0 and 1, a
             limit cannot be reached, a pattern matches no parameter, or no index can be removed.
-        TypeError: a parameter is an implicit array.
+        TypeError: a parameter is an implicit array, such as a quantized array.
 
     Source: Li et al. (2017), Pruning Filters for Efficient ConvNets; Molchanov et al. (2017), Pruning Convolutional
     Neural Networks for Resource Efficient Inference; Fang et al. (2023), DepGraph.
@@ -201,8 +201,8 @@ def _size(params) -> int:
 
 
 def _rows(call, found, kept, fractions) -> tuple[Axes, ...]:
-    """Returns the rows of the report of `shrink`. Each group of axes that loses indices has its own row. Groups that
-    keep all indices share a row if they have the same size and the same reason."""
+    """Returns the rows of the report of `shrink`. Each group of axes that loses indices has its own row. Groups of axes
+    that keep all indices share a row if they have the same size and the same reason."""
     cut, whole = [], {}
     for group in found:
         names = _names(call, group)

@@ -29,7 +29,7 @@ def run(program, constants, inputs, sizes):
         program: the stable form of the program, a dict that was read from JSON.
         constants, inputs: the values of the constants and of the inputs, two lists of arrays in the order of the lists
             "constants" and "inputs" in `program`.
-        sizes: the values of the size variables, {name: integer}.
+        sizes: the values of the size variables (symbolic sizes), {name: integer}.
 
     Returns:
         The list of outputs.

@@ -86,7 +86,7 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict",
 
 def compare(program: Any, path: str | os.PathLike, entry: str = "predict", sizes: Mapping[str, int] | None = None, *,
             signature: str = "predict", inputs: list | None = None, tolerance: float = TOLERANCE["float32"]) -> float:
-    """Runs a signature of a LiteRT model in LiteRT's interpreter, and compares its outputs with those of the program.
+    """Runs a signature (function) of a LiteRT model in LiteRT, and compares its outputs with those of the program.
 
     Returns:
         The largest difference between an output of the LiteRT model and the corresponding output of the program,
@@ -127,8 +127,9 @@ def _packages() -> dict[str, Any]:
 
 
 def _signatures(traced, entry, sizes) -> dict[str, dict[str, int]]:
-    """Returns {name of the signature: {size variable: value}}. If a program is exported for only one choice of its
-    symbolic sizes, the signature in the LiteRT file has the name of the exported function (entry point)."""
+    """Returns {name of a function of the LiteRT model: {name of a symbolic size: value}}. If a program is exported for
+    only one choice of its symbolic sizes, the signature in the LiteRT file has the name of the exported function (entry
+    point)."""
     variables = size_variables(traced.inputs)
     if sizes is None:
         choices = [default_sizes(traced)]
@@ -152,7 +153,7 @@ def _signatures(traced, entry, sizes) -> dict[str, dict[str, int]]:
 
 def default_sizes(traced: Any) -> dict[str, int]:
     """Returns the values of the size variables that are used if `sizes` is None, {size variable: value}. The value is
-    the upper bound of the size variable, such as 64 for t <= 64. If the size variable has no upper bound, its value is
+    the upper bound of the symbolic size, such as 64 for t <= 64. If the symbolic size has no upper bound, its value is
     the smallest valid value."""
     names = size_variables(traced.inputs)
     bounds = {name: int(n) for constraint in traced.constraints
@@ -230,8 +231,8 @@ _OPERATIONS = {"scan": _unrolled, "scatter": _scatter, "convolution": _convoluti
 
 
 def _converted(packages, signatures) -> bytes:
-    """Converts signatures to one LiteRT model, and returns its bytes. Each signature is a tuple (name, program as
-    StableHLO, inputs, outputs)."""
+    """Converts signatures (functions) to one LiteRT model, and returns its bytes. Each signature is a tuple (name,
+    program as StableHLO, inputs, outputs)."""
     ir, api = packages["ir"], packages["api"]
     context = ir.Context()
     api.prepare_mlir_context(context)
@@ -267,7 +268,8 @@ def _quantized(data: bytes, dtype: str) -> bytes:
 
 
 def _shared(data: bytes) -> bytes:
-    """Removes copies of equal weights from a model. The quantizer writes a copy of the weights for each signature."""
+    """Removes copies of equal weights from a model. The quantizer writes a copy of the weights for each signature
+    (function)."""
     from ai_edge_litert.tools import flatbuffer_utils
 
     if len(data) > _LARGE:

@@ -74,7 +74,7 @@ class Bundle:
     Attributes:
         manifest: the description of the bundle, a dict (the content of manifest.json).
         weights: the weights, {name: array}. The arrays are views of the memory-mapped file.
-        entries: the names of the entry points, a tuple.
+        entries: the names of the bundle's functions, a tuple.
         labels: the names of the classes, or None.
         read_until: the date until which JAX guarantees that it can read the programs in the bundle, such as
             "2027-05-20".
@@ -109,18 +109,17 @@ class Bundle:
             The output, a tree of arrays.
 
         Raises:
-            BundleError: the inputs do not match the signature. The error message names the input and states the
-                violated constraint.
+            BundleError: the inputs do not match the signature (structure, dtypes and shapes of the inputs). The error
+                message names the input and states the violated constraint.
         """
         return self.function(entry)(self.arrays, *inputs, **named)
 
     def run(self, *inputs, **named):
-        """Runs the entry points "preprocess", "predict" and "postprocess" one after another, and returns the last
-        output.
+        """Runs the functions "preprocess", "predict" and "postprocess" one after another, and returns the last output.
 
-        Entry points that the bundle does not contain are omitted. The inputs are passed to the first entry point. The
-        output of each entry point is the input of the next entry point. If the output of an entry point is a dict, its
-        items are the named inputs of the next entry point.
+        Functions that the bundle does not contain are omitted. The inputs are passed to the first function. The output
+        of each function is the input of the next function. If the output of a function is a dict, its items are the
+        named inputs of the next function.
         """
         for entry in ("preprocess", "predict", "postprocess"):
             if entry in self.entries:
@@ -189,7 +188,7 @@ class Bundle:
         outputs that are stored in the bundle.
 
         Returns:
-            A list that contains a line of text for each entry point.
+            A list that contains a line of text for each entry point (function of the bundle).
 
         Raises:
             BundleError: an output differs too much from the stored output. The allowed difference is 1e-5 of the
@@ -215,8 +214,8 @@ class Bundle:
         return _compared(self.path, entry, "NumPy", description, output, wanted)
 
     def tests(self):
-        """Returns the tests of the bundle's programs, {entry point: (leaves of the inputs, leaves of the outputs)}. If
-        the bundle contains no test of an entry point, the two lists of this entry point are empty."""
+        """Returns the tests of the bundle's programs, {function: (leaves of the inputs, leaves of the outputs)}. If the
+        bundle contains no test of a function, the two lists of this function are empty."""
         tests = self._archive.tensors(reader.TESTS)
         read = lambda kind: [tests[f"{kind}/{i}"] for i in range(sum(name.startswith(f"{kind}/") for name in tests))]
         return {entry: (read(f"{entry}/inputs"), read(f"{entry}/outputs")) for entry in self.entries}
@@ -234,7 +233,7 @@ class Bundle:
         return self.manifest["entries"][entry]
 
     def _program(self, entry):
-        """Returns the program of an entry point as a jitted function of (weights, inputs)."""
+        """Returns the program of a function of the bundle as a jitted function of (weights, inputs)."""
         if entry not in self._programs:
             import jax
 

@@ -19,7 +19,8 @@ class Graph:
 
     Attributes:
         nodes: the nodes in order.
-        names: the names of the values in the graph, {index of the value in the stable form: name}.
+        names: the names of the values in the graph, {index of the value in the program's stable form (JSON data):
+            name}.
         loose: the values whose broadcast is not yet part of the graph, {index of the value: (name, shape before the
             broadcast)}. Sizes are integers or expressions.
     """

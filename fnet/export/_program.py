@@ -33,7 +33,7 @@ class Entry:
             weight. The name of a closed-over array is constants/DIGEST, where DIGEST is a hash of the array.
         inputs: the descriptions of the inputs, [(name, tree of {"dtype", "shape"})].
         output: the description of the output, a tree of {"dtype", "shape"}.
-        constraints: the constraints on the size variables, a list of strings.
+        constraints: the constraints on the symbolic sizes, a list of strings.
         types: the leaves of the inputs, as `jax.ShapeDtypeStruct`s.
     """
 
@@ -81,15 +81,16 @@ class Program:
     def entry(self, name: str, f: Callable, **specs: Any) -> Program:
         """Returns the program with an additional entry point: a function of the same parameters and state.
 
-        `Bundle.run` calls the entry point "preprocess" before "predict", and the entry point "postprocess" after it.
+        `Bundle.run` calls the function "preprocess" before "predict", and the function "postprocess" after it.
 
         Args:
-            name: the name of the entry point, a Python identifier such as "embed", "decode" or "train_step".
+            name: the name of the function in the program, a Python identifier such as "embed", "decode" or
+                "train_step".
             f: the function, as for `export.program`.
             specs: the types of the inputs of f, as for `export.program`.
 
         Raises:
-            ValueError: an entry point of this name exists, or the name is not an identifier.
+            ValueError: the program already has a function of this name, or the name is not an identifier.
         """
         if not name.isidentifier() or name in self.entries:
             what = "exists already" if name in self.entries else "must be a Python identifier"
@@ -114,7 +115,7 @@ class Program:
             labels: the names of the classes. Default None: no labels.
             tokenizer: a tokenizer to copy into the bundle: its folder, its file or a list of its files. Default None:
                 no tokenizer.
-            tests: the inputs for `load(check=True)`, {entry point: {input: array}}. Default: small random inputs.
+            tests: the inputs for `load(check=True)`, {function: {input: array}}. Default: small random inputs.
             differentiable: whether the bundle contains the gradients of the programs. Default False.
             kernels: the platforms ("cuda", "tpu") for which the bundle also contains a program with handwritten
                 attention kernels. The default is none.
@@ -131,7 +132,8 @@ class Program:
 
     def onnx(self, path: str | os.PathLike, *, entry: str = "predict", opset: int = 20, fused: bool = True,
              external: bool | None = None, check: bool = True) -> None:
-        """Writes an entry point as an ONNX model. Compares the outputs in onnxruntime with the outputs of the program.
+        """Writes an entry point (a function of the program) as an ONNX model. Compares the outputs in onnxruntime with
+        the outputs of the program.
 
         Size variables (see `export.spec`) remain symbolic, scans become Loops, and nodes are named after their scopes.
         This method needs fnet[onnx].
@@ -159,8 +161,8 @@ class Program:
     def litert(self, path: str | os.PathLike, *, entry: str = "predict",
                sizes: Mapping[str, int] | Iterable[Mapping[str, int]] | None = None, dtype: str = "float32",
                check: bool = True) -> None:
-        """Writes an entry point as a LiteRT (TensorFlow Lite) model. Compares the outputs in LiteRT with the outputs of
-        the program.
+        """Writes an entry point (a function of the program) as a LiteRT (TensorFlow Lite) model. Compares the outputs
+        in LiteRT with the outputs of the program.
 
         In the LiteRT model, all sizes are fixed, and scans are unrolled. This method needs fnet[litert] and
         litert-converter, but not TensorFlow. The method is experimental, because litert-converter has no public API.
@@ -170,11 +172,11 @@ class Program:
         Args:
             path: the file to write, such as "digits.tflite".
             entry: the name of the entry point. Default "predict".
-            sizes: the value of each size variable, such as {"b": 1, "t": 64}, or a list of several such dicts. With one
+            sizes: the value of each symbolic size, such as {"b": 1, "t": 64}, or a list of several such dicts. With one
                 dict, the model has one signature (function), which has the name of the entry point. With several dicts,
-                each dict defines a signature with a name such as predict_b1_t64, and the signatures share the weights.
-                Default None: the value of each size variable is its upper bound, such as 64 for t <= 64. If a size
-                variable has no upper bound, its value is the smallest valid value.
+                each dict defines a signature (function) with a name such as predict_b1_t64, and the signatures share
+                the weights. Default None: the value of each symbolic size is its upper bound, such as 64 for t <= 64.
+                If a symbolic size has no upper bound, its value is the smallest valid value.
             dtype: the dtype of the weights, "float32" (the default), "float16" or "int8". With "int8", products and
                 convolutions are computed in int8 (dynamic quantization).
             check: whether to run the model on small random inputs in LiteRT and compare the outputs. Default True.

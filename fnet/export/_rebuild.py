@@ -32,8 +32,8 @@ def renew(path: str | os.PathLike, output: str | os.PathLike | None = None) -> N
         output: the path of the new bundle. Default None: the old bundle is replaced.
 
     Raises:
-        BundleError: the file is damaged, a program has no stable form, or a new program has other outputs than the old
-            program.
+        BundleError: the file is damaged, a program has no stable form (JSON data), or a new program has other outputs
+            than the old program.
 
     >>> import tempfile
     >>> model = nn.Dense(3)
@@ -101,7 +101,7 @@ def function(bundle: _loaded.Bundle, name: str, sizes: Mapping[str, int]) -> Cal
 
 def sized(stable: Mapping[str, Any], constants: Sequence[Any], sizes: Mapping[str, int],
           operations: Mapping[str, Callable] | None = None) -> Run:
-    """Returns a `Run` that evaluates a program in stable form with the given values of its size variables."""
+    """Returns a `Run` that evaluates a program in stable form (JSON data) with given values of its symbolic sizes."""
     shape = lambda shape: tuple(_sizes.size(n, sizes) for n in shape)
     values = [(dtype, shape(axes)) for dtype, axes in stable["values"]]
     return Run(values, dict(zip(stable["constants"], constants)), shape, operations)

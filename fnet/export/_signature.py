@@ -19,11 +19,11 @@ KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"
 
 
 def bound(path, entry, description, inputs, named):
-    """Checks the inputs of a call. Returns two values: the list of the input arrays, in the order of the signature, and
-    the values of the size variables, {name: value}.
+    """Checks the inputs of a call. Returns two values: the list of the input arrays, in the order of the program's
+    inputs, and the values of the symbolic sizes, {name: value}.
 
     Raises:
-        BundleError: the inputs do not match the signature.
+        BundleError: the inputs do not match the signature (structure, dtypes and shapes of the inputs).
     """
     names = [name for name, _ in description["inputs"]]
     expected = f"{path}: {entry}({', '.join(names)})"
@@ -43,7 +43,7 @@ def bound(path, entry, description, inputs, named):
 
 
 def _sizes(expected, constraints, leaves):
-    """Returns the values of the size variables, {name: value}, after checking shapes and constraints."""
+    """Returns the values of the symbolic sizes, {name: value}, after checking shapes and constraints."""
     sizes, origin = {}, {}
     for name, leaf, shape in leaves:
         if len(shape) != len(leaf["shape"]):
@@ -129,7 +129,7 @@ def named(description, inputs):
 
 
 def chosen(description, weights, held):
-    """Selects the weights of an entry point from a tree of weights, and returns them as {name: array}.
+    """Selects the weights of an entry point (a function) from a tree of weights, and returns them as {name: array}.
 
     Arrays that the function closed over may be missing in `weights`. Missing arrays are taken from `held`, the weights
     of the bundle.
@@ -164,5 +164,5 @@ def text(tree):
 
 
 def shape(leaf, sizes):
-    """Returns the shape of an array for the given values of the size variables."""
+    """Returns the shape of an array for the given values of the symbolic sizes."""
     return tuple(size(n, sizes) for n in leaf["shape"])

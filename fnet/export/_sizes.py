@@ -1,5 +1,5 @@
-"""Computes the sizes of axes from expressions of size variables. Every bundle (file of an exported model) contains a
-copy of this module as sizes.py."""
+"""Computes the sizes of axes from expressions of size variables (symbolic sizes). Every bundle (file of an exported
+model) contains a copy of this module as sizes.py."""
 
 import ast
 

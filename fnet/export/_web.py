@@ -30,13 +30,13 @@ def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | 
         # python -m http.server --directory site
 
     Args:
-        program: a program whose entry point "predict" maps images to scores [batch, classes]. The images are an array
+        program: a program whose function "predict" maps images to scores [batch, classes]. The images are an array
             [batch, height, width, channels] of dtype float32 or uint8 with 1 or 3 channels. The page scales the user's
-            drawing to the height and width of the images. If the program has the entry point "preprocess", the page
-            calls "preprocess" with the scaled image, whose values are from 0 to 255, and then "predict" with the
-            result. If the program does not have the entry point "preprocess", the page calls "predict" with the scaled
-            image. Without "preprocess", the values of the scaled image are from 0 to 1 for a float32 input, and from 0
-            to 255 for a uint8 input.
+            drawing to the height and width of the images. If the program has the function "preprocess", the page calls
+            "preprocess" with the scaled image, whose values are from 0 to 255, and then "predict" with the result. If
+            the program does not have the function "preprocess", the page calls "predict" with the scaled image. Without
+            "preprocess", the values of the scaled image are from 0 to 1 for a float32 input, and from 0 to 255 for a
+            uint8 input.
         folder: the folder to write. It is created if necessary.
         labels: the names of the classes. Default: 0, 1, 2, ...
         margin: the width of the empty margin at each edge, as a fraction of the image's size, in [0, 0.5). The drawing

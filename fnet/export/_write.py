@@ -144,8 +144,8 @@ def _data(x) -> np.ndarray:
 
 def _inputs(path, name, description, given) -> list | None:
     """Returns the leaves of test inputs for an entry point (a function of the program): those of `given`, or random
-    arrays of small sizes if `given` is None. Returns None if no small sizes satisfy the constraints on the size
-    variables of the program."""
+    arrays of small sizes if `given` is None. Returns None if no small sizes satisfy the constraints on the symbolic
+    sizes of the program."""
     if given is not None:
         return _signature.bound(path, name, description, (), dict(given))[0]
     sizes = _small_sizes(description)
@@ -153,7 +153,7 @@ def _inputs(path, name, description, given) -> list | None:
 
 
 def random_inputs(described: list, sizes: Mapping[str, int]) -> list:
-    """Returns the leaves of random inputs for the given values of the size variables."""
+    """Returns the leaves of random inputs for the given values of the symbolic sizes."""
     draw, flat = np.random.default_rng(0), []
 
     def one(tree):

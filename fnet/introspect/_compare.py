@@ -27,8 +27,8 @@ class Difference:
     """The difference between two programs at one site (a named value, see `transforms.sites`).
 
     Attributes:
-        name: the name of the site in the first program, or "result" for the result of the programs. A site in a scan
-            has one `Difference` for each iteration.
+        name: the name of the site (named value) in the first program, or "result" for the result of the programs. A
+            site in a scan has one `Difference` for each iteration.
         other: the name of the site in the second program.
         error: max |a - b| / max |b|, where a and b are the values in the first and second program. The error is
             infinite if the shapes differ, or if an element is finite in only one of the two programs.
@@ -104,10 +104,10 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
     names can form pairs. The argument `names` specifies pairs of sites explicitly.
 
     Args:
-        f: a function with named sites: see `transforms.sites`.
+        f: a function with sites (named values, see `transforms.sites`).
         g: the reference, a function of the same arguments as f.
-        args: the arguments. The functions f and g run once on the arguments `args`, and the values of all sites are
-            kept in memory.
+        args: the arguments. The functions f and g run once on the arguments `args`, and the values of all sites (named
+            values) are kept in memory.
         names: {regular expression: replacement}, as in `re.sub`. If a regular expression matches the whole name of a
             site (named value) in f, the replacement is the name of the site in g. By default, no names are replaced.
         tolerance: the largest relative error with which two values count as equal. Default: 1e-5 for float32, a value

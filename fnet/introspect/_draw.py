@@ -150,8 +150,8 @@ class Drawing:
         return placed.x[first + (ports.index(value) if value in ports else 0)] - placed.width / 2
 
     def _columns(self, root) -> tuple[float, float]:
-        """Draws the phases of a training step side by side. The forward pass and the update of the parameters are drawn
-        from top to bottom, and the backward pass is drawn from bottom to top."""
+        """Draws the phases (forward, backward, update) of a training step side by side. The forward pass and the update
+        of the parameters are drawn from top to bottom, and the backward pass is drawn from bottom to top."""
         made, pad, down = self.made[root], SIZES["pad"], SIZES["down"]
         phase = [i for i, child in enumerate(root.children) if child.kind == "phase"]
         layer = {i: r for r, items in enumerate(made.layers) for i in items}

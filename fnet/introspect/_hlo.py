@@ -25,8 +25,8 @@ class Operation:
     Attributes:
         name: the name of the HLO instruction.
         opcode: the operation code of the instruction, such as "fusion" or "dot".
-        path, phase: the path and phase of the operation. For a fusion, `path` and `phase` are those of its root
-            operation.
+        path, phase: the path and phase (such as "forward") of the operation. For a fusion, `path` and `phase` are those
+            of its root operation.
         paths: the paths of all parts of a fusion that compute something.
     """
 
@@ -139,7 +139,7 @@ def _name_the_nameless(computations, every, roots) -> None:
 
 
 def _phases(computations, every, entry) -> None:
-    """Sets the phase of every operation.
+    """Sets the phase (forward, backward, ...) of every operation.
 
     An operation outside of the differentiated function belongs to the optimizer if it reads the result of a backward
     pass, or if only the optimizer reads its result. An operation outside of the differentiated function that does not
@@ -178,7 +178,7 @@ def _phases(computations, every, entry) -> None:
 
 
 def _only_read_by(instructions, phase: str) -> None:
-    """Sets the phase of an operation without a phase to `phase` if all readers of its result have this phase."""
+    """Sets an operation's missing phase to `phase` (such as "forward") if all readers of its result have it."""
     users: dict[int, list[_Instruction]] = {}
     for each in instructions:
         for i in each.operands:

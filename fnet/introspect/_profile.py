@@ -139,7 +139,7 @@ class Profile:
 
 def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = None, repeats: int = 5,
             trace: str | os.PathLike | None = None) -> Profile:
-    """Measures a function's time by the paths of its named scopes and by phase.
+    """Measures a function's time by the paths of its named scopes and by phase (forward, backward, ...).
 
         print(introspect.profile(step, state, batch))
         introspect.profile(step, state, batch, trace="trace.json.gz")      # for ui.perfetto.dev

@@ -20,8 +20,8 @@ class Statistic:
     """Statistics of one array: a parameter, or the value of a site (a named value, see `transforms.sites`).
 
     Attributes:
-        name: the name of the site, or the path of the parameter. In a scan or stack, each iteration has its own name,
-            such as "blocks/mlp [2]".
+        name: the name of the site (named value), or the path of the parameter. In a scan or stack, each iteration has
+            its own name, such as "blocks/mlp [2]".
         mean, std, largest: mean, standard deviation and largest absolute value of the finite elements.
         nonfinite: the number of elements that are NaN or infinite.
         dead: the fraction of dead units. A unit is an index of the last axis. A unit is dead if its derivative is 0 at
@@ -52,7 +52,8 @@ class Statistics:
         sites: a `Statistic` for each site (named value), in the order of computation.
         parameters: a `Statistic` for each parameter.
         arrays: a dict {name: array} for histograms. The names in `arrays` are "values/site", "cotangents/site",
-            "parameters/path" and "gradients/path", where "site" or "path" is the name of the site or parameter.
+            "parameters/path" and "gradients/path", where "site" or "path" is the name of the site (named value) or
+            parameter.
 
     >>> report = introspect.statistics(lambda w, x: ft.tag(x @ w, "product").sum(), jnp.ones((2, 3)), jnp.ones((4, 2)))
     >>> "product" in str(report)
@@ -85,7 +86,8 @@ def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Sta
         f: a function `f(params, *args)` that returns a floating-point scalar, such as a loss.
         params: the parameters, a tree of arrays.
         args: further arguments of f.
-        pattern: a regular expression for the names of the sites, as in `transforms.capture`. Default: all sites.
+        pattern: a regular expression for the names of the sites (named values), as in `transforms.capture`. Default:
+            all sites.
 
     Returns:
         `Statistics`.

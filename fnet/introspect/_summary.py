@@ -214,8 +214,8 @@ def _training(run):
 
 
 def _cost(f, params, inputs, chip) -> tuple[hw.Count, hw.Chip, dict[str, float]]:
-    """Returns (the `Count` of a function, the chip, {scope: seconds at the roofline}). The dictionary {scope: seconds}
-    is empty if the times are unknown."""
+    """Returns a tuple: the `Count` (FLOPs and bytes of the function), the chip, and {scope: estimated seconds at the
+    roofline}. The dictionary {scope: seconds} is empty if the times are unknown."""
     leaves = jax.tree.leaves((params, inputs))
     if any(jax.export.is_symbolic_dim(size) for leaf in leaves for size in getattr(leaf, "shape", ())):
         return hw.count(f, params, *inputs), hw.detect(chip), {}

@@ -44,7 +44,8 @@ class Trace(NamedTuple):
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the operations as a trace for ui.perfetto.dev and chrome://tracing. The name of each event in the
-        written file is its path and phase. The file is compressed if its name ends in .gz."""
+        written file is the path of its named scopes and its phase (such as forward). The file is compressed if its name
+        ends in .gz."""
         lines = {line: number for number, line in enumerate(dict.fromkeys(
             ("steps", *((event.device, event.line) for event in self.events))))}
         origin = min((start for start, _ in self.steps), default=min((event.start for event in self.events), default=0))

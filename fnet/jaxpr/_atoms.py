@@ -39,7 +39,7 @@ class Atoms:
         return atom
 
     def expand(self, axis: Axis) -> Axis:
-        """Returns the axis as atoms (factors of the axis) that are not split further. Atoms of size 1 are omitted."""
+        """Returns the axis as atoms (factors of the axis) that are not split further. Factors of size 1 are omitted."""
         found: list[int] = []
         for atom in map(self.root, axis):
             if atom in self._parts:
@@ -87,7 +87,7 @@ class Atoms:
         return parts
 
     def _join(self, a: int, b: int) -> None:
-        """Joins two atoms. After two atoms (factors of axes) are merged, the older atom is used for both."""
+        """Joins two factors of axes. After two atoms (factors of axes) are merged, the older atom is used for both."""
         a, b = sorted((a, b))
         if a != b:
             self._up[b] = a

@@ -20,7 +20,8 @@ _OPAQUE = {"while": "a while loop", "custom_vjp_call": "a custom_vjp", "custom_v
 
 @dataclasses.dataclass(eq=False)
 class Frame:
-    """The axes of the values of a jaxpr. If several calls share a jaxpr, each call has its own `Frame`.
+    """The axes of the values of a jaxpr. If several calls share a jaxpr, each call has its own `Frame` (the axes of its
+    values).
 
     Attributes:
         jaxpr: the open jaxpr.

@@ -1,8 +1,9 @@
 """Rules that state for each primitive which axes of its inputs and outputs must have equal sizes.
 
-The rule of a primitive is a function of (frame, equation, axes of the inputs, atoms) that returns the axes of the
-outputs. An axis is a tuple of its factors, which are called atoms. The rule of a primitive ties atoms (factors of axes)
-whose sizes must stay equal, and freezes atoms whose size cannot change (see `Atoms`).
+The rule of a primitive is a function that returns the axes of the outputs. Its arguments are the axes of all values in
+the jaxpr (`Frame`), the equation, the axes of its inputs, and the factors of all axes (`Atoms`). An axis is a tuple of
+its factors, which are called atoms. The rule of a primitive ties atoms (factors of axes) whose sizes must stay equal,
+and freezes atoms whose size cannot change (see `Atoms`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 quantized matrix from codes and scales.
 
 `ImplicitArray` is the base class of parameters that are computed from several arrays. A `View` represents an implicit
-array that a program has cast, transposed or reshaped. A `View` only records the casts, transposes and reshapes, so that
-the array need not be computed.
+array (such as a quantized matrix) that a program has cast, transposed or reshaped. A `View` only records the casts,
+transposes and reshapes, so that the array need not be computed.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class ImplicitArray:
 
     A subclass must be a registered pytree whose leaves are plain arrays, and must have the properties `shape` and
     `dtype`. The constructor of a subclass must not validate the leaves, because JAX also calls the constructor with
-    placeholders. `ft.use_implicit_arrays(f)` evaluates f with implicit arrays as parameters. If an operation of f reads
-    an implicit array, `use_implicit_arrays` calls the method `dot`, `convolve` or `lookup` of the array. If `dot`,
-    `convolve` or `lookup` returns `NotImplemented`, `use_implicit_arrays` calls the method `materialize` instead.
+    placeholders. `ft.use_implicit_arrays(f)` evaluates f with implicit arrays (such as quantized arrays) as parameters.
+    If an operation of f reads an implicit array, `use_implicit_arrays` calls the method `dot`, `convolve` or `lookup`
+    of the array. If `dot`, `convolve` or `lookup` returns `NotImplemented`, `use_implicit_arrays` calls the method
+    `materialize` instead.
 
     Attributes:
         shape, dtype: the shape and dtype of the array that the object represents.
@@ -124,7 +125,7 @@ Part = tuple[int, int, int]    # (axis, size, stride): the indices stride * i of
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["base"], meta_fields=["groups", "dtype"])
 @dataclasses.dataclass(frozen=True)
 class View:
-    """An implicit array after casts, transposes and reshapes.
+    """An implicit array (such as a quantized array) after casts, transposes and reshapes.
 
     Attributes:
         base: the implicit array.
@@ -268,7 +269,8 @@ def implicit_dot(w: Any, x: jax.Array, axes: tuple[int, ...], dot: Callable) -> 
 
 
 def materialize(x: Any) -> Any:
-    """Returns the array that an implicit array represents. Returns a plain array unchanged."""
+    """Returns the array that an implicit array (such as a quantized array) represents. Returns a plain array
+    unchanged."""
     return x.materialize() if isinstance(x, ImplicitArray) else x
 
 

@@ -1,4 +1,4 @@
-"""Evaluation of a program whose inputs may be implicit arrays (see `ImplicitArray`)."""
+"""Evaluation of a program whose inputs may be implicit arrays, such as quantized arrays (see `ImplicitArray`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fnet.jaxpr._values import Value, bind, plain
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A use of an implicit array by one equation.
+    """A use of an implicit array (such as a quantized array) by one equation.
 
     Attributes:
         leaf: the path of the array among the arguments.
@@ -38,15 +38,16 @@ class Use:
 
 
 class ImplicitInterpreter(Interpreter):
-    """Evaluates programs whose values may be `View`s of implicit arrays. The `note` of a `Value` that contains a view
-    is the path of the implicit array among the arguments."""
+    """Evaluates programs whose values may be `View`s of implicit arrays, such as quantized arrays. The `note` (attached
+    information) of a `Value` that contains a view is the path of the implicit array among the arguments."""
 
     def __init__(self):
         super().__init__()
         self.uses: dict[tuple, Use] = {}
 
     def __call__(self, closed: Any, arguments: list, names: list[str]) -> list:
-        """Returns the outputs of a program: plain arrays, and implicit arrays that the program returns unchanged."""
+        """Returns the outputs of a program: plain arrays, and implicit arrays (such as quantized arrays) that the
+        program returns unchanged."""
         values = [Value(View.of(x), name) if isinstance(x, ImplicitArray) else Value(x)
                   for x, name in zip(arguments, names)]
         outputs = self.evaluate(closed.jaxpr, closed.consts, values)
@@ -122,7 +123,7 @@ def _reshape(self, eqn, at, inputs):
 
 
 def _broadcast(self, eqn, at, inputs):
-    """Broadcasts an implicit array if the broadcast only adds axes of length 1 (a reshape)."""
+    """Broadcasts an implicit (such as a quantized) array if the broadcast only adds axes of length 1 (a reshape)."""
     view, shape = inputs[0].x, eqn.outvars[0].aval.shape
     if int(np.prod(shape)) != int(np.prod(view.shape)):
         return NotImplemented
@@ -240,8 +241,8 @@ def _remat(self, eqn, at, inputs):
 
 
 def _scan(self, eqn, at, inputs):
-    """Evaluates a scan. If the scan iterates over an implicit array, its slices are implicit arrays if axis 0 of the
-    array is also axis 0 of every leaf."""
+    """Evaluates a scan. If the scan iterates over an implicit array (such as a quantized array), its slices are
+    implicit arrays if axis 0 of the array is also axis 0 of every leaf."""
     parts = scan(eqn)
     consts, carry, slices = parts.split(inputs)
     carry = [self.materialized(eqn, at, value, "it is the carry of a scan") for value in carry]
@@ -263,8 +264,8 @@ def _scan(self, eqn, at, inputs):
 def _while(self, eqn, at, inputs):
     """Evaluates a while loop.
 
-    Constants of the body of a while loop may be implicit arrays. All other inputs of the loop are materialized
-    (computed as plain arrays).
+    Constants of the body of a while loop may be implicit arrays, such as quantized arrays. All other inputs of the loop
+    are materialized (computed as plain arrays).
     """
     params = eqn.params
     tests, steps = params["cond_nconsts"], params["body_nconsts"]

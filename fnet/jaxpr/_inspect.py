@@ -23,15 +23,16 @@ class Inspector(Interpreter):
     """Evaluates a program, and captures or replaces the values of sites (named values of the program).
 
     Args:
-        level: the sites of the whole program, from `find_sites`.
+        level: the sites (named values) of the whole program, from `find_sites`.
         captured: the sites whose values are captured.
-        selected: {site: captured iterations}. For each scan around a site, the tuple of its captured iterations
-            contains the index of the captured iteration, or None if all iterations are captured.
+        selected: {site: captured iterations}. For each scan around a site (named value), the tuple of its captured
+            iterations contains the index of the captured iteration, or None if all iterations are captured.
         changes: {site: change}. A change is a function `change(leaves, indices) -> leaves` that computes the new value
-            of the site. The argument `indices` contains the current iteration of each scan around the site.
+            of the site (named value). The argument `indices` contains the current iteration of each scan around the
+            named value.
         offsets: {site: offsets}. The change of a site in `offsets` has a third argument: `change(leaves, indices,
-            offsets)`. The argument `offsets` of a change is a list with an array or None for each leaf of the site.
-            Each array in `offsets` has a leading axis for each scan around the site.
+            offsets)`. The argument `offsets` of a change is a list with an array or None for each leaf of the site's
+            value. Each array in `offsets` has a leading axis for each scan around the site (named value).
     """
 
     def __init__(self, level: Level, captured: Sequence[Site] = (), changes: Mapping[Site, Callable] | None = None,
@@ -134,7 +135,7 @@ class Inspector(Interpreter):
         """Returns (run, collect, sites).
 
         `run` computes `body`, and also returns the values that are captured inside it. `collect` stores the captured
-        values in `_found`. `sites` are the captured sites."""
+        values in `_found`. `sites` are the captured sites (named values)."""
         sites = [site for site in level.sites if site in self._captured] if level else []
 
         def run(*arrays):
@@ -165,8 +166,8 @@ class Inspector(Interpreter):
 
     def _scan(self, eqn, at, inputs, level):
         """Evaluates a scan. If two stacked outputs of the scan are the same array with different tags, the array is
-        stacked only once. If only one iteration of a site is requested, its value is a part of the scan's carry instead
-        of a stacked output."""
+        stacked only once. If only one iteration of a site (named value) is requested, its value is a part of the scan's
+        carry instead of a stacked output."""
         parts, depth = scan(eqn), self._depth
         consts, carry, slices = map(arrays_of, parts.split(inputs))
         run, collect, sites = self._apart(self._body(parts.closed, at, level), level)
@@ -204,8 +205,8 @@ class Inspector(Interpreter):
         return [*map(Value, carried), *map(Value, stacked[:count - parts.carry])]
 
     def _pick(self, site, depth):
-        """Returns the iteration that is requested for a site in the scan at the depth `depth`. Returns None if all
-        iterations of the scan are requested."""
+        """Returns the iteration that is requested for a site (named value) in the scan at the depth `depth`. Returns
+        None if all iterations of the scan are requested."""
         return self._selected.get(site, (None,) * (depth + 1))[depth]
 
     def _zeros(self, site, depth):

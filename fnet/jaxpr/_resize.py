@@ -20,7 +20,8 @@ from fnet.jaxpr._zero_axes import freeze_nonzero_sums
 
 
 class TiedProgram:
-    """A closed jaxpr from which indices can be removed. Axes whose sizes must stay equal are tied (see `Atoms`).
+    """A closed jaxpr that can be evaluated with smaller arrays, from which indices (for example channels) were removed.
+    Axes whose sizes must stay equal are tied, that is, they share their factors (see `Atoms`).
 
     Args:
         closed: the program.

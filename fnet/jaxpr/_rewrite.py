@@ -143,7 +143,7 @@ class Interpreter:
         return [restore(y, v.aval) for y, v in zip(outputs, closed.jaxpr.outvars)]
 
     def argument(self, x) -> Value:
-        """Returns the `Value` (array and note) of an argument of the whole function."""
+        """Returns the `Value` (array and attached information) of an argument of the whole function."""
         return Value(x)
 
     def opened(self, closed):

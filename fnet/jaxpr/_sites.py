@@ -69,8 +69,8 @@ class Site:
 
 
 class Level:
-    """The sites of one jaxpr. If several calls share a jaxpr, each call has a separate `Level`, which contains the
-    sites of this call.
+    """The sites (named values) of one jaxpr. If several calls share a jaxpr, each call has a separate `Level`, which
+    contains the sites of this call.
 
     Attributes:
         made: {id of an equation: [(index of an output, site, index of a leaf)]} for the outputs that are leaves of
@@ -87,7 +87,7 @@ class Level:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """The properties that the sites of a jaxpr inherit from the equations around the jaxpr (see `Site`)."""
+    """The properties that the sites (named values) of a jaxpr inherit from the equations around it (see `Site`)."""
 
     at: Scope = TOP
     scans: tuple[tuple[str, int], ...] = ()
@@ -136,7 +136,7 @@ def _level(jaxpr, place: _Place, live: list[bool]) -> Level:
 
 
 def _tagged(level, jaxpr, place, scopes, forward) -> dict[int, list[Site]]:
-    """Returns {index of an equation: the tagged sites whose last leaf this equation computes}."""
+    """Returns {index of an equation: the tagged sites (named values) whose last leaf this equation computes}."""
     current: dict[Any, tuple[Site, list]] = {}
     groups = []
     for i in forward:
@@ -180,8 +180,8 @@ class _Run:
 
 
 def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int, list[Site]]:
-    """Finds the sites (named values) of scopes without a tag, as `_tagged` finds the tagged values. The site of a scope
-    without a tag contains the values that are computed inside the scope and used outside of it.
+    """Finds the sites (named values) of scopes without a tag, as `_tagged` finds the tagged values. The site (named
+    value) of a scope without a tag contains the values that are computed inside the scope and used outside of it.
     """
     runs, open_runs = [], []
     for i in forward:

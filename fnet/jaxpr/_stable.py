@@ -41,9 +41,9 @@ def stable(closed: Any) -> tuple[dict, list[np.ndarray]]:
 
     The program is a dict with the keys "values", "constants", "inputs", "equations" and "outputs". A value is an
     integer, the index of its type [dtype, shape] in "values". Sizes of axes are integers or expressions of size
-    variables. A literal is [dtype, number]. An equation is [operation, inputs, outputs, options, path of named scopes].
-    The body of a loop or branch is a dict with the keys "inputs", "equations" and "outputs", and may read the constants
-    of the program.
+    variables (symbolic sizes). A literal is [dtype, number]. An equation is [operation, inputs, outputs, options, path
+    of named scopes]. The body of a loop or branch is a dict with the keys "inputs", "equations" and "outputs", and may
+    read the constants of the program.
 
     Raises:
         Unsupported: an operation has no form that is independent of JAX.

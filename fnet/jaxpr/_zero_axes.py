@@ -1,9 +1,9 @@
 """Determines at which indices the values of a program are zero if its parameters are zero at some indices.
 
 Indices may be removed from a program if the removal has the same effect as setting the parameters to zero at these
-indices. An atom is a factor of an axis (see `Atoms`). A value is *zero on* an atom if the value is zero at all indices
-of the atom at which the parameters are zero. The program may sum over an atom only if the summands are zero on this
-atom, because all removed summands are then zero.
+indices. An atom is a factor of an axis (see `Atoms`). A value is *zero on* an atom (a factor of an axis) if the value
+is zero at all indices of the atom at which the parameters are zero. The program may sum over an atom (a factor of an
+axis) only if the summands are zero on this atom, because all removed summands are then zero.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def _zero(frame, eqn, ins, atoms) -> list[Zero]:
 
 
 def _broadcast(frame, eqn, v, zero, atoms) -> Zero:
-    """Returns the atoms (factors of axes) on which a broadcast operand is zero. The operand is not zero on the atoms of
-    axes along which it was broadcast."""
+    """Returns the atoms (factors of axes) on which a broadcast operand is zero. The operand is not zero on the factors
+    of axes along which it was broadcast."""
     if not zero:
         return zero
     pairs = zip(frame.of(v), frame.of(eqn.outvars[0]))
@@ -128,7 +128,7 @@ def _bounded(eqn, name, ins) -> Zero:
 
 
 def _multiplied(frame, eqn, found, ins, atoms) -> Zero:
-    """A product or convolution is zero on an atom of the result if either operand is zero on this atom."""
+    """A product or convolution is zero on a factor (atom) of an axis of the result if either operand is zero on it."""
     lhs, rhs = (frame.of(v) for v in eqn.invars[:2])
     if found.op.name == "dot_general":
         summed = [lhs[i] for i in found.dimensions[0][0]]

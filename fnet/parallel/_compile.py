@@ -48,7 +48,7 @@ def compiled(step, state, batch) -> Compiled:
 
 def _sent(program) -> Ledger | None:
     """Returns the ledger (the transfers between chips) of a program, or None if the compiler does not return the text
-    of the program, as libtpu for some large programs."""
+    of the program. For some large programs, libtpu returns no text."""
     try:
         text = program.as_text()
     except jax.errors.JaxRuntimeError:

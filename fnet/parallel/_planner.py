@@ -259,8 +259,8 @@ class Drafts:
 
     @functools.lru_cache(None)    # noqa: B019
     def largest_batches(self) -> tuple[tuple[Strategy, int], ...]:
-        """Returns pairs (strategy, largest number of rows that fits on one chip). The pairs contain the strategies
-        "data", "data+remat" and, if the step supports microbatches, "data+remat+microbatches=8"."""
+        """Returns pairs (strategy, largest number of rows that fits on one chip). The result has a pair (strategy,
+        rows) for "data", "data+remat" and, if the step supports microbatches, "data+remat+microbatches=8"."""
         if not self.memory:
             return ()
         options = [Strategy("data"), Strategy("data", remat=True)]

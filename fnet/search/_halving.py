@@ -51,8 +51,8 @@ def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, s
     """Successive halving: trains all members for a few steps, the best 1 / eta of the members for longer, and so on.
 
     A member is a training run of a population, see `population`. The first rung (stage of the search) trains all n
-    members up to step `first`. Each further rung keeps the best 1 / eta of the members, and trains these members up to
-    a step that is eta times the last step of the previous rung. The last rung of the search ends at step `steps`.
+    members up to step `first`. Each further stage keeps the best 1 / eta of the members, and trains these members up to
+    a step that is eta times the last step of the previous stage. The last stage of the search ends at step `steps`.
 
     Args:
       init_n, step_n: the results of `population`.
@@ -60,12 +60,12 @@ def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, s
       batches: the batches, as for `tr.fit`.
       score: a function `score(state)` that returns the scores of the members of a population, an array [members]. A
         larger score is better; NaN is the worst score.
-      steps: the total number of steps of a member that reaches the last rung.
-      first: the number of steps of the first rung.
-      eta: the factor between two rungs. From one rung to the next, the number of members is divided by eta, and the
-        number of steps is multiplied by eta.
+      steps: the total number of steps of a member that reaches the last stage.
+      first: the number of steps of the first stage.
+      eta: the factor between two rungs (stages). From one stage to the next, the number of members is divided by eta,
+        and the number of steps is multiplied by eta.
       key: the PRNG key for `init_n`.
-      workdir: a folder for the checkpoints of each rung, or None. If `workdir` is a folder, an interrupted search can
+      workdir: a folder for the checkpoints of each stage, or None. If `workdir` is a folder, an interrupted search can
         be continued.
       **options: options of `tr.fit`, such as progress and log_every.
 
@@ -120,7 +120,7 @@ def hyperband(init_n: Callable, step_n: Callable, space: Space, batches: Callabl
         uses different random points of `space`.
       seed: the seed of the random points and of the PRNG keys of the members.
       most: the largest number of brackets. Default None: as many as possible. The number of brackets is limited,
-        because the first rung of each bracket must have at least one step.
+        because the first stage of each bracket must have at least one step.
       fixed: a dict of further hyperparameters that have the same value for all members, or None.
       workdir: a folder for the checkpoints, with one subfolder for each bracket, or None.
 

@@ -106,9 +106,9 @@ def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
 
     Args:
         f: any function: a model, a loss, a gradient, a training step.
-        pattern: the name of a site, a regular expression that matches whole names, or a sequence of names and regular
-            expressions. "blocks[3]/mlp" is the site "mlp" in layer 3 of the `layers.Stack` "blocks". The function
-            `sites` lists the names of all sites.
+        pattern: the name of a site (named value), a regular expression that matches whole names, or a sequence of names
+            and regular expressions. "blocks[3]/mlp" is the site "mlp" in layer 3 of the `layers.Stack` "blocks". The
+            function `sites` lists the names of all named values.
 
     Returns:
         A function with f's arguments that returns (f's result, {name: value}). For a layer, the value is exactly the
@@ -147,10 +147,9 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
 
         y = ft.intervene(model, {"blocks[3]/mlp": lambda value, index: 0 * value})(params, x)
 
-    All operations that read the value of a changed site read the new value. In a compiled program, operations that are
-    needed only for the old value of a site are not executed. In `vmap(intervene(f, ...))`, the functions in `changes`
-    receive the value of one example. In `intervene(vmap(f), ...)`, the functions in `changes` receive the value of the
-    whole batch.
+    All operations that read a changed value read the new value. In a compiled program, operations that are needed only
+    for the old value of a site are not executed. In `vmap(intervene(f, ...))`, the functions in `changes` receive the
+    value of one example. In `intervene(vmap(f), ...)`, the functions in `changes` receive the value of the whole batch.
 
     Args:
         f: any function. For the gradient of the changed function, use `grad(intervene(f, changes))`, not
@@ -158,7 +157,8 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
         changes: {pattern: change}, with patterns as in `capture`. `change(value, index)` returns a tree with the
             structure, shapes and dtypes of `value`. `index` is a tuple with the index of the iteration of each scan
             around the site, the outermost scan first. In a stack of layers, `index` is (layer,); outside of scans,
-            `index` is (). If several patterns match a site, their changes are applied in the order of the dict.
+            `index` is (). If several patterns match a site (a named value), their changes are applied in the order of
+            the dict.
 
     Returns:
         A function with f's arguments and results.
@@ -167,7 +167,7 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
         ValueError: a pattern matches no site, or it matches a site inside a while loop, a branch of cond or a
             shard_map. A ValueError is also raised if a site is in a differentiated part of `f`, or in a function with a
             custom derivative, because the derivative would be computed for the original value.
-        TypeError: the new value of a site has another structure, shape or dtype.
+        TypeError: the new value of a site (a named value) has another structure, shape or dtype.
 
     >>> def f(x):
     ...     return jnp.sin(tag(x * 2, "doubled"))
@@ -271,7 +271,8 @@ def _patterns(who, pattern) -> list[str]:
 
 
 def _value(match, leaves, indices) -> Any:
-    """Returns the value of a site as a tree. `indices` selects iterations of the scans around the site."""
+    """Returns the value of a site (a named value) as a tree. `indices` selects iterations of the scans around the
+    site."""
     site, rest = match.site, iter(leaves)
     where = tuple(slice(None) if i is None else i for i in indices)
     whole = all(i is None for i in indices)
@@ -280,8 +281,8 @@ def _value(match, leaves, indices) -> Any:
 
 
 def _numbers(site) -> bool:
-    """Whether the value of a site contains no PRNG keys. If the value contains PRNG keys, a single iteration cannot be
-    selected inside the scan."""
+    """Whether the value of a site (a named value) contains no PRNG keys. If the value contains PRNG keys, a single
+    iteration cannot be selected inside the scan."""
     return not any(t is not None and jax.dtypes.issubdtype(t.dtype, jax.dtypes.extended) for t in site.types)
 
 
@@ -309,8 +310,8 @@ def _check_original(who, site) -> None:
 
 
 def _changed(site, steps) -> Callable:
-    """Returns the function `change(leaves, indices)`. The returned function applies all changes of a site, in order, to
-    the leaves of its value at the iterations `indices`, and returns the new leaves."""
+    """Returns the function `change(leaves, indices)`. The returned function applies all changes of a site (a named
+    value), in order, to the leaves of its value at the iterations `indices`, and returns the new leaves."""
 
     def change(leaves, indices):
         rest = iter(leaves)
@@ -357,8 +358,8 @@ def _shift(leaves, indices, offsets):
 
 
 def _offsets(site) -> list:
-    """Returns zeros to add to the values of a site. The zeros vary over the same mesh axes of a shard_map as the
-    values, because JAX would otherwise sum the cotangents of the zeros over these axes."""
+    """Returns zeros to add to the values of a site (a named value). The zeros vary over the same mesh axes of a
+    shard_map as the values, because JAX would otherwise sum the cotangents of the zeros over these axes."""
     lengths = tuple(length for _, length in site.scans)
     return [_jax.zeros((*lengths, *t.shape), t.dtype, _jax.varies_over(t)) if jnp.issubdtype(t.dtype, jnp.inexact)
             else None for t in (site.types[i] for i in site.leaves)]

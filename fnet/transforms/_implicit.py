@@ -32,11 +32,11 @@ def use_implicit_arrays(f: Callable) -> Callable:
         f: any function: a model of any library, a loss, a gradient.
 
     Returns:
-        A function with the arguments of f. Any leaf of the arguments may be an implicit array. The returned function
-        can be compiled, batched, and differentiated with respect to the floating-point leaves of implicit arrays.
-        `nn.partition` separates the floating-point leaves of implicit arrays from the other leaves. If f returns an
-        implicit array unchanged, the returned function also returns the implicit array. If no argument contains an
-        implicit array, f is called unchanged.
+        A function with the arguments of f. Any leaf of the arguments may be an implicit array, such as a quantized
+        array. The returned function can be compiled, batched, and differentiated with respect to the floating-point
+        leaves of implicit arrays. `nn.partition` separates the floating-point leaves of implicit arrays from the other
+        leaves. If f returns an implicit array unchanged, the returned function also returns the implicit array. If no
+        argument contains an implicit array (such as a quantized array), f is called unchanged.
 
     >>> import jax.numpy as jnp
     >>> from fnet import compress
@@ -74,7 +74,7 @@ def _evaluate(interpreter, f, args, kwargs):
 
 @dataclasses.dataclass(frozen=True)
 class Uses:
-    """The uses of implicit arrays in a function. `str()` returns a table.
+    """The uses of implicit arrays (such as quantized arrays) in a function. `str()` returns a table.
 
     Attributes:
         uses: one `Use` for each pair of an implicit array and an equation that reads it.
@@ -99,7 +99,8 @@ class Uses:
 
 
 def uses(f: Callable, args: tuple, kwargs: dict) -> Uses:
-    """Returns the uses of implicit arrays in f for the arguments `args` and `kwargs`. Nothing is computed."""
+    """Returns the uses of implicit arrays (such as quantized arrays) in f for the arguments `args` and `kwargs`.
+    Nothing is computed."""
     interpreter = ImplicitInterpreter()
     arrays, rebuild = array_leaves((args, kwargs))
 

@@ -40,7 +40,7 @@ def compiled(who: str, pattern: str) -> re.Pattern:
 
 
 def matches(who: str, pattern: str, sites: Iterable[Site]) -> list[Match]:
-    """Returns the sites that a pattern matches.
+    """Returns the sites (named values) that a pattern matches.
 
     Args:
         who: the name of the calling function, for error messages.
@@ -109,8 +109,9 @@ def _indexed(who, pattern, sites) -> list[Match]:
 
 
 def _assigned(given, site) -> tuple | None:
-    """Assigns the indices in a pattern to the scans around a site. For each scan around the site, returns the index
-    that is assigned to the scan, or None. Returns None instead of a tuple if an index cannot be assigned to a scan."""
+    """Assigns the indices in a pattern to the scans around a site (a named value). For each scan around the site,
+    returns the index that is assigned to the scan, or None. Returns None instead of a tuple if an index cannot be
+    assigned to a scan."""
     indices: list[int | None] = [None] * len(site.scans)
     for before, index in given:
         depth = before.count("/") + 1
@@ -125,8 +126,8 @@ def _assigned(given, site) -> tuple | None:
 
 
 def _written(name, site, indices) -> str:
-    """Returns the name of a site with the indices inserted. An index is inserted after the path of its scan if the name
-    contains this path, otherwise at the end."""
+    """Returns the name of a site (a named value) with the indices inserted. An index is inserted after the path of its
+    scan if the name contains this path, otherwise at the end."""
     parts, rest = name.split("/"), ""
     behind = [""] * len(parts)
     for (path, _), index in zip(site.scans, indices):

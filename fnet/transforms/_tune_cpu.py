@@ -2,8 +2,9 @@
 up to rounding.
 
 A rewrite rule receives an equation of a jaxpr and its inputs. A rewrite rule returns the outputs of the equation, or
-None if the rule does not apply. The note of an input is True if the input can be read without a computation, because it
-is an argument of the function, a view of an argument, or a broadcast scalar. For other notes, see `_tune_layout`.
+None if the rule does not apply. The note (attached information) of an input is True if the input can be read without a
+computation, because it is an argument of the function, a view of an argument, or a broadcast scalar. For other notes,
+see `_tune_layout`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ VIEWS = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze"))
 
 
 class Rule(NamedTuple):
-    """A rule of tune. The rule applies to equations whose primitive is in `primitives`. With the jaxlib version `below`
-    and later versions, the rule is disabled by default.
+    """A rewrite rule of tune. The rule applies to equations whose primitive is in `primitives`. With the jaxlib version
+    `below` and later versions, the rule is disabled by default.
 
     The function `apply` of a rule returns the outputs of an equation. The function `prepare` returns another equation
     and its inputs, which are evaluated instead, and `finish(equation, outputs)` converts the outputs to another form.

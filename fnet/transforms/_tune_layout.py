@@ -2,8 +2,8 @@
 
 XLA:CPU does not change the order of the axes in a program. Under vmap, the result of a dense layer has the shape [out,
 batch, time] and is then transposed. The elementwise operations between the transpose and the next product would read
-and write strided memory. In tune, the value `y.transpose(order)` gets the tuple `order` as its note. Elementwise
-operations after the transpose are applied to y instead, so that successive transposes cancel.
+and write strided memory. In tune, the value `y.transpose(order)` gets the tuple `order` as its note (attached
+information). Elementwise operations after the transpose are applied to y instead, so that successive transposes cancel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fnet.jaxpr import POINTWISE, Value, permutation, plain
 
 
 def transposed(y, order) -> Value:
-    """Returns `y.transpose(order)` with the note `order`."""
+    """Returns `y.transpose(order)` with the note (attached information) `order`."""
     order = tuple(order)
     return Value(y) if order == tuple(range(y.ndim)) else Value(lax.transpose(y, order), order)
 
@@ -43,6 +43,6 @@ def followed(eqn, inputs) -> list[Value] | None:
 
 
 def _order(value):
-    """Returns the order of axes in the note of a value, or None. Inside a loop, a slice may have the note of the whole
-    array, which has more axes and is ignored."""
+    """Returns the order of axes in the note (attached information) of a value, or None. Inside a loop, a slice may have
+    the order of the whole array, which has more axes and is ignored."""
     return value.note if isinstance(value.note, tuple) and len(value.note) == np.ndim(value.x) else None

@@ -22,9 +22,9 @@ class Fired(NamedTuple):
 
 
 class Tuner(Interpreter):
-    """Evaluates a jaxpr equation by equation. The note of a value is True if the value can be read without a
-    computation (see `_tune_cpu`). The note of a value is a tuple if the value is a transposed array (see
-    `_tune_layout`). Otherwise, it is None."""
+    """Evaluates a jaxpr equation by equation. The note (attached information) of a value is True if the value can be
+    read without a computation (see `_tune_cpu`). The note (attached information) of a value is a tuple if the value is
+    a transposed array (see `_tune_layout`). Otherwise, it is None."""
 
     def __init__(self, rules, rows=None):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Generates texts with the entry points "prefill" and "decode" of a bundle, which `export.generation` creates."""
+"""Generates texts with the functions "prefill" and "decode" of a bundle, which `export.generation` creates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Generator:
 
     Attributes:
         characters: the character of each token, or None if the bundle has no characters.json.
-        context: the maximum number of tokens of a text, according to the constraint on the inputs of the entry point
+        context: the maximum number of tokens of a text, according to the constraint on the inputs of the function
             "prefill". `context` is None if the bundle has no constraint on the number of tokens.
     """
 
@@ -113,7 +113,7 @@ class Generator:
 
 
 def generates(bundle: Bundle) -> bool:
-    """Whether a bundle has the entry points of `export.generation`."""
+    """Whether a bundle has the functions that `export.generation` adds to a program."""
     if not {"prefill", "decode"} <= set(bundle.entries):
         return False
     prefill = bundle.manifest["entries"]["prefill"]

@@ -64,11 +64,10 @@ class Model:
                 raise ValueError(f"serve: {self.name}: outputs have sizes computed from {name!r}; it cannot be padded")
 
     def bound(self, arrays: list[np.ndarray]) -> list:
-        """Checks the inputs against the signature of the entry point, and returns them converted to the dtypes of the
-        signature.
+        """Checks the inputs against the dtypes and shapes in the signature, and returns them converted to these dtypes.
 
         Raises:
-            BundleError: the inputs do not match the signature.
+            BundleError: the inputs do not match the signature (structure, dtypes and shapes of the inputs).
         """
         rest, description = iter(arrays), self._description
         named = {name: _signature.unflatten(tree, rest) for name, tree in description["inputs"]}

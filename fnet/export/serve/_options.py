@@ -31,11 +31,11 @@ class Options:
             `drain`, the responses of the server ask the clients to close their connections. Default 1.
         token: a secret string of at least 8 characters, or None (the default). If a token is set, requests need the
             header "Authorization: Bearer TOKEN". Requests for the health of the server and for its page need no token.
-        pad: the sizes to which inputs are padded, {size variable: sizes}. A size variable is a name in a model's input
-            shapes, such as "t" in ["b", "t"], that represents a size which can vary. An axis whose size is a size
-            variable in `pad` is padded with zeros to the smallest size in `pad` that is large enough. The outputs of
-            the model must not depend on the padding, which the server tests when it starts. By default, inputs are not
-            padded.
+        pad: the sizes to which inputs are padded, {name of a symbolic size: sizes}. A size variable is a name in a
+            model's input shapes, such as "t" in ["b", "t"], that represents a size which can vary. An axis whose
+            symbolic size is in `pad` is padded with zeros to the smallest size in `pad` that is large enough. The
+            outputs of the model must not depend on the padding, which the server tests when it starts. By default,
+            inputs are not padded.
     """
 
     host: str = "127.0.0.1"

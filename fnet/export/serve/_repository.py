@@ -28,9 +28,9 @@ class Repository:
 
     Attributes:
         models: {name: {version: (model, batcher)}}, where the batcher combines waiting requests into batches. For the
-            bundle NAME.fnet, the model of the entry point "predict" is called NAME, and the models of other entry
-            points are called NAME.ENTRY.
-        generators: the text generators, {name: {version: generator}}. Each bundle with the entry points "prefill" and
+            bundle NAME.fnet, the model of the function "predict" is called NAME, and the models of other functions are
+            called NAME.ENTRY.
+        generators: the text generators, {name: {version: generator}}. Each bundle with the functions "prefill" and
             "decode" has a text generator.
         ready: whether the programs of all models have been compiled.
         error: the error that occurred when the programs were compiled, or None.

@@ -100,8 +100,8 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
         The folder.
 
     Raises:
-        ValueError: there is no `LowRank` leaf; PEFT cannot represent a `LowRank` leaf, such as that of a depthwise
-            convolution; or the model does not have this `prefix` or these `names`.
+        ValueError: the parameters have no `LowRank` leaf, or one that PEFT cannot represent, such as that of a
+            depthwise convolution; or the model does not have this `prefix` or these `names`.
 
     >>> import tempfile
     >>> from fnet import compress
@@ -187,7 +187,7 @@ def _modules(given):
 
 
 def _pair(given, base):
-    """Returns the keys of the two low-rank factors of a module, or None if the adapter does not change the module."""
+    """Returns the array names of a module's two low-rank factors, or None if the adapter does not change the module."""
     for a, b in ((".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B")):
         if base + a in given and base + b in given:
             return base + a, base + b

@@ -23,7 +23,8 @@ class Entry(NamedTuple):
         paths: the path of an array of the model, or the paths of several arrays that are one array in the file.
         specs: the shape and dtype of each array in `paths`.
         copies: the sizes of the leading axes whose indices are in the keys, such as the axis of an `nn.Stack`.
-        keys: one key in the file, or one key for each copy. The keys of the copies are in row-major order.
+        keys: one key (name of an array) in the file, or one key for each copy. The keys of the copies are in row-major
+            order.
     """
 
     rule: Rule | Spare | Tied
@@ -59,7 +60,7 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
         who: the model and the framework, for error messages.
 
     Raises:
-        ValueError: no rule matches an array, or two arrays have the same key.
+        ValueError: no rule matches an array, or two arrays have the same key (name in the file).
     """
     reads, beside, taken = [], [], set()
     for rule, start in [*((rule, prefix) for rule in names.flat()), *((rule, "") for rule in names.flat_heads())]:
@@ -90,7 +91,7 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
 
 
 def prefix_to_write(names: Names, leaves: Mapping[str, Any]) -> str:
-    """Returns the prefix of the keys that `save` writes for a model with the arrays `leaves`."""
+    """Returns the prefix of the keys (array names) that `save` writes for a model with the arrays `leaves`."""
     headed = any(True for rule in names.flat_heads() if isinstance(rule, Rule) for _ in _places(rule, leaves, ""))
     return names.prefixes[-1 if headed else 0]
 

@@ -22,7 +22,7 @@ def _known(model):
 
 
 def renamed(model, tensors):
-    """Replaces the keys of older files (`Names.aliases`) by the current keys, and returns the tensors."""
+    """Replaces the array names of older files (`Names.aliases`) by the current names, and returns the tensors."""
     aliases = {old: new for names in _known(model).values() for old, new in names.aliases.items()}
     if not aliases:
         return tensors
@@ -98,8 +98,7 @@ def detect_names(model, leaves, tensors, name):
 
 
 def _differs(model, rules):
-    """Returns {field: value that the weights in the file require} for the fields in which the model has another
-    value."""
+    """Returns {field: value that the weights in the file require} for the model's fields that have another value."""
     return {field: value for field, value in rules.config.items() if getattr(model, field) != value}
 
 
@@ -142,7 +141,7 @@ def check_header(model, name, path):
 
 
 def check_keys(model, name, key_map, tensors):
-    """Compares the keys and shapes of a file with the key map, which contains the expected keys and shapes."""
+    """Compares the array names and shapes of a file with the key map, which contains the expected keys and shapes."""
     held, wanted, spare = tensors.arrays, key_map.keys(), {key: entry for entry in key_map.beside for key in entry.keys}
     extra = [key for key in held if key not in wanted and key not in spare]
     missing = [key for key in wanted if key not in held]

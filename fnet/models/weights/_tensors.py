@@ -138,7 +138,7 @@ def _safetensors(file: Path) -> Tensors:
 
 
 def shards(index: Path) -> tuple[dict[str, str], list[str]]:
-    """Reads an index of shards. Returns ({key: the name of its shard}, the names of the shards).
+    """Reads an index of shards. Returns ({name of a tensor: the name of its shard}, the names of the shards).
 
     Raises:
         ValueError: the file is not an index of shards.

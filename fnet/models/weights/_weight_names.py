@@ -5,10 +5,10 @@ A `Rule` connects the path of an array in fnet with its key in the file, and sta
     Rule("stage{s}/block{b}/conv1/kernel", "layer{s}.{b}.conv1.weight", CONV)
 
 A field in braces, such as `{s}`, matches an integer in the path. In the key, `{s+1}` is the integer `s` plus a
-constant, and `{b:letter}` is the integer `b` as a letter (0 is a). A field in braces that is only in the key is the
-index of a copy in an `nn.Stack`. In fnet, the arrays of all copies of a layer are one array, whose leading axis is the
-index of the copy. If a rule has several paths for one key, the array in the file is split along its last axis into the
-arrays in fnet, for example into query, key and value.
+constant, and `{b:letter}` is the integer `b` as a letter (0 is a). A field in braces that is only in the key (the name
+in the file) is the index of a copy in an `nn.Stack`. In fnet, the arrays of all copies of a layer are one array, whose
+leading axis is the index of the copy. If a rule has several paths for one key, the array in the file is split along its
+last axis into the arrays in fnet, for example into query, key and value.
 """
 
 from __future__ import annotations
@@ -116,12 +116,12 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Spare:
-    """A key that a file may contain although the model does not need it.
+    """A key (name of an array) that a file may contain although the model does not need it.
 
     Args:
         theirs: the key in the file.
         ours: a path in fnet with the same fields as the key. The integers in the path, such as layer numbers, are the
-            possible integers in the key. If `ours` is None, the key has no fields.
+            possible integers in the key. If `ours` is None, the key has no fields in braces.
         write: the array that `save` writes under the key. If `write` is None, `save` does not write the key.
 
     >>> Spare("{s}.bn.num_batches_tracked", "{s}/bn/mean").theirs
@@ -135,8 +135,8 @@ class Spare:
 
 @dataclasses.dataclass(frozen=True)
 class Tied:
-    """A second key that a file may contain for the array at the path `ours`. The arrays at both keys of a file must be
-    equal.
+    """A second key (name) that a file may contain for the array at the path `ours`. The arrays at both keys (names) of
+    a file must be equal.
 
     If a `Rule` of the model already reads the key `theirs`, `Tied` has no effect. Therefore, the same naming rules can
     be used for models with tied and with separate logits.
@@ -165,8 +165,8 @@ class Names:
         rules: `Rule`, `Spare` and `Tied` objects in tuples, which may be nested. If several rules match a path, the
             first rule is used. Naming rules may refer to paths that some configurations of the model do not have. If a
             layout depends on the model, `rules` is a function that takes the model and returns the tuple.
-        prefixes: possible prefixes of the keys. `save` writes the first prefix, or the last prefix for a model with a
-            head.
+        prefixes: possible prefixes of the keys (array names in the file). `save` writes the first prefix, or the last
+            prefix for a model with a head.
         heads: rules whose keys have no prefix, such as the rules for a head after an encoder.
         aliases: {end of a key in older files: end of the same key in newer files}.
         config: {field of the model: value that the framework's weights require}, for values that cannot be derived from

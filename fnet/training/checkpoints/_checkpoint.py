@@ -29,9 +29,9 @@ class Checkpoints(Reading):
     A checkpoint is a folder whose name is the number of its step. The folder of a checkpoint contains safetensors files
     with the arrays, and a manifest (a JSON file that describes the arrays). The manifest of a checkpoint contains
     checksums of every shard, of every file and of the manifest itself. In a local folder, the checkpoint is written
-    under a temporary name, fsynced and renamed. In an object store, the manifest of the checkpoint is written last.
-    Therefore, if the process is killed while it saves a checkpoint, the earlier checkpoints remain valid. When a
-    checkpoint is read, all of its bytes are verified.
+    under a temporary name, fsynced and renamed. In an object store, the manifest (JSON file) of the checkpoint is
+    written last. Therefore, if the process is killed while it saves a checkpoint, the earlier checkpoints remain valid.
+    When a checkpoint is read, all of its bytes are verified.
 
     Args:
       folder: the folder of the checkpoints, a path or a URL (s3://bucket/prefix, gs://bucket/prefix,
@@ -164,8 +164,8 @@ class Checkpoints(Reading):
           step: the step, which is also the name of the checkpoint.
           tree: any pytree of JAX arrays, NumPy arrays, PRNG keys and Python numbers.
           metrics: a dict {name: value} of metrics, including the metric that `best` names. Default None: no metrics.
-          notes: a dict {name: value} of other data to store in the manifest of the checkpoint. The values have JSON
-            types. Default None: no other data.
+          notes: a dict {name: value} of other data to store in the manifest (JSON file) of the checkpoint. The values
+            have JSON types. Default None: no other data.
           sound: a bool scalar on the device, for example whether all parameters are finite. If `sound` is False, the
             checkpoint is not saved. Default None: the checkpoint is always saved.
 
@@ -185,7 +185,7 @@ class Checkpoints(Reading):
 
     def amend(self, step: int, *, metrics: Mapping[str, float] | None = None,
               notes: Mapping[str, Any] | None = None) -> None:
-        """Adds metrics and notes to the manifest of a saved step, in the background.
+        """Adds metrics and notes to the manifest (JSON file) of a saved step, in the background.
 
         A pending save is completed before the manifest is changed. The arrays of the checkpoint are not written again.
         If the step was not saved because `sound` was False, `amend` has no effect.

@@ -100,8 +100,8 @@ class Folder:
         return self.partial(step) / f".part-{process}.json"
 
     def commit(self, step: int, content: Mapping[str, Any], check: Callable[[], None]) -> None:
-        """Writes the manifest of a checkpoint and renames the folder of the checkpoint. An earlier checkpoint of `step`
-        is replaced.
+        """Writes the manifest (JSON file) of a checkpoint and renames the folder of the checkpoint. An earlier
+        checkpoint of `step` is replaced.
 
         Args:
           step: the step.
@@ -118,7 +118,7 @@ class Folder:
         shutil.rmtree(old, ignore_errors=True)
 
     def amend(self, step: int, content: Mapping[str, Any]) -> None:
-        """Replaces the manifest of the checkpoint of a step."""
+        """Replaces the manifest (JSON file) of the checkpoint of a step."""
         _manifest.write_manifest(self.folder / str(step), content)
 
     def discard(self, step: int) -> None:

@@ -159,7 +159,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_manifest(folder: Path | StorePath) -> dict[str, Any]:
-    """Reads the manifest of a checkpoint, and checks its checksum and its consistency.
+    """Reads the manifest (JSON file) of a checkpoint, and checks its checksum and its consistency.
 
     Raises:
       Damaged: the manifest is missing, or differs from what was written.

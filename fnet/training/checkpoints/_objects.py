@@ -1,4 +1,5 @@
-"""The checkpoints under a prefix of an object store. A checkpoint is complete once its manifest has been written."""
+"""The checkpoints under a prefix of an object store. A checkpoint is complete once its manifest (JSON file) has been
+written."""
 
 from __future__ import annotations
 

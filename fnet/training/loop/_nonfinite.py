@@ -29,8 +29,9 @@ class Diverged(ArithmeticError):
 
 
 def start(skipped: Any) -> dict[str, Any]:
-    """Returns the initial watch. The watch is a dict: the first step that was not finite, the index of the first
-    non-finite leaf of this step (both -1 if there is none), and the number of skipped steps."""
+    """Returns the initial watch, which records steps with NaN or infinity. The watch is a dict: the first step that was
+    not finite, the index of the first non-finite leaf of this step (both -1 if there is none), and the number of
+    skipped steps."""
     return {"bad": np.array(-1, np.int32), "leaf": np.array(-1, np.int32), "skipped": np.asarray(skipped, np.int32)}
 
 
@@ -62,7 +63,7 @@ def exempt(state: Any) -> set[str]:
 def look(watch: Mapping[str, Any], old: Any, new: Any, metrics: Mapping[str, Any], *, skip: bool,
          exempt: Collection[str] = ()) -> tuple[jax.Array, dict[str, Any]]:
     """Returns whether the step from state `old` to state `new` was finite, as a bool on the device. Also returns the
-    updated `watch`."""
+    updated `watch` (the record of non-finite steps)."""
     leaf = _first([leaf for _, leaf in watched(metrics, new, exempt)])
     sound = leaf < 0
     first = ~sound & (watch["bad"] < 0)
