@@ -25,8 +25,8 @@ class Model(nn.Layer):
 
         PRESETS: {name: fields}, the published configurations.
         NAMES: {framework: Names}, the names of the arrays in other frameworks, for `pretrained.load` and `save`.
-        CONFIGS: {model_type of config.json: Config}. `pretrained.load` uses the `Config` (the meaning of each field of
-            config.json) to compare the model with config.json. In `CONFIGS`, the key for the config.json of timm is "timm".
+        CONFIGS: {model_type of config.json: Config}. A `Config` states the meaning of each field of config.json, with
+            which `pretrained.load` compares the model. The key for the config.json of timm is "timm".
         HUB: {preset: sources of its weights}. A source is a repository of the Hugging Face hub, or "torchvision:NAME" for
             weights that only torchvision distributes, in a pickle file.
 
