@@ -27,8 +27,8 @@ class Model(nn.Layer):
         NAMES: {framework: Names}, the names of the arrays in other frameworks, for `pretrained.load` and `save`.
         CONFIGS: {model_type of config.json: Config}. A `Config` states the meaning of each field of config.json, with
             which `pretrained.load` compares the model. The key for the config.json of timm is "timm".
-        HUB: {preset: sources of its weights}. A source is a repository of the Hugging Face hub, or "torchvision:NAME" for
-            weights that only torchvision distributes, in a pickle file.
+        HUB: {preset: sources of its weights}. A source is a repository of the Hugging Face hub, or "torchvision:NAME"
+            for weights that only torchvision distributes, in a pickle file.
 
     >>> model = models.ResNet.preset("resnet18", classes=10)
     >>> nn.count_parameters(model.spec(model.example()).params)

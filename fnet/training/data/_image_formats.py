@@ -1,6 +1,6 @@
 """Readers of IDX (the format of MNIST) and of CIFAR-10's binary version, for untrusted files.
 
-A reader returns an array or raises a ValueError that names the file, whatever the file contains. The memory that a
+For any content of a file, a reader returns an array or raises a ValueError that names the file. The memory that a
 reader uses depends on the data in the file, not on the sizes in its headers, and a small file cannot unpack to a large
 array.
 """
