@@ -97,11 +97,11 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
         print(introspect.compare(model, ft.autocast(model, "bfloat16"), params, x, tolerance=0.05))
         print(introspect.compare(partial(model, params), partial(twin.apply, variables), x))
 
-    `compare` pairs the sites (named values) of the two programs in three steps. First, sites (named values) with the
-    same name form pairs. Second, sites (named values) with nearly equal values form pairs. Third, sites (named values)
-    with the same shape form pairs if they are computed between the same two pairs of nearly equal values. A model can
-    be compared with its port to another library without a list of names, because sites (named values) with different
-    names can form pairs. The argument `names` specifies pairs of sites explicitly.
+    `compare` pairs the sites (named values) of the two programs in three steps. First, sites with the same name form
+    pairs. Second, sites with nearly equal values form pairs. Third, sites with the same shape form pairs if they are
+    computed between the same two pairs of nearly equal values. A model can be compared with its port to another library
+    without a list of names, because sites with different names can form pairs. The argument `names` specifies pairs of
+    sites explicitly.
 
     Args:
         f: a function with sites (named values, see `transforms.sites`).

@@ -51,8 +51,7 @@ class Channel:
     Before a step, each process writes its status to JAX's key-value store. The first process in `processes` reads the
     status of every process and writes the common verdict (the decision on the next step). All processes except the
     first wait for this decision. For each step, the first process sends at least three requests to the store, and one
-    more request to delete the entries of the previous step. Each other process sends at least two requests for each
-    step.
+    more request to delete the entries of the previous step. Each other process sends two requests for each step.
 
     Args:
         processes: the indices of all processes, including this one.

@@ -44,9 +44,9 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
             same order in every run. Leaves without axes, such as a PRNG key, must be equal in all processes. The
             iterable may overwrite the arrays of a batch when its next batch is requested.
         plan: the result of `parallel.plan`. Its devices must be attached.
-        drop_remainder: if True, batches with fewer rows than the share of the process (its number of rows) are omitted
-            instead of padded, and the iteration ends as soon as one process has no more batches. Pass True if the step
-            does not read `batch["weight"]`. Default False.
+        drop_remainder: if True, batches with fewer rows than the share of the process are omitted instead of padded,
+            and the iteration ends as soon as one process has no more batches. Pass True if the step does not read
+            `batch["weight"]`. Default False.
         timeout: the number of seconds that a process waits for the slowest process, including the time that the
             slowest process needs to compile the step. Default 300.
 
@@ -54,10 +54,9 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
         Trees of `jax.Array`s with the structure of the plan's batch and with the plan's shardings.
 
     Raises:
-        ValueError: a batch has more rows than the share of the process (its number of rows), or the leaves, shapes or
-            dtypes of a batch differ from those of the plan's batch. ValueError is also raised if a batch must be padded
-            but the step does not read `batch["weight"]`. The error message names the leaf, its shape and the share
-            (number of rows) of the process.
+        ValueError: a batch has more rows than the share of the process, or the leaves, shapes or dtypes of a batch
+            differ from those of the plan's batch. ValueError is also raised if a batch must be padded but the step does
+            not read `batch["weight"]`. The error message names the leaf, its shape and the share of the process.
         PeersGone: another process, which the message names, did not answer within `timeout` seconds, has ended or has
             left the loop. A process that is blocked in a step cannot raise PeersGone, and therefore prints the message
             to stderr and exits.

@@ -45,7 +45,7 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
     compiled program instead. The devices need not be attached, and no arrays are allocated.
 
     Of the strategies that fit into memory, `plan` first keeps those that send at most 5 % more bytes than the strategy
-    that sends the fewest bytes. Of the strategies that send few bytes, `plan` then keeps those whose estimated time is
+    that sends the fewest bytes. Of the kept strategies, `plan` then keeps those whose estimated time is
     at most 5 % longer than the shortest estimated time. Finally, `plan` selects the simplest remaining strategy that
     leaves at least half of the memory free. If no remaining strategy leaves half of the memory free, `plan` selects the
     one with the most free memory.
