@@ -33,15 +33,15 @@ def _without_constants(jaxpr):
 
 
 def unplaced(params: dict) -> bool:
-    """Whether the parameters of a jit equation specify no shardings."""
+    """Whether all input and output shardings in the parameters of a jit equation are unspecified."""
     shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
     return all(sharding is UNSPECIFIED for sharding in shardings)
 
 
 def hoisted(params: dict, closed: Any, outputs: int = 0) -> tuple[dict, list]:
     """Changes the parameters of a jit equation so that the equation evaluates `closed`. The constants of `closed`
-    become the first inputs, and the equation gets `outputs` additional outputs. Returns the new parameters, and the
-    values of the constants."""
+    become the first inputs of the equation. `outputs` is the number of outputs that `closed` has in addition to the
+    outputs of the original equation. Returns the new parameters, and the values of the constants."""
     count = len(closed.consts)
     first = {"in_shardings": UNSPECIFIED, "in_layouts": None, "donated_invars": False}
     changes = {name: (value,) * count + tuple(params[name]) for name, value in first.items()}

@@ -40,8 +40,9 @@ class Forward(NamedTuple):
     Attributes:
         closed: the closed jaxpr, which maps the inputs to the residuals and the outputs.
         residuals: the number of residuals that the jaxpr returns.
-        forwarded: for each residual that the backward function needs, the index of the input that is this residual, or
-            None if the jaxpr returns the residual.
+        forwarded: a tuple that contains an integer or None for each residual of the backward function. The integer i
+            means that the residual is equal to input i of the custom_vjp equation. If the tuple contains None for a
+            residual, the residual is an output of the jaxpr `closed`.
     """
 
     closed: Any
@@ -59,8 +60,8 @@ class CustomVjp:
         self._forward: dict[tuple, Forward] = {}
 
     def forward(self, perturbed: tuple[bool, ...]) -> Forward:
-        """Returns the forward function. `perturbed` states for each input, including constants, whether it is
-        differentiated."""
+        """Returns the forward function. The tuple `perturbed` contains one boolean for each input, including constants,
+        which is True if the input is differentiated."""
         perturbed = tuple(perturbed[self.consts:])
         if perturbed not in self._forward:
             jaxpr, consts = self._params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
@@ -74,8 +75,9 @@ class CustomVjp:
         The jaxpr maps the inputs and residuals of the equation, and the cotangents of its outputs, to the cotangents of
         its inputs.
 
-        The backward function is traced with the types of the equation's inputs, which the user's function expects. A
-        residual that is a Python number in the forward function remains a Python number.
+        The jaxpr is traced for the types that the inputs have in the custom_vjp equation, because the user's backward
+        function expects these types. A residual that is a Python number in the forward function remains a Python
+        number.
 
         Args:
             forward: the forward function.
@@ -124,8 +126,8 @@ def _inexact(v) -> bool:
 
 def _cotangents(outputs, zeros, nonzero):
     """Returns the cotangents of all outputs, in order. Where `zeros` is True, the cotangent is a symbolic zero. The
-    list `nonzero` contains the cotangents that are not symbolic zeros, except those of outputs with an integer dtype,
-    which are float0 zeros."""
+    list `nonzero` contains the cotangents of the floating-point outputs for which `zeros` is False. The cotangent of an
+    integer output is a symbolic zero or an array with the dtype float0 (JAX's tangent dtype for integers)."""
     rest = iter(nonzero)
     return [SymbolicZero(v.aval.to_tangent_aval()) if zero else next(rest) if _inexact(v)
             else np.zeros(v.aval.shape, jax.dtypes.float0) for v, zero in zip(outputs, zeros)]

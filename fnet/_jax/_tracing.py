@@ -27,10 +27,10 @@ kernels_in_exports = jax.make_user_context(False)
 
 
 def trace_state():
-    """Returns a token of the current trace.
+    """Returns a value that identifies the current JAX trace.
 
-    The tokens of two calls are equal if and only if no JAX transformation (scan, cond, vmap, jit, ...) was entered or
-    left between the calls.
+    Two calls of `trace_state` return equal values if and only if both calls run in the same trace, that is, inside the
+    same JAX transformations (scan, cond, vmap, jit, ...).
     """
     return get_opaque_trace_state()
 
@@ -47,15 +47,15 @@ def vary_alike(*arrays):
 
 
 def varies_over(x) -> frozenset:
-    """Returns the mesh axes over which an array varies, inside a shard_map that tracks these axes. `x` may also be the
-    type of an array."""
+    """Returns the mesh axes over which an array varies, inside a shard_map that tracks these axes. `x` is an array, or
+    the abstract value of an array (`jax.typeof(array)`)."""
     kind = x if hasattr(x, "manual_axis_type") else jax.typeof(x)
     return frozenset(getattr(getattr(kind, "manual_axis_type", None), "varying", ()))
 
 
 def zeros(shape: tuple, dtype: Any, axes: frozenset):
-    """Returns zeros that vary over the mesh axes `axes`. Inside shard_map, the initial carry of a scan must vary over
-    the same mesh axes as the results of its iterations."""
+    """Returns an array of zeros that `jax.lax.pcast` marks as varying over the mesh axes `axes`. Inside shard_map, the
+    initial carry of a scan must vary over the same mesh axes as the results of its iterations."""
     zeros = jax.numpy.zeros(shape, dtype)
     return jax.lax.pcast(zeros, tuple(sorted(axes, key=str)), to="varying") if axes else zeros
 
@@ -74,14 +74,15 @@ def name_stack(eqn: Any) -> str:
 
 
 def scope_entries(eqn: Any) -> tuple[tuple[str, int], ...]:
-    """Returns (name, identity) for each named scope of an equation, the outermost first. Each time the program enters a
-    named scope, the scope gets a new identity, which is the same for all equations inside the scope."""
+    """Returns (name, id) for each named scope of an equation, from the outermost to the innermost scope. Each time a
+    program enters a `jax.named_scope`, JAX creates a scope object, and `id` is the Python id of this object. All
+    equations inside the scope have the same scope object."""
     return tuple((entry.name, id(entry)) for entry in eqn.source_info.name_stack.stack if isinstance(entry, _Scope))
 
 
 def origin(eqn: Any) -> tuple:
-    """Returns the identities of an equation's name stack, traceback and JAX context. Equations for which `origin`
-    returns the same value have the same `name_stack` and `equation_context`."""
+    """Returns the Python ids of the name stack, the traceback and the attribute `ctx` (JAX settings) of an equation.
+    Equations for which `origin` returns the same value have the same `name_stack` and `equation_context`."""
     info = eqn.source_info
     return id(info.name_stack), id(info.traceback), id(eqn.ctx)
 
@@ -100,8 +101,8 @@ def current_names() -> Any:
 
 @contextlib.contextmanager
 def equation_context(eqn: Any, outer: Any):
-    """Returns a context in which new equations get the source line and the JAX context of `eqn`. The name stack of the
-    new equations is `outer`, followed by the name stack of `eqn`."""
+    """Returns a context in which new equations get the source line and the JAX settings (`ctx`) of the equation `eqn`.
+    The name stack of the new equations is `outer`, followed by the name stack of `eqn`."""
     names = outer + eqn.source_info.name_stack
     with _source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         yield
@@ -120,9 +121,9 @@ def names_context(outer: Any, name: str):
 def bind_again(eqn: Any, arrays: list) -> list:
     """Returns the outputs of an equation, evaluated on `arrays`.
 
-    If JAX is tracing to a jaxpr, and the arrays have the types of the equation's inputs, the equation is added to the
-    jaxpr unchanged. Adding an equation unchanged takes half the time of `bind`, because the output types are not
-    inferred again.
+    If JAX is tracing to a jaxpr, and the arrays have the types of the equation's inputs, `bind_again` appends a copy of
+    the equation to the jaxpr. Appending the copy of the equation takes half the time of a call of the primitive's
+    method `bind`, because JAX does not infer the output types again.
     """
     primitive = eqn.primitive
     if (_DynamicJaxprTrace and type(trace := _core.trace_ctx.trace) is _DynamicJaxprTrace and not eqn.effects
@@ -138,18 +139,19 @@ def bind_again(eqn: Any, arrays: list) -> list:
 
 
 def _high(eqn: Any) -> bool:
-    """Whether JAX must expand an equation before compilation, which is the case for jnp.nonzero and jnp.unique since
-    jax 0.12. For an equation that must be expanded, `bind_again` calls `bind`, because JAX must be informed that a
-    program contains the equation."""
+    """Whether JAX must expand an equation into other equations before compilation, which is the case for jnp.nonzero
+    and jnp.unique since jax 0.12. `bind_again` does not copy an equation that JAX expands, because the copy would not
+    set the flag `is_high` of the traced jaxpr."""
     return eqn.primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params)
 
 
 def bind(primitive: Any, arrays: list, params: dict) -> list:
     """Evaluates a primitive and returns its outputs as a list.
 
-    While JAX linearizes a program, the primitive is evaluated in an inlined jit, because JAX caches the linearization
-    of a jit, but not that of a primitive. During linearization, the inlined jit saves two thirds of the time. The
-    inlined jit does not change the program.
+    While JAX linearizes a program, `bind` calls the primitive inside a `jax.jit` with inlining. JAX caches the
+    linearization of a jitted function, but not the linearization of a primitive. Therefore, `jax.jit` with inlining
+    reduces the time to linearize a program by two thirds. Because of the inlining, the traced program contains an
+    equation of the primitive, but no jit equation.
     """
     outputs = None
     if _LinearizeTrace and type(_core.trace_ctx.trace) is _LinearizeTrace and primitive.name not in _NEVER_INLINED:

@@ -1,4 +1,4 @@
-"""Replaces the store of JAX's cache of compiled programs. Imported on first use."""
+"""Makes JAX's compilation cache use a store of fnet instead of a folder. Imported on first use."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def install(store, *, shortest: float) -> bool:
         shortest: the minimum compilation time of a program that is saved, in seconds.
 
     Returns:
-        Whether JAX uses `store` now. JAX does not use the store if the user has selected another cache folder or
-        disabled the cache, if the store cannot be used, or if this version of JAX does not support other stores.
+        Whether JAX now loads compiled programs from `store`. The result is False if the user has disabled JAX's
+        compilation cache, or has selected another cache folder. The result is also False if `store.open()` returns
+        False, or if fnet cannot replace the store of the cache in this version of JAX.
     """
     if not _cache or not jax.config.jax_enable_compilation_cache:
         return False
@@ -56,9 +57,9 @@ def uninstall() -> None:
 
 
 def used() -> bytes:
-    """Returns a description of the programs that JAX has looked up in the store since `preload`. Programs for several
-    devices and programs that call Python are omitted. Discards the programs that `preload` has loaded and JAX has not
-    looked up."""
+    """Returns a JSON description of the compiled programs that JAX has looked up in its cache since the last call of
+    `preload`. Programs for several devices and programs that call Python are omitted. The function `used` also discards
+    each program that `preload` has loaded, unless JAX has looked up this program."""
     for _, loaded in _started.values():
         loaded.cancel()
     _started.clear()
@@ -67,11 +68,11 @@ def used() -> bytes:
 
 def preload(programs: bytes) -> None:
     """Loads the programs that an earlier process has used. A background thread loads the programs, while this process
-    traces its functions. A loaded program is used only if JAX looks up the same key with the same options; tracing is
-    never skipped.
+    traces its functions. JAX uses a loaded program only if it looks up the cache key of this program with the same
+    compile options. JAX traces all functions even if their compiled programs are loaded.
 
     Args:
-        programs: the result of `used` in an earlier process.
+        programs: a JSON description of the compiled programs of an earlier process, as returned by the function `used`.
     """
     _used.clear()
     if not _cache or _cache.get_executable_and_time is not _look_up:

@@ -40,9 +40,11 @@ def unavailable(platform: str) -> str | None:
 
 
 def tell_devices(*primitives: Any) -> None:
-    """Makes JAX pass the devices of a program to the lowering rules of `primitives`, as for JAX's own primitives that
-    XLA cannot partition. JAX requires that a program that contains one of `primitives` uses only one mesh. Only kernels
-    for several GPUs need the devices of the program, so this function has no effect without JAX's CUDA plugin.
+    """Makes JAX pass the devices of a program to the lowering rules of `primitives`.
+
+    JAX requires that a program that contains one of `primitives` uses only one mesh. Only attention kernels that run on
+    several GPUs need the devices of the program, and these kernels require JAX's CUDA plugin. Therefore, `tell_devices`
+    has no effect without JAX's CUDA plugin.
     """
     if _cuda_versions():
         _dispatch.prim_requires_devices_during_lowering.update(primitives)
@@ -87,10 +89,11 @@ def cudnn_version() -> int | None:
 def cudnn_attention(q, k, v, bias, lengths, *rest, scale, causal, window, residuals=True) -> list:
     """Computes cuDNN's flash attention. The inputs q [b, t, h, d] and k, v [b, s, g, d] have a 16-bit dtype.
 
-    Without `rest`, the function computes the forward pass. The forward pass returns the output and, if `residuals` is
-    true, the logarithm of the sum of exponentials, [b, h, t]. With `rest`, the function computes the backward pass. The
-    backward pass returns the gradients of q, k and v. For the backward pass, `rest` is the logarithm, the output and
-    the gradient of the output, in this order.
+    If the arguments `rest` are not passed, the function computes the forward pass of attention. The forward pass
+    returns the output and, if `residuals` is true, the logsumexp of the attention logits, [b, h, t]. If the arguments
+    `rest` are passed, the function computes the backward pass of attention, which returns the gradients of q, k and v.
+    For the backward pass, the arguments `rest` are, in this order, the logsumexp of the attention logits, the output,
+    and the gradient of the output.
     """
     fused = _cudnn()
     name = "dot_product_attention_bwd" if rest else "dot_product_attention_fwd"
@@ -113,12 +116,13 @@ def cudnn_attention(q, k, v, bias, lengths, *rest, scale, causal, window, residu
 
 def splash_attention(q, k, v, lengths, *rest, causal, window, block, residuals=True, interpret=False) -> Any:
     """Computes splash attention on TPUs with its Pallas kernels, for one row of a batch: q [h, t, d] and k, v [g, s,
-    d]. The products of queries and keys are not multiplied by a scale, so q must be scaled.
+    d]. The function does not scale the attention logits, so the caller must pass scaled queries q.
 
-    If `rest` is not passed, the function computes the forward pass. The forward pass returns the output and, if
-    `residuals` is true, the logarithm of the sum of exponentials, [h, t]. If `rest` (values of the forward pass) is
-    passed, the function computes the backward pass. The backward pass returns the gradients of q, k and v. For the
-    backward pass, `rest` is the output, the logarithm and the gradient of the output, in this order.
+    If the arguments `rest` are not passed, the function computes the forward pass of attention. The forward pass
+    returns the output and, if `residuals` is true, the logsumexp of the attention logits, [h, t]. If the arguments
+    `rest` are passed, the function computes the backward pass of attention, which returns the gradients of q, k and v.
+    For the backward pass, the arguments `rest` are, in this order, the output, the logsumexp of the attention logits,
+    and the gradient of the output.
     """
     splash, kernels, check_vma = _splash()
     shape = q.shape[1], k.shape[1]

@@ -1,5 +1,4 @@
-"""Functions for runs of several processes: the number of processes, their key-value store, and the exit of a process
-after other processes have ended.
+"""Functions for runs of several processes, for example to exit a process without waiting for the other processes.
 
 Imported on first use.
 """
@@ -40,11 +39,11 @@ def notes():
 
 
 def leave() -> None:
-    """Lets this process exit without waiting for processes that have ended.
+    """Lets this process exit without waiting for the other processes of the run.
 
-    Without `leave`, JAX waits on exit for the other processes until a timeout, and then aborts the process. `leave`
-    removes JAX's functions that run on exit. `leave` also keeps the objects of the connection alive, because freeing
-    them would also wait for the other processes.
+    Without `leave`, JAX waits on exit for the other processes until a timeout, and then aborts the process. The
+    function `leave` unregisters JAX's exit handlers from `atexit`. `leave` also keeps the objects of the connection
+    alive, because freeing them would also wait for the other processes.
     """
     atexit.unregister(_api.clean_up)
     atexit.unregister(_dispatch.wait_for_tokens)

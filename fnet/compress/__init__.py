@@ -11,8 +11,9 @@
 
 `quantize` and `lora` return a tree of parameters in which some leaves are implicit arrays (`ImplicitArray`). An
 implicit array is a pytree of plain arrays from which one array is computed, for example codes and scales. A tree with
-implicit arrays can be sharded and saved like a tree of plain arrays. For a model f, `ft.use_implicit_arrays(f)` is a
-function of a tree with implicit arrays that can be compiled and differentiated.
+implicit arrays, such as quantized parameters, can be sharded and saved like a tree of plain arrays. For a model f,
+`ft.use_implicit_arrays(f)` is a function that also accepts implicit arrays as parameters, and that can be compiled and
+differentiated.
 """
 
 from fnet.compress._advise import Advice, Advised, advise

@@ -1,4 +1,4 @@
-"""Advises which parameters to quantize, and in which formats, from the bytes and the time of each product on a chip."""
+"""Recommends quantization formats for parameters, based on the time of each matrix product or convolution on a chip."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ class Advised:
 
     Attributes:
         path: the path of the parameter.
-        product: the number and the shapes of the products with the parameter, as text.
+        product: the number and operand shapes of the matrix products (or convolutions) that use the parameter, as text.
         bytes: the size of the parameter in each format, {name of the format: bytes}. The name "original" means the
             original dtype of the parameter. Formats that cannot represent the parameter have no entry.
-        seconds: the time of the products with the parameter in each format, {name of the format: seconds}. The name
-            "original" means the original dtype of the parameter.
+        seconds: {name of a format, or "original": seconds of all matrix products and convolutions with the parameter}.
         format: the advised format, or None if the parameter should not be quantized.
         reason: the reason why `format` is advised.
 
@@ -66,10 +65,10 @@ class Advice(Mapping):
     Attributes:
         chip: the chip for which the formats are advised.
         measured: True if times were measured on the chip, False if they are estimated from the peak rates of the chip.
-        rows: one `Advised` for each parameter that is an operand of a product.
+        rows: one `Advised` for each parameter that is an operand of a matrix product or convolution.
         formats: the formats that were considered, {name: format}.
         before: the time of the function with the original parameters, in seconds, or None if the time is unknown.
-        after: the time of the function with the advised formats, in seconds, or None if the time is unknown.
+        after: the time of the function with the parameters quantized as advised, in seconds, or None if it is unknown.
 
     >>> from fnet import compress
     >>> params = {"k1": jnp.ones((8, 8)), "k2": jnp.ones((8, 8)), "k3": jnp.ones((8, 8))}
@@ -105,7 +104,7 @@ class Advice(Mapping):
         """Predicts the time of the function, in seconds, with other parameters, for example the result of `quantize`.
 
         Raises:
-            ValueError: a parameter has a format that was not considered.
+            ValueError: a parameter is quantized in a format that is not one of the formats that `advise` compared.
         """
         formats = {}
         for path, leaf in leaves_by_path(params).items():
@@ -117,8 +116,8 @@ class Advice(Mapping):
         return self._total(formats)
 
     def _total(self, formats):
-        """Returns the time of the function, in seconds, with the formats `formats`, {path of a parameter: name of its
-        format}. The time of operations that are not products is assumed not to change."""
+        """Predicts the time of the function with quantized parameters, in seconds. `formats` is {path of a parameter:
+        name of its format}. Only the time of matrix products and convolutions is assumed to depend on the formats."""
         if self.before is None:
             return None
         old = sum(row.seconds[_ORIGINAL] for row in self.rows)
@@ -138,33 +137,35 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
         print(advice)
         small = compress.quantize(params, advice)
 
-    On the local chip, `advise` measures the time of each product for each format of its parameter. The measurement of a
-    product uses several copies of its parameter, so that it is not read from a cache. The measurement of a product also
-    contains elementwise operations around the product, because XLA fuses rounding and scaling with such operations in a
-    network. `advise` also times the whole function with the original parameters, and with the parameters in each
-    format. In the whole function, XLA may fuse operations differently than for one product. Therefore the times of all
-    products in a format are multiplied by one factor, to agree with the measured time of the function. For chips other
-    than the local chip, times are estimated as max(FLOPs / peak rate, bytes / bandwidth) + the time to decode.
+    On the local chip, `advise` measures the time of each matrix product (or convolution) with a parameter, in each
+    format of the parameter. The measurement uses several copies of the parameter, so that the parameter is not read
+    from a cache. The measured program also contains elementwise operations before and after the matrix product, because
+    XLA fuses rounding and scaling with elementwise operations. `advise` also times the whole function with the original
+    parameters, and with the parameters in each format. XLA may fuse operations in the whole function differently than
+    around a single matrix product. Therefore, the times of all matrix products in a format are multiplied by one
+    correction factor, to agree with the measured time of the whole function. For chips other than the local chip,
+    `advise` estimates the time of a matrix product as max(FLOPs / peak rate, bytes / bandwidth), plus the time to
+    dequantize the parameter and to quantize the activations, if the format requires these operations.
 
-    For each parameter, `advise` selects the fastest format. `advise` recommends a format only if the products with the
-    parameter take at most 97 % of the original time. `advise` does not consider the accuracy of the function, so
+    `advise` recommends the fastest format for a parameter only if this format reduces the time of the matrix products
+    with the parameter to at most 97 % of the original time. `advise` does not consider the accuracy of the function, so
     measure the accuracy separately. Statistics from `calibrate` can improve the accuracy of quantized parameters. If
-    more than two parameters are operands of products, `advise` does not quantize the parameters of the first and the
-    last product, because rounding these parameters affects the outputs most.
+    more than two parameters are operands of matrix products or convolutions, `advise` does not quantize the parameters
+    of the first and the last of these operations, because rounding these parameters affects the outputs most.
 
     Args:
         f: `f(params, *args)`, a model of any library.
-        params: the parameters of f. `advise` recommends no formats for implicit arrays, biases and norms.
+        params: the parameters of f. `advise` ignores biases, norm scales and implicit arrays (such as `Quantized`).
         *args: the other arguments of f. If the arguments of f are `jax.ShapeDtypeStruct`s, nothing is measured.
         chip: a `hardware.Chip`, a device or a device kind. Default: the first local device.
         formats: the formats to consider. Default: Int8(), Int8(activations="dynamic") and Int4(group=32).
-        measure: whether to time products (default: True if the arguments are arrays and `chip` is the local chip).
+        measure: whether to measure times (default: True if the arguments are arrays and `chip` is the local chip).
 
     Returns:
         An `Advice`, which is also a recipe for `quantize`.
 
     Raises:
-        ValueError: f has no product with a parameter, or `measure=True` is passed with `jax.ShapeDtypeStruct`s.
+        ValueError: no matrix product or convolution in f has a parameter, or `measure=True` is passed without arrays.
         TypeError: a format is none of `Int8`, `Int4`, `NF4` and `Float8`.
 
     >>> from fnet import compress
@@ -221,8 +222,8 @@ def _uncalibrated(format: Format) -> tuple[Format, bool]:
 
 
 def _fitted(format, product) -> Format | None:
-    """Adapts a format to a product. The axes of the new format are the contracted axes, and its group is a divisor of
-    the size of the last contracted axis. Returns None if the format cannot be adapted to the product."""
+    """Sets the axes of a quantization format to the contracted axes of a parameter, and `group` (if set) to a divisor
+    of the size of the last contracted axis. Returns None if the format cannot represent the parameter."""
     n, group = product.w.shape[product.axes[-1]], format.group
     if format.bits == 4 and n % 2:
         return None
@@ -278,11 +279,10 @@ def _bytes(leaf, format) -> int:
 # Measured times.
 
 def _probed(product: Product, candidates: Mapping[str, Format], *, returned: bool) -> dict[str, float]:
-    """Measures the seconds of one computation of a product, with the original parameter and with each candidate format.
-
-    In a network, XLA fuses the rounding of inputs and the scaling of outputs with elementwise operations around a
-    product. Therefore elementwise operations around the product are also measured, but none after a result of f.
-    """
+    """Measures the seconds of one matrix product or convolution, for the original parameter and each candidate format.
+    In a network, XLA fuses the rounding of inputs and the scaling of outputs with neighboring elementwise operations.
+    Therefore, the measured program applies a relu before the matrix product. A relu is also applied to the result of
+    the matrix product, unless the user's function returns this result (`returned` is True)."""
     one = product.w.size * product.w.dtype.itemsize
     copies = max(1, min(64, math.ceil(_COLD / one), int(_WORK / product.flops)))
     keys = jax.random.split(jax.random.key(0), 2)
@@ -305,8 +305,8 @@ def _probed(product: Product, candidates: Mapping[str, Format], *, returned: boo
 
 
 def _encoded(w, format, layers: int) -> Quantized:
-    """Returns a parameter in a format, for the measurement of times. The first `layers` axes of the parameter are the
-    axes of a stack of layers. If the format needs statistics, the scale of the activations is an arbitrary number."""
+    """Quantizes `w` to `format` for time measurements. The first `layers` axes of `w` are those of a stack of layers.
+    If the format needs statistics of activations, the scale of the activations is an arbitrary constant."""
     stored, calibrated = _uncalibrated(format)
     array = quantize({"kernel": w}, {"kernel": stored})["kernel"]
     if calibrated:
@@ -317,8 +317,8 @@ def _encoded(w, format, layers: int) -> Quantized:
 
 
 def _measured(f, params, args, rows, named, found) -> tuple[float, dict[tuple[str, str], float]]:
-    """Returns the seconds of the function, and the factors for the times of products, {(path, name of a format):
-    factor}."""
+    """Returns the seconds of f, and correction factors {(path of a parameter, name of a format): factor}. The times of
+    single matrix products, multiplied by the correction factors, agree with the time of the whole function f."""
     ends = {found[0].path, found[-1].path} if len(rows) > 2 else set()
     within = {name: [row for row in rows if name in row.seconds and row.path not in ends] for name in named}
     within = {name: some for name, some in within.items() if some}
@@ -342,7 +342,7 @@ def _seconds(run, trees, args) -> dict[str, float]:
 
 
 def _in_format(params, format, paths, found) -> Any:
-    """Returns the parameters, of which those at the given paths are converted to a format."""
+    """Returns the tree `params`, in which the parameters at the paths `paths` are quantized to the format `format`."""
     first = {product.path: product for product in reversed(found)}
 
     def change(path, leaf):
@@ -358,8 +358,8 @@ def _in_format(params, format, paths, found) -> Any:
 # Estimates.
 
 def _estimated(product: Product, candidates: Mapping[str, Format], chip: hw.Chip) -> dict[str, float]:
-    """Estimates the seconds of one computation of a product, with the original parameter and with the parameter in each
-    of the formats `candidates`. The result lacks formats for which the peak rate of the chip is unknown."""
+    """Estimates the seconds of one matrix product or convolution, with the original parameter and in each format of
+    `candidates`. The result lacks formats for which the peak rate of the chip is unknown."""
     moved = product.x.size * product.x.dtype.itemsize + product.y.size * product.y.dtype.itemsize
     vector = chip.peaks.get("fp32", math.inf)    # not in the catalog for TPUs
     seconds = {}

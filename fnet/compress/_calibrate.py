@@ -1,4 +1,4 @@
-"""Statistics of the inputs of products, recorded on example batches."""
+"""Records statistics of the activations that are multiplied by parameters, on example batches."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ _NAME = re.compile(r"(?:.*/)?input of (?P<leaf>\d+), (?P<lead>\d+), (?P<axes>[-\
                    meta_fields=["axes", "conflict"])
 @dataclasses.dataclass(frozen=True)
 class InputStatistics:
-    """Statistics of the inputs of the products with one parameter. `calibrate` creates it.
+    """Statistics of the inputs (activations) that are multiplied by one parameter, recorded by `calibrate`.
 
-    The input of a product is the operand that is not the parameter. The input consists of rows of n elements, where n
-    is the number of elements over which the product sums. For convolutions, each element is one row (n = 1). If a scan
-    iterates over the first axes of the parameter, such as the layers of a `Stack`, the statistics are separate for each
-    index of these axes. In the shapes of the attributes, `lead` denotes the sizes of the parameter's axes over which a
-    scan iterates.
+    In a matrix product of an input x and the parameter, x consists of rows of n elements, where n is the number of
+    elements over which the matrix product sums. For a convolution, each element of the input is treated as a separate
+    row with n = 1 element. If a scan iterates over the first axes of the parameter, such as the layers of a `Stack`,
+    the statistics are separate for each index of these axes. In the shapes of the attributes, `lead` denotes the sizes
+    of the parameter's axes over which a scan iterates.
 
     Attributes:
-        rows: the number of recorded rows, an array [*lead].
+        rows: the number of recorded rows of activations, separately for each layer of a scan, an array [*lead].
         largest: the largest magnitude of all elements, an array [*lead].
-        magnitude: the mean magnitude of each element of a row, an array [*lead, n].
+        magnitude: the mean magnitude over all rows, for each of the n elements of a row, an array [*lead, n].
         histogram: the number of elements whose magnitude is in each bin, an array [*lead, 1920]. `bounds` contains the
             upper bounds of the histogram's bins.
         gram: the sum of x^T x over all rows x, an array [*lead, n, n]. `gram` is None for convolutions, and if
             `calibrate` was called with `gram=False`.
-        axes: the axes of the parameter that products contract, counted from the end (negative).
-        conflict: the reason why the statistics do not describe all products with the parameter, or "" if they describe
-            all products.
+        axes: the axes of the parameter over which matrix products or convolutions sum, counted from the end (negative).
+        conflict: "" if all matrix products with the parameter sum over the same axes, otherwise an error message. If
+            matrix products sum over different axes of the parameter, the statistics describe only the matrix products
+            that sum over `axes`.
 
     >>> from fnet import compress
     >>> x, params = jnp.array([[1.0, -3.0]]), {"kernel": jnp.ones((2, 3))}
@@ -72,7 +73,7 @@ class InputStatistics:
     def bound(self, method: str) -> np.ndarray:
         """Returns the bound at which inputs are clipped when they are rounded to 8 bits, as an array [*lead].
 
-        The largest 8-bit code, 127, represents the bound.
+        An input that is equal to the bound is rounded to the largest 8-bit code, 127.
 
         Args:
             method: "absmax": the largest recorded magnitude. "percentile": the bound below which 99.99 % of the
@@ -97,13 +98,13 @@ class InputStatistics:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["leaf", "original", "gram"])
 @dataclasses.dataclass(frozen=True)
 class _Observed(Wrapped):
-    """A parameter that computes statistics of the other operand of each of its products. `tag` gives the statistics a
-    name, so that `ft.capture` can record them.
+    """A wrapper of a parameter that computes statistics of the activations that are multiplied by the parameter. `tag`
+    gives the statistics a name, so that `ft.capture` can record them.
 
     Attributes:
         leaf: the index of the parameter among the leaves of the tree.
-        original: the number of axes of the parameter outside of scans. Inside a scan over stacked layers, the parameter
-            has fewer axes.
+        original: the number of axes of the parameter outside of all scans. Inside a scan over stacked layers, the
+            wrapped parameter has fewer axes, because it lacks the axes over which the scan iterates.
         gram: whether to compute x^T x.
     """
 
@@ -133,7 +134,7 @@ class _Observed(Wrapped):
 
 
 def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = True) -> dict[str, InputStatistics]:
-    """Records statistics of the inputs of all products with parameters, on example batches.
+    """Runs a function on example batches, and records statistics of the activations that are multiplied by parameters.
 
         stats = compress.calibrate(model, params, [tokens1, tokens2])
         params = compress.quantize(params, {"blocks": compress.Int4()}, stats=stats)
@@ -143,17 +144,18 @@ def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = 
         params: a tree of arrays. No statistics are recorded for parameters with fewer than two axes, for parameters
             named bias, scale, b or offset, and for implicit arrays, such as quantized arrays.
         batches: an iterable of batches. A batch is a tuple of the other arguments of f, or an array if there is one
-            other argument. Together, the batches need a few hundred rows to compute the scales of activations. To
-            correct rounding errors (`gram=True`), the batches need more rows than the number of elements of a row.
+            other argument. To compute the scales of activations, all batches together should contain a few hundred rows
+            of activations. To correct rounding errors (`gram=True`), the batches should contain more rows than a row
+            has elements.
         gram: whether to record the sum of x^T x over the rows x, which `quantize` uses to correct rounding errors. For
             rows of n elements, the sum of x^T x has n^2 elements. Default True.
 
     Returns:
-        {path of a parameter: `InputStatistics`}, for the parameters that f uses in products or convolutions. Products
-        inside while loops and inside branches of `lax.cond` are not recorded.
+        {path of a parameter: `InputStatistics`}, for the parameters that f uses in matrix products or convolutions.
+        Matrix products and convolutions inside while loops and inside branches of `lax.cond` are not recorded.
 
     Raises:
-        ValueError: there is no batch, or no product with a parameter.
+        ValueError: `batches` is empty, or f has no matrix product or convolution with a parameter.
 
     >>> from fnet import compress
     >>> params = {"kernel": jnp.ones((2, 3))}
@@ -200,7 +202,8 @@ def _recorder(evaluate, names):
 
 
 def _add(total, paths, match, found) -> None:
-    """Adds the statistics of one product, for one batch, to `total`."""
+    """Adds the statistics of one matrix product or convolution on one batch to `total`, {path of a parameter:
+    statistics}."""
     path, leaf = paths[int(match["leaf"])]
     lead = leaf.shape[:int(match["lead"])]
     axes = tuple(map(int, match["axes"].split()))
@@ -216,8 +219,9 @@ def _add(total, paths, match, found) -> None:
 
 
 def _reduced(x, trailing, lead, reduce):
-    """Reduces an array [*axes of scans and batches, *trailing axes] to [*lead, *trailing axes] with the function
-    `reduce`. `trailing` is the number of trailing axes."""
+    """Reduces captured statistics x over the axes of enclosing scans and vmaps, with the function `reduce`. The last
+    `trailing` axes of x, and the axes of a scan that slices the parameter, are not reduced. `lead` contains the sizes
+    of the axes over which a scan slices the parameter."""
     x = np.asarray(x, np.float64 if reduce is np.sum else np.float32)
     outer, kept, start = x.shape[:x.ndim - trailing], [], 0
     for n in lead:

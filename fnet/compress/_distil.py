@@ -26,7 +26,7 @@ def distillation_loss(logits: jax.Array, teacher_logits: jax.Array, labels: jax.
             cross entropy.
         temperature: the temperature T, a number above 0. Default 4. With a larger T, the student learns more about the
             classes to which the teacher gives a low probability.
-        weight: the weight of the KL divergence, a number in [0, 1]. The weight of the cross entropy is 1 - weight.
+        weight: the weight of the KL divergence, a number in [0, 1]. The weight of the cross entropy is 1 - `weight`.
             Default 0.9.
 
     Returns:
@@ -66,21 +66,19 @@ def hidden_loss(student: Mapping[str, Any], teacher: Mapping[str, Any], pairs: M
         loss = compress.hidden_loss(seen, wanted, {"blocks": "encoder"}, {"blocks": projection})
 
     Args:
-        student, teacher: the captured values, {name of the value: value}. A site is the name of a value in the program.
-            The captured values are the second result of the function that `ft.capture` returns. No gradient flows to
-            the values of the teacher.
-        pairs: {site of the student: site of the teacher}.
-        projections: {site of the student: matrix [student's features, teacher's features]}, for sites at which student
-            and teacher have different numbers of features. The student's values at a site (named value) are multiplied
-            by the matrix of this site. Train the matrices (`projections`) together with the parameters of the student.
-            Default: none.
+        student, teacher: the captured values, {name of a value: value}. The captured values are the second result of
+            the function that `ft.capture` returns. No gradient flows to the values of the teacher.
+        pairs: {name of a value of the student: name of a value of the teacher}.
+        projections: {name of a value of the student: matrix [student's features, teacher's features]}, for values whose
+            number of features differs between student and teacher. The student's value is multiplied by the matrix.
+            Train the matrices (`projections`) together with the parameters of the student. Default: none.
 
     Returns:
         A scalar: the mean squared difference between the values of each pair, averaged over the pairs.
 
     Raises:
-        KeyError: the value at a site (named value) was not captured.
-        ValueError: the shapes of a pair differ, or there is no pair.
+        KeyError: a value that `pairs` names was not captured.
+        ValueError: the shapes of the two values of a pair differ, or `pairs` is empty.
 
     Source: Romero et al. (2015), FitNets: Hints for Thin Deep Nets, eq. 3.
 

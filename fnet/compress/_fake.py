@@ -25,13 +25,15 @@ from fnet.jaxpr import Convolution, ImplicitArray, is_implicit
 class FakeQuantized(ImplicitArray):
     """A trainable parameter that is rounded when a program uses it, for quantization-aware training.
 
-    The values are rounded to multiples of a step, which is also trainable. `fake_quantize` creates a `FakeQuantized`.
+    The values are rounded to multiples of a step size, which is also trainable. `fake_quantize` creates a
+    `FakeQuantized`.
 
     Attributes:
         values: the values of the parameter before rounding.
-        step: the step of each block of values, an array of the shape of `scale` in `Quantized`.
-        inputs: the step to whose multiples the other operand of a product (the activations) is rounded. If `inputs` is
-            None, the other operand of the product is not rounded, or its step is computed at run time.
+        step: the step size (distance between neighboring rounded values) of each block of values, an array of the same
+            shape as `scale` in `Quantized`.
+        inputs: the step size for rounding the activations that are multiplied by the parameter. `inputs` is None if the
+            format does not round activations, or computes the step size of the activations at run time.
         format, axes: as in `Quantized`.
 
     >>> from fnet import compress
@@ -72,7 +74,7 @@ class FakeQuantized(ImplicitArray):
         return take(self.materialize())
 
     def quantized(self) -> Quantized:
-        """Returns a `Quantized` parameter that represents the same rounded values as codes of few bits and scales."""
+        """Returns a `Quantized` parameter with the same rounded values, stored as integer codes and scales."""
         result = self._quantized(self.values.astype(jnp.float32))
         largest = self.format.largest
         codes = self.format.encode(jnp.clip(result.codes / result.full_scale(), -largest, largest))
@@ -93,8 +95,10 @@ class FakeQuantized(ImplicitArray):
 
 
 def _scaled_gradient(step, count, largest):
-    """Returns the step unchanged, but divides its gradient by sqrt(count * largest). Dividing the gradient makes steps
-    and values change at similar rates during training."""
+    """Returns the step size unchanged, but changes its gradient, as in learned step size quantization. The gradient is
+    divided by sqrt(count * largest), so that the step size and the parameter values change at similar relative rates
+    during training. `count` is the number of values that share the step size, and `largest` is the largest code
+    (rounded value / step size)."""
     factor = 1 / math.sqrt(count * largest)
     return factor * step + lax.stop_gradient(step - factor * step)
 
@@ -114,17 +118,17 @@ def fake_quantize(params: Any, recipe: Mapping[str, Format], *,
         loss = lambda params: f(ft.use_implicit_arrays(model)(params, x))    # train as usual
         params = compress.convert(params)                                    # codes and scales
 
-    When the model uses a `FakeQuantized` parameter, its values are rounded to multiples of a step. The derivative
-    ignores the rounding (straight-through estimator). The steps are trained together with the values (learned step size
-    quantization). The initial steps (distances between neighboring rounded values) are the scales that `quantize`
-    computes. After training, `convert` replaces the `FakeQuantized` parameters by quantized parameters, whose scales
-    are the trained steps.
+    When the model uses a `FakeQuantized` parameter, its values are rounded to multiples of a step size. The derivative
+    ignores the rounding (straight-through estimator). The step sizes are trained together with the values (learned step
+    size quantization). The initial step sizes (distances between neighboring rounded values) are the scales that
+    `quantize` computes. After training, `convert` replaces the `FakeQuantized` parameters by quantized parameters,
+    whose scales are the trained step sizes.
 
     Args:
         params: a tree of arrays.
         recipe: {pattern: format}, a mapping as for `quantize`. The format must be `Int8` or `Int4`.
-        stats: statistics of the inputs of products, from `calibrate`. The initial scales of activations are computed
-            from these statistics. Default None.
+        stats: statistics of the activations that are multiplied by the parameters, from `calibrate`. The initial scales
+            of activations are computed from these statistics. Default None.
 
     Returns:
         The tree `params`, in which the selected parameters are `FakeQuantized` leaves.

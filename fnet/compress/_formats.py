@@ -25,8 +25,8 @@ class Format:
         bits: the number of bits of one code.
         group: the number of values along the last contracted axis that share a scale, or None if all values along this
             axis share one scale.
-        axes: the axes over which products contract the parameter. Values along the contracted axes share a scale. None:
-            the defaults of `quantize`.
+        axes: the contracted axes of the parameter, over which matrix products and convolutions sum. Values along the
+            contracted axes share a scale. None: the defaults of `quantize`.
         largest: the largest decoded value. The scale of a block of values is the largest magnitude in the block,
             divided by `largest`.
     """
@@ -74,14 +74,16 @@ class Int8(Format):
         group: the number of values along the contracted axis that share a scale. Default None: all values along the
             contracted axis share one scale. If `group` is None, a matrix product is computed with the 8-bit codes, and
             its result is multiplied by the scale.
-        axes: the axes over which products contract the parameter. Default None: see `quantize`.
-        activations: the method that rounds the other operands of products (the activations) to 8 bits. Default None:
-            activations are not rounded (weight-only quantization). If activations are rounded, matrix products are
-            computed with 8-bit integers, and convolutions with the rounded values in floating point. With "dynamic",
-            the scale of the activations is computed at run time, for each row of a product and for each example of a
-            convolution. With "absmax", "percentile" or "mse", all rows have the same scale, which `quantize` computes
-            from statistics (see `InputStatistics.bound`). Derivatives with respect to activations ignore the rounding
-            (straight-through estimator).
+        axes: the contracted axes of the parameter, over which matrix products and convolutions sum. Default None: see
+            `quantize`.
+        activations: the method that rounds the activations (the other operands of matrix products and convolutions) to
+            8 bits. Default None: activations are not rounded (weight-only quantization). If activations are rounded,
+            matrix products are computed with 8-bit integers, and convolutions with the rounded values in floating
+            point. With "dynamic", the scales of the activations are computed at run time. In a matrix product, each row
+            of the activations has its own dynamic scale; in a convolution, each example of the batch has one. With
+            "absmax", "percentile" or "mse", all rows have the same scale, which `quantize` computes from statistics
+            (see `InputStatistics.bound`). Derivatives with respect to activations ignore the rounding (straight-through
+            estimator).
 
     >>> Int8().bits
     8
@@ -116,7 +118,8 @@ class Int4(Format):
     Args:
         group: the number of values along the contracted axis that share a scale, or None if all values along the
             contracted axis share one scale. The default, 32, is the same as in GGUF.
-        axes: the axes over which products contract the parameter. Default None: see `quantize`.
+        axes: the contracted axes of the parameter, over which matrix products and convolutions sum. Default None: see
+            `quantize`.
 
     >>> Int4().group
     32
@@ -141,7 +144,8 @@ class NF4(Format):
     Args:
         group: the number of values along the contracted axis that share a scale, or None if all values along the
             contracted axis share one scale. The default, 64, is the same as in the QLoRA paper.
-        axes: the axes over which products contract the parameter. Default None: see `quantize`.
+        axes: the contracted axes of the parameter, over which matrix products and convolutions sum. Default None: see
+            `quantize`.
 
     Source: Dettmers et al. (2023), QLoRA: Efficient Finetuning of Quantized LLMs, section 3.
 
@@ -170,7 +174,8 @@ class Float8(Format):
     Args:
         group: the number of values along the contracted axis that share a scale. Default None: all values along the
             contracted axis share one scale.
-        axes: the axes over which products contract the parameter. Default None: see `quantize`.
+        axes: the contracted axes of the parameter, over which matrix products and convolutions sum. Default None: see
+            `quantize`.
 
     Source: Micikevicius et al. (2022), FP8 Formats for Deep Learning.
 

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 @functools.partial(jax.jit, static_argnums=0)
 @functools.partial(jax.vmap, in_axes=(None, 0, 0, 0))
 def gptq(rounded: Callable, values: Any, scale: Any, gram: Any) -> jax.Array:
-    """Rounds the kernel of a product to a quantized format so that the product changes as little as possible.
+    """Rounds a kernel (weight matrix) to a quantized format so that its matrix product with the inputs changes little.
 
-    The rows of the kernel, one for each input, are rounded one after the other. The row whose input has the largest
-    second moment is rounded first. The rows that are not rounded yet are changed to compensate for the rounding error
-    of each row. The compensation keeps the error |x (values - scale * result)|^2 small for the recorded inputs x.
+    Row i of the kernel is multiplied by input feature i. The rows of the kernel are rounded one after the other, in the
+    order of decreasing second moments of the input features. After a row is rounded, the rows that are not rounded yet
+    are changed to compensate for the rounding error of this row. Changing the remaining rows reduces the output error
+    |x (values - scale * result)|^2 for the recorded inputs x, where `result` is the array that `gptq` returns.
 
     Args:
         rounded: a function that rounds scaled values (values / scale) to the values that the format represents.

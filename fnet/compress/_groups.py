@@ -1,5 +1,4 @@
-"""Finds the axes of parameters from which the same indices must be removed together. Also calls a function with
-parameters from which indices have been removed."""
+"""Finds parameter axes that must be pruned at the same indices, and calls functions with pruned parameters."""
 
 from __future__ import annotations
 
@@ -24,9 +23,11 @@ class Cut:
 
     Attributes:
         shape: the original shape of the array.
-        factors: for each axis, the sizes of its factors. For example, an axis that combines heads and the features of
-            each head has two factors.
-        kept: for each axis and factor, the indices that remain, or None for all indices.
+        factors: for each axis, a tuple of sizes (factors) whose product is the size of the axis. For example, the tuple
+            is (num_heads, head_dim) for an axis of size num_heads * head_dim, which a reshape can split into two axes.
+        kept: for each axis of the array, a tuple with one array of remaining indices for each size in `factors`. For
+            example, the tuple for an axis of size num_heads * head_dim contains the indices of the remaining attention
+            heads, and of the remaining features in each head. None instead of an array means that all indices remain.
     """
 
     shape: tuple[int, ...]
@@ -47,8 +48,8 @@ class Cut:
         return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
     def original(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of an array before indices were removed. An axis without removed indices may have any
-        size."""
+        """Returns the shape that an array had before pruning. `shape` is the shape after pruning, and may have any size
+        along the axes that were not pruned."""
         if len(shape) != len(self.shape):
             return shape
         return tuple(full if any(each is not None for each in kept) else n
@@ -76,8 +77,8 @@ class Call:
     remove indices along the axes of the arrays in `params` and in the keyword argument `state`.
 
     Args:
-        cuts: {key of a leaf: `Cut`}, for the arrays from which indices have already been removed. `Call` traces f with
-            the original shapes of these arrays. The default is none.
+        cuts: {key of a leaf: `Cut`}, which states the remaining indices of the arrays that have already been pruned.
+            `Call` traces f with the original shapes of the pruned arrays. Default None.
 
     Attributes:
         program: the `TiedProgram`, which states the axes that must have equal sizes.
@@ -105,7 +106,8 @@ class Call:
                                    _returned(traced, kwargs.get("state")), hints)
 
     def evaluate(self, cuts: Mapping[str, Cut]) -> Any:
-        """Returns f's result for arrays from which the indices have already been removed, as described by `cuts`."""
+        """Returns the result of the traced function f for pruned arguments. `cuts` states which indices remain in each
+        pruned array."""
         kept: dict[int, np.ndarray] = {}
         for i, leaf in enumerate(self.leaves):
             if leaf.key in cuts:
@@ -139,8 +141,9 @@ def _role(path) -> str:
 
 
 def _returned(traced, state) -> dict[int, int]:
-    """Finds the outputs of the program that are new values of inputs: the state in a result (y, state), and the values
-    of flax.nnx variables. Returns {index of the output: index of the input}."""
+    """Returns {index of an output: index of an input} for each output of the program that is the new value of an input.
+    Two kinds of outputs are new values of inputs: the arrays of the new state if the function returns (y, new state),
+    and the values of flax.nnx variables."""
     jaxpr = traced.closed.jaxpr
     result, modules = traced.tree([_Output(i) for i in range(len(jaxpr.outvars))])
     arrays, found = [] if modules is None else modules.arrays, {}
@@ -160,15 +163,19 @@ def _returned(traced, state) -> dict[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Axes of parameters, or factors of axes, from which the same indices must be removed.
+    """A set of parameter axes that must be pruned at the same indices.
 
     For example, a group can contain the axis of output channels of a convolution, the axis of its bias, and the axis of
-    input channels of the next convolution.
+    input channels of the next convolution. If a reshape splits a parameter axis into several axes, these axes can
+    belong to different groups. For example, a parameter axis of size num_heads * head_dim can be split into an axis of
+    attention heads and an axis of features.
 
     Attributes:
-        atom: the number that identifies the group in the program.
+        atom: an integer that identifies the group of parameter axes in the traced program.
         size: the number of indices.
-        members: the axes of the group, as tuples (index of the leaf, axis, position of the factor in the axis).
+        members: the parameter axes of the group, as tuples (index of the parameter in `Call.leaves`, axis, position).
+            If a reshape splits a parameter axis of size num_heads * head_dim into two axes, the position is 0 for
+            num_heads and 1 for head_dim. If no reshape splits the parameter axis, the position in the tuple is 0.
         reason: the reason why no index can be removed, or "" if indices can be removed.
     """
 
@@ -179,13 +186,12 @@ class Group:
 
 
 def groups(call: Call) -> list[Group]:
-    """Returns the groups of axes from which the same indices must be removed, for the parameters of a call.
+    """Returns the groups of parameter axes that must be pruned at the same indices, for a traced call.
 
-    An axis can be the product of several factors. For example, an axis of size heads * head_dim has the factors heads
-    and head_dim. Each factor of an axis belongs to one group of axes. Indices are removed from only one factor of each
-    axis, the first factor whose size can change. If indices could be removed from several factors of an axis, indices
-    are removed only from the first of these factors. The groups of the other factors keep all indices, and the
-    attribute `reason` of these groups states the reason.
+    If a reshape splits a parameter axis into several axes, at most one of them is pruned: the first that can be pruned.
+    For example, an axis of size num_heads * head_dim can be split into an axis of attention heads and an axis of
+    features. If attention heads can be removed, all features of the remaining heads are kept. In this case, the
+    attribute `reason` of the group with the axis of features states why no features are removed.
     """
     program, members, second = call.program, {}, set()
     for i, leaf in enumerate(call.leaves):
@@ -200,7 +206,7 @@ def groups(call: Call) -> list[Group]:
 
 
 def cuts(call: Call, kept: Mapping[int, np.ndarray]) -> dict[str, Cut]:
-    """Returns {key of a leaf: `Cut`} for the leaves of the parameters and the state from which indices are removed."""
+    """Returns {key of a leaf: `Cut`} for the pruned leaves of the parameters and the state."""
     found = {}
     for i, leaf in enumerate(call.leaves):
         factors = call.program.factors(i)
@@ -212,6 +218,7 @@ def cuts(call: Call, kept: Mapping[int, np.ndarray]) -> dict[str, Cut]:
 
 
 def apply_cuts(args: tuple, kwargs: dict, found: Mapping[str, Cut]) -> tuple[tuple, dict]:
-    """Returns the arguments of a call without the removed indices."""
+    """Prunes the arrays in the arguments of a call, and returns the new arguments. `found` contains a `Cut` for each
+    array to prune."""
     return jax.tree.map_with_path(lambda path, x: found[keystr(path)].apply(x) if keystr(path) in found else x,
                                   (args, kwargs))

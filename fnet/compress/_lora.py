@@ -93,8 +93,8 @@ def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float 
         trainable, frozen = nn.partition(params, ".*/[ab]")
         loss = lambda trainable: f(ft.use_implicit_arrays(model)(nn.combine(trainable, frozen), x))
 
-    `b` is initialized with zeros, so the outputs of the model do not change before training. If `params` contains
-    quantized parameters, the method is called QLoRA.
+    `b` is initialized with zeros, so the outputs of the model do not change before training. `params` may contain
+    quantized parameters; low-rank adaptation of quantized parameters is called QLoRA.
 
     Args:
         key: a `jax.random.key` for the initial values of `a`. As in PEFT, the distribution of `a` is uniform with

@@ -47,21 +47,21 @@ def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 
 
         s_t = s - s (1 - (t - begin) / (end - begin))^3
 
-    An element that was set to zero stays zero. Zeros do not make a program faster. To make a program faster, use
-    `shrink`, which removes whole channels and heads.
+    An element that was set to zero stays zero. A program does not become faster if elements of its parameters are zero.
+    To make a program faster, use `shrink`, which removes whole channels and heads.
 
     Args:
         rules: {pattern: sparsity between 0 and 1}. A pattern is a regular expression that matches the whole path of a
             parameter, or the first parts of the path such as "blocks". If several patterns match a parameter, the first
             of these patterns applies. Parameters with fewer than two axes, and parameters named bias, scale, b or
             offset, are not pruned.
-        begin, end: the numbers of the first and the last update at which the elements to set to zero are selected.
-            Updates are counted from 0. Default of `begin`: 0.
+        begin, end: the numbers of the first and the last optimizer update in which `prune` selects elements to set to
+            zero. Updates are counted from 0. Default of `begin`: 0.
         every: the number of updates from one selection of elements to the next. Default 1.
-        jointly: whether the elements of all parameters that match a pattern are ranked together (global pruning). With
-            global pruning, the fraction of zeros differs between parameters. By default (False), each parameter has the
-            same fraction of zeros. A stack of layers has one stacked parameter, so the elements of its layers are
-            always ranked together.
+        jointly: whether the elements of all parameters that match a pattern are ranked together by magnitude (global
+            pruning). With global pruning, the fraction of zeros differs between parameters. By default (False), each
+            parameter has the same fraction of zeros. If the parameters of several layers are stacked in one array, the
+            elements of all these layers are always ranked together.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`, whose state is a `PruneState`. Pass the parameters to the method

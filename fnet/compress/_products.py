@@ -1,4 +1,4 @@
-"""Lists the products and convolutions in a function that have a parameter as an operand."""
+"""Lists the matrix products and convolutions that a function computes with its parameters."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ _NAME = re.compile(r"(?:.*/)?operand (\d+)(?:#\d+)?")
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product or convolution with one parameter, or with one layer of a stacked parameter.
+    """A matrix product or convolution of an activation and a parameter (or one layer of a stacked parameter).
 
     Attributes:
         path: the path of the parameter.
         x, w, y: the shapes and dtypes of the other operand (x), the parameter (w) and the result (y).
         axes: the contracted axes of the parameter, counted from the end, in increasing order.
-        function: the function (x, w) -> y that computes the product. w can be a plain or an implicit array.
-        convolution: whether the product is a convolution.
-        count: the number of times that the product is computed, which is the number of iterations of all enclosing
-            scans times the batch sizes of all enclosing vmaps.
+        function: the function (x, w) -> y that computes the matrix product or convolution. w can be an ordinary array,
+            or an object that represents an array, such as a quantized array.
+        convolution: True for a convolution, False for a matrix product.
+        count: the number of times that the matrix product or convolution is computed, which is the number of iterations
+            of all enclosing scans times the batch sizes of all enclosing vmaps.
         sliced: whether w is a slice of the parameter, as in a scan over stacked layers. XLA then copies the slice.
     """
 
@@ -48,18 +49,18 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """The FLOPs of one computation."""
+        """The FLOPs of one computation of the matrix product or convolution."""
         return 2 * self.y.size * math.prod(self.w.shape[i] for i in self.axes)
 
     @property
     def key(self) -> tuple:
-        """A key that is equal for products that differ only in the values of their operands."""
+        """A tuple that identifies the operation, and the shapes and dtypes of its operands."""
         program = jax.make_jaxpr(self.function)(self.x, self.w)
         return self.x.shape, str(self.x.dtype), self.w.shape, self.axes, self.sliced, str(program)
 
 
 class _Log(list):
-    """A list of products in the order of tracing, compared by identity, because it is part of a tree's structure."""
+    """A list of `Product`s, hashed and compared by identity, because JAX hashes and compares pytree metadata."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -68,8 +69,9 @@ class _Log(list):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["path", "log"])
 @dataclasses.dataclass(frozen=True)
 class _Recorded(Wrapped):
-    """A parameter that adds each of its products to a log (list of products). The name that the parameter gives to the
-    other operand of a product contains the index of the product in the log."""
+    """A wrapper of a parameter that appends a `Product` to the list `log` for each matrix product or convolution with
+    the parameter. The wrapper also tags the activation that is multiplied by the parameter, with a name that contains
+    the index of the `Product` in `log`."""
 
     path: str
     log: _Log
@@ -91,11 +93,11 @@ class _Recorded(Wrapped):
 
 
 def products(f: Callable, params: Any, *args: Any) -> list[Product]:
-    """Returns the products and convolutions that f(params, *args) computes with kernels and embedding tables, in the
-    order of their computation.
+    """Lists the matrix products and convolutions in f(params, *args) that use a kernel or an embedding table.
 
-    Arguments may be `jax.ShapeDtypeStruct`s. Products with implicit arrays (such as quantized arrays), biases or norms
-    are not listed. A product inside a while loop or a branch of cond is counted once.
+    The list has the order of the computation. Arguments may be `jax.ShapeDtypeStruct`s. The list omits operations with
+    biases, norm scales and implicit arrays (such as quantized parameters). A matrix product or convolution inside a
+    while loop or a branch of cond is counted once.
     """
     log, leaves = _Log(), leaves_by_path(params)
 
@@ -115,7 +117,7 @@ def products(f: Callable, params: Any, *args: Any) -> list[Product]:
 
 
 def by_parameter(found: list[Product]) -> dict[str, list[Product]]:
-    """Groups products by parameter: {path of the parameter: its products}."""
+    """Groups matrix products and convolutions by parameter: {path of the parameter: list of `Product`s}."""
     paths = dict.fromkeys(product.path for product in found)
     return {path: [product for product in found if product.path == path] for path in paths}
 
@@ -127,7 +129,7 @@ def leaves_by_path(params: Any) -> dict[str, Any]:
 
 
 def grouped(found: list[Product]) -> list[list[Product]]:
-    """Groups equal products into lists. Products are equal if they differ only in the values of their operands."""
+    """Groups matrix products and convolutions that compute the same operation on equal shapes and dtypes."""
     key = lambda pair: pair[0]
     keyed = sorted(((product.key, i) for i, product in enumerate(found)), key=lambda pair: (repr(pair[0]), pair[1]))
     return [[found[i] for _, i in group] for _, group in itertools.groupby(keyed, key)]

@@ -25,23 +25,25 @@ from fnet.jaxpr import materialize as _materialized
                    meta_fields=["format", "axes", "dtype"])
 @dataclasses.dataclass(frozen=True)
 class Quantized(ImplicitArray):
-    """A parameter that is stored as codes of few bits and scales: `values = decode(codes) * scale`.
+    """A quantized parameter, which stores low-bit codes and float32 scales: `values = decode(codes) * scale`.
 
-    `quantize` creates it.
+    `quantize` creates `Quantized` parameters.
 
     Attributes:
         codes: the codes. For 8-bit formats, `codes` is an int8 or float8 array with the shape of the parameter. For
             4-bit formats, `codes` is a uint8 array in which each byte contains two codes that are adjacent along the
             last axis in `axes`.
-        scale: the scales, a float32 array with the rank of the parameter. In `scale`, the contracted axes (`axes`) have
-            length 1. If the format has groups, the last contracted axis of `scale` has one element for each group of
-            values with the same scale.
+        scale: the scales, a float32 array with as many axes as the parameter. In `scale`, the contracted axes (`axes`)
+            have length 1. If the format divides the last contracted axis into groups, `scale` has one element for each
+            group along this axis.
         format: the format of the codes.
-        axes: the axes of the parameter that products contract, a tuple of negative integers (counted from the end).
+        axes: the contracted axes of the parameter, over which matrix products and convolutions sum, a tuple of negative
+            integers (counted from the end).
         dtype: the dtype of the parameter.
-        inputs: the scale with which the other operand of a product is rounded, an array with the rank of the parameter.
-            All axes of `inputs` have length 1, except those of a stack of layers. If `inputs` is None (the default),
-            the other operand of the product is not rounded, or its scale is computed at run time.
+        inputs: the scale for rounding the activations that are multiplied by the parameter. The array `inputs` has as
+            many axes as the parameter. In `inputs`, an axis over which layers are stacked has the same size as in the
+            parameter, and all other axes have length 1. `inputs` is None (the default) if the format does not round
+            activations, or if the scale of the activations is computed at run time.
 
     >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
     >>> params["kernel"].codes.dtype, params["kernel"].scale.shape, params["kernel"].shape
@@ -113,7 +115,7 @@ class Quantized(ImplicitArray):
         return self._scaled(codes, self.scale).astype(dtype)
 
     def full_scale(self) -> jax.Array:
-        """Returns an array of the shape of the parameter that contains the scale of each value."""
+        """Returns the scale of each value of the parameter, as an array with the shape of the parameter."""
         return self._scaled(jnp.ones(jnp.shape(self.codes), jnp.float32), self.scale)
 
     def pack(self, codes: jax.Array) -> jax.Array:
@@ -124,8 +126,8 @@ class Quantized(ImplicitArray):
         return low | (high << 4)
 
     def _unpack(self, codes):
-        """Converts bytes with two 4-bit codes (numbers) to an array with one code in each element. The packed axis is
-        counted from the end, so `codes` can also be single rows of the parameter."""
+        """Converts bytes with two 4-bit codes (numbers) to an array with one code in each element. `codes` can be the
+        codes of the whole parameter or of some of its rows."""
         if not self.format.packed:
             return codes
         axis = codes.ndim + self.axes[-1]
@@ -133,8 +135,8 @@ class Quantized(ImplicitArray):
         return pairs.reshape(*codes.shape[:axis], 2 * codes.shape[axis], *codes.shape[axis + 1:])
 
     def _scaled(self, values, scale):
-        """Returns values * scale. `codes` and `scale` have the same rank. The last contracted axis of `scale` may have
-        one element for each group of values."""
+        """Returns values * scale. `values` and `scale` have the same number of axes. Along the axis `self.axes[-1]`,
+        one element of `scale` may apply to several adjacent elements of `values`."""
         axis = values.ndim + self.axes[-1]
         groups, n = scale.shape[axis], values.shape[axis]
         if groups in (1, n):
@@ -149,9 +151,10 @@ def _codes(x, step):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _integer_dot(axes, x, codes, scale, step):
-    """Rounds x, an array [..., *contracted], to multiples of `step`. Returns the product of the rounded x and `codes`,
-    an int8 array, multiplied by `scale`. `axes` are the contracted axes of `codes`. Sums are computed in int32. `scale`
-    has the rank of the result, and `step` has the rank of x."""
+    """Computes the matrix product of x, an array [..., *contracted], and a quantized parameter. `codes` is the int8
+    array of the parameter, and `axes` are its contracted axes. x is rounded to multiples of `step`. Sums are computed
+    in int32. The matrix product of the rounded x and `codes` is multiplied by `scale`, which can be broadcast to the
+    shape of this matrix product. `step` has as many axes as x."""
     last = tuple(range(x.ndim - len(axes), x.ndim))
     y = lax.dot_general(_codes(x, step).astype(jnp.int8), codes, ((last, axes), ((), ())),
                         preferred_element_type=jnp.int32)
@@ -178,14 +181,15 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
         params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed": compress.Int8(axes=-1)})
         logits = ft.use_implicit_arrays(model)(params, x)
 
-    Each block of values has one scale, max|w| / largest. The number `largest` is the largest decoded value: 127
-    for `Int8`, 7 for `Int4`, 1 for `NF4` and 448 for `Float8`. A block of values extends over the axes `axes` of the
-    format, or over a group of values along the last of these axes. By default, `axes` is the second-last axis of
-    kernels [in, out] and of stacked kernels [depth, in, out]. For kernels with four or more axes, such as those of
-    convolutions [height, width, in, out], the default `axes` are all axes except the last. The results are correct for
-    any choice of `axes`. Products are fastest if `axes` are the axes that the program contracts, because the scale is
-    then applied to the result of the product. For an embedding table [vocab, features] that also computes the logits,
-    use the last axis (`axes=-1`).
+    Each block of values has one scale, max|w| / largest. The number `largest` is the largest decoded value: 127 for
+    `Int8`, 7 for `Int4`, 1 for `NF4` and 448 for `Float8`. A block contains all values along the axes `axes` of the
+    format. If the argument `group` of the format is not None, a block contains only `group` adjacent values along the
+    last axis in `axes`. By default, `axes` is the second-last axis of kernels [in, out] and of stacked kernels [depth,
+    in, out]. For kernels with four or more axes, such as those of convolutions [height, width, in, out], the default
+    `axes` are all axes except the last. The results are correct for any choice of `axes`. For the fastest matrix
+    products, let `axes` be the axes over which the matrix products sum: the scale is then applied to the result of the
+    matrix product. For an embedding table [vocab, features] that also computes the logits, use the last axis
+    (`axes=-1`).
 
     Args:
         params: a tree of arrays.
@@ -193,21 +197,22 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
             first parts of the path such as "blocks". If several patterns match a parameter, the first of these patterns
             applies. Parameters with fewer than two axes, parameters named bias, scale, b or offset, and parameters that
             are not floating point are not changed.
-        stats: statistics of the inputs of products, from `calibrate`. The scales of activations are computed from
-            `stats`. Kernels in all formats except `Float8` are rounded so that their products with the recorded inputs
-            change as little as possible (GPTQ, Frantar et al. 2023). For 4-bit formats, several scales are tried for
-            each block, and the scale with the least squared error is selected. The magnitudes of the tried scales are
-            between 0.54 and 1 times max|w| / largest, and the scales may be negative. Default None: every value is
-            rounded to the nearest code.
+        stats: statistics of the activations that are multiplied by the parameters, from `calibrate`. The scales of
+            activations are computed from `stats`. Kernels in all formats except `Float8` are rounded by the GPTQ
+            algorithm (Frantar et al. 2023). Compared with rounding to the nearest code, GPTQ reduces the error in the
+            matrix products of kernels and calibration activations. For 4-bit formats, several positive and negative
+            scales are tried for each block of values, and the scale with the least squared error is selected. Each
+            tried scale is the default scale (max|w| divided by the largest decoded value), multiplied by a factor from
+            0.54 to 1 or from -1 to -0.54. Default None: every value is rounded to the nearest code.
 
     Returns:
         The tree `params`, in which the selected parameters are `Quantized` leaves. Biases, norms, and leaves that no
         pattern matches are unchanged.
 
     Raises:
-        ValueError: a pattern matches no parameter that can be quantized; the size of an axis is not a multiple of
-            `group`; a format needs statistics that are missing; or `stats` shows that a product does not contract a
-            parameter over `axes`.
+        ValueError: a pattern matches no parameter that can be quantized, or the size of an axis is not a multiple of
+            `group`. A ValueError is also raised if `stats` lacks statistics that a format needs, or if `stats` shows
+            that a matrix product does not sum over the axes in the format of the parameter.
         TypeError: a format is not `Int8`, `Int4`, `NF4` or `Float8`.
 
     >>> params = {"kernel": jnp.arange(6.0).reshape(3, 2), "bias": jnp.ones(2)}
@@ -244,8 +249,9 @@ def _quantized(stats, path, w, format) -> Quantized:
 
 
 def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> jax.Array:
-    """Returns the scale of the other operand of a product, an array with the rank of the parameter. The scale is
-    computed from the statistics of `calibrate` by the method of the format, such as "absmax"."""
+    """Returns the scale for rounding the activations that are multiplied by a parameter. The scale is computed from
+    the statistics of `calibrate` by the method of the format, such as "absmax". The returned array has as many axes as
+    the parameter."""
     method = array.format.activations
     if found is None:
         raise ValueError(f"quantize: {path} needs statistics of its inputs for activations={method!r}; pass "
@@ -255,8 +261,9 @@ def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> j
 
 
 def _corrected(path, array, found):
-    """Returns the parameter with the scales of least error and with values that GPTQ has rounded. The codes (stored
-    numbers) of the result are still float32 values, as in the result of `unrounded`."""
+    """Rounds the values of a parameter with GPTQ. For 4-bit formats, first selects the scales with the least squared
+    rounding error. The attribute `codes` of the result contains the rounded values in float32, which are not packed
+    yet."""
     if found.conflict or found.axes != array.axes:
         reason = found.conflict or f"products contract it over axes {found.axes}"
         raise ValueError(f"quantize: {path} has scales for axes {array.axes}, but {reason}; set `axes` of its format, "
@@ -276,8 +283,8 @@ def _corrected(path, array, found):
 
 
 def _searched(array, weights):
-    """Returns the parameter with the scales that have the least weighted squared error in each block. Positive and
-    negative scales are tried, because 4-bit codes represent one more negative value than positive values."""
+    """For each block of values, selects the scale with the least weighted squared rounding error. Positive and negative
+    scales are tried, because 4-bit codes represent one more negative value than positive values."""
     best, least = array.scale, jnp.inf
     for factor in np.outer([1, -1], np.linspace(1, 0.54, 24)).flat if array.format.packed else ():
         candidate = dataclasses.replace(array, scale=array.scale * factor)
@@ -289,7 +296,7 @@ def _searched(array, weights):
 
 
 def unrounded(path: str, w: Any, format: Format) -> Quantized:
-    """Returns a `Quantized` that is not yet rounded: its codes (stored numbers) are the values of w in float32. The
+    """Returns a `Quantized` object whose attribute `codes` contains the values of w in float32, before rounding. The
     scale of each block is max|w| / `format.largest`."""
     axes = _axes(path, w, format)
     if not w.size:

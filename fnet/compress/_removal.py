@@ -1,4 +1,4 @@
-"""Selects the indices to remove from each group of axes, for a given fraction or a limit of FLOPs or seconds."""
+"""Selects the indices (such as channels) to prune, given a fraction to keep or a maximum of FLOPs or seconds."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _STEPS = 8    # iterations of the bisection: the fraction is found to 1 / 256
 
 
 def shrunk_function(f: Callable, found: Mapping[str, Cut]) -> Callable:
-    """Returns a function that computes f for arguments from which the indices described by `found` have been
-    removed."""
+    """Returns a function that computes f for pruned arguments. `found` states which indices remain in each pruned
+    array, {key of the array: `Cut`}."""
     @wraps(f)
     def shrunk(*args, **kwargs):
         return Call(f, args, kwargs, found).evaluate(found)
@@ -28,15 +28,16 @@ def shrunk_function(f: Callable, found: Mapping[str, Cut]) -> Callable:
 
 class Removal:
     """Selects the indices to remove from the parameters of a call, and estimates the FLOPs and the time without these
-    indices. An atom is the number that identifies a group of axes.
+    indices.
 
     Args:
-        free: the groups of axes from which indices can be removed.
-        fractions: the fractions that the user specified with `keep`, {number of a group of axes: fraction of the
-            indices to keep}.
-        ranks: the order of the indices, {number of a group of axes: all indices, the most important first}.
-        chip: the chip for `seconds`. After the removal, the sizes of the axes are multiples of the tile sizes of the
-            chip's matrix units. If `chip` is None (the default), the axes may have any size after the removal.
+        free: the groups of parameter axes that can be pruned. The same indices are removed from all axes of a group.
+        fractions: the fractions that the user specified with `keep`, {identifier of a group of axes: fraction of the
+            indices to keep}. The identifier of a group of axes is the integer `Group.atom`.
+        ranks: the order of the indices, {identifier of a group of axes: all indices, the most important first}.
+        chip: the chip for `seconds`, or None. If a chip is given, the sizes of pruned axes are rounded up to multiples
+            of the tile sizes of the chip's matrix units. If `chip` is None, the sizes of pruned axes are not rounded to
+            tile sizes.
     """
 
     def __init__(self, f: Callable, args: tuple, kwargs: dict, call: Call, free: list[Group],
@@ -46,8 +47,9 @@ class Removal:
         self._tiles = {group.atom: 1 if chip is None else _tile(call, group, chip) for group in free}
 
     def kept(self, fraction: float) -> dict[int, np.ndarray]:
-        """Returns {number of a group of axes: the indices that remain} for the groups that lose indices. `fraction` is
-        the fraction of the indices of each group of axes to keep."""
+        """Returns {identifier of a group of axes: the indices that remain}, for the groups from which indices are
+        removed. `fraction` is the fraction of indices to keep in each group for which the user did not specify a
+        fraction."""
         found = {}
         for group in self._free:
             tile = self._tiles[group.atom]
@@ -58,8 +60,8 @@ class Removal:
         return found
 
     def largest(self, name: str, limit: float) -> float:
-        """Returns the largest fraction of the indices to keep for which the FLOPs or the seconds do not exceed `limit`.
-        `name` is "flops" or "seconds"."""
+        """Returns the largest fraction of the indices (such as channels) that can be kept so that the pruned function
+        needs at most `limit` FLOPs or seconds. `name` is "flops" or "seconds"."""
         units = {"flops": "FLOPs", "seconds": f"s at the roofline of {self.chip and self.chip.name}"}[name]
         cost = lambda fraction: getattr(self, name)(self.kept(fraction))
         if (whole := cost(1)) <= limit:
@@ -95,8 +97,8 @@ def _type(x: Any) -> Any:
 
 
 def _tile(call, group, chip) -> int:
-    """Returns the number n for which a group with a multiple of n indices fills the tiles of the chip's matrix
-    units."""
+    """Returns a number n. If the number of remaining indices of `group` is a multiple of n, the axes of `group` fill
+    whole tiles (blocks) of the chip's matrix units."""
     unit = 1
     for i, axis, position in group.members:
         sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]

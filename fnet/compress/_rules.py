@@ -26,7 +26,8 @@ def is_kernel(path: Any, leaf: Any) -> bool:
 def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable, accepts: Callable,
                 change: Callable) -> Any:
     """Replaces kernels and embedding tables by `change(path, leaf, option)`. A leaf is replaced if a pattern of `rules`
-    matches its path and `accepts(leaf)` is true. `option` is the option of the matching pattern in `rules`.
+    matches its path and `accepts(leaf)` is true. The argument `option` of `change` is the value of the matching pattern
+    in `rules`.
 
     Args:
         who: the name of the public function, for error messages.
@@ -55,8 +56,9 @@ def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable
 def matching(who: str, rules: Mapping[str, Any], paths: Sequence[str], what: str,
              check: Callable = lambda pattern, option: None, others: Mapping[str, str] = MappingProxyType({})
              ) -> dict[str, str]:
-    """Returns {path: pattern} for the paths that a pattern matches, as a whole or in their first parts. If several
-    patterns match a path, the first pattern is returned. Raises the errors of `apply_rules`.
+    """Returns {path: pattern} for the paths that a pattern matches. A pattern must match the whole path, or the first
+    parts of the path, such as `blocks` in `blocks/0/kernel`. If several patterns match a path, the first pattern is
+    returned. Raises the errors of `apply_rules`.
 
     The arguments `who`, `what` and `others` are used only for error messages. `who` is the name of the public function,
     `what` is the kind of the leaves, and `others` is {path: name of the class} for the leaves that cannot be changed.

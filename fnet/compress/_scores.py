@@ -20,8 +20,8 @@ _NAME = re.compile(r"(?:.*/)?" + ACTIVATIONS.format(r"(?P<atom>\d+)") + r"(?:#\d
 
 def scores(method: str, call: Call, groups: list[Group], f: Callable, args: tuple, kwargs: dict,
            loss: Callable | None) -> dict[int, np.ndarray]:
-    """Returns {number of a group: array of the scores of all indices} for the given groups of axes. An atom is the
-    number that identifies a group."""
+    """Returns {identifier of a group of axes: array with the score of each index, such as a channel}. The axes of a
+    group are pruned together. The identifier of a group is the integer `Group.atom`."""
     if method == "activations":
         found = _activations(call)
         return {group.atom: found.get(group.atom, np.zeros(group.size)) for group in groups}
@@ -35,8 +35,9 @@ def scores(method: str, call: Call, groups: list[Group], f: Callable, args: tupl
 
 
 def _mean_square(call, x, i, axis, position):
-    """Returns an array [size] with the mean square of x for each index of one factor of an axis, averaged over all
-    other axes and factors."""
+    """Reshapes an axis of x into several axes, and returns the mean square of x for each index along one of these axes.
+    For example, if an axis of size heads * head_dim is split into heads and head_dim, the result for `position` 0
+    contains one mean square for each head."""
     sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]
     x = np.moveaxis(np.asarray(x, float), axis, 0).reshape(*sizes, -1)
     return np.square(x).mean(tuple(k for k in range(x.ndim) if k != position))
@@ -56,8 +57,9 @@ def _gradients(f, args, kwargs, loss):
 
 
 def _activations(call) -> dict[int, np.ndarray]:
-    """Returns {number of a group of axes: array}. For each index of a group of axes, the array contains the mean square
-    of the inputs of the program's products at this index."""
+    """Returns {identifier of a group of axes: array with the score of each index, such as a channel}. The score of an
+    index is the mean square of the activations at this index that are multiplied by parameters. If several matrix
+    products or convolutions contract axes of the same group, the mean squares of their activations are added."""
     arrays = [jnp.asarray(leaf.array) for leaf in call.leaves]
     evaluate = lambda *arrays: observe(call.program, list(arrays))
     names = [site.name for site in sites(evaluate)(*arrays) if _NAME.fullmatch(site.name) and site.inside is None]

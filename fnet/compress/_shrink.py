@@ -26,9 +26,10 @@ class Axes:
 
     Attributes:
         parameters: the axes, a tuple of strings "path (axis)".
-        size, kept: the number of indices before the removal (`size`) and after it (`kept`). If an axis has several
-            factors, such as heads and features, `size` and `kept` count the indices of one factor.
-        reason: the reason why the axes kept all indices, or "" if indices were removed.
+        size, kept: the number of indices before the removal (`size`) and after it (`kept`). For example, if a reshape
+            splits an axis of a kernel into heads and features per head, and heads are removed, `size` and `kept` are
+            numbers of heads.
+        reason: the reason why no indices were removed from the axes, or "" if indices were removed.
     """
 
     parameters: tuple[str, ...]
@@ -42,7 +43,8 @@ class ShrinkReport:
     """A report of what `shrink` removed and what it could not remove. `print` shows the report as a table.
 
     Attributes:
-        axes: the rows of the report, which describe axes of parameters. The rows of axes that lost indices come first.
+        axes: the rows of the report, which describe axes of parameters. The rows of axes from which indices were
+            removed come first.
         parameters: a pair, the number of parameters before and after the removal.
         flops: a pair, the number of FLOPs before and after the removal of channels, heads and hidden units.
         seconds: a pair, the time before and after the removal, as estimated by the roofline model of the chip.
@@ -115,16 +117,18 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
         y, state = shrunk.f(shrunk.params, x, state=shrunk.state, train=True)
 
     f is traced, and axes of parameters that must have equal sizes form a group. For example, the channels between two
-    convolutions and the channels of the normalization in between are one group. The channels of all residual
-    connections that are added to each other are also one group, and so are the heads in the four kernels of an
-    attention layer. Key/value heads and their query heads are in the same group of axes. From each group of axes, the
-    indices with the lowest scores are removed in all parameters of the group.
+    convolutions and the channels of the normalization in between are one group. Arrays that are added by residual
+    connections have the same number of channels, so their channels are one group. In an attention layer, the head axes
+    of the query, key, value and output kernels form a group, so a head is removed from all four kernels. A key/value
+    head is removed together with the query heads that use it. From each group of axes, the indices with the lowest
+    scores are removed in all parameters of the group.
 
-    The result of the shrunk function equals that of f with the removed parameters set to zero. If indices cannot be
-    removed from an axis without another change of the result, for example for the features that a LayerNorm averages,
-    the axis keeps all indices. Axes of arguments and results of f also keep all indices. For each axis that keeps all
-    indices, `report` states the reason. An axis may have several factors, such as the heads and the features of a head.
-    If an axis has several factors, indices are removed from the first factor whose size can change.
+    The result of the shrunk function equals that of f with the removed parameters set to zero. An axis is pruned only
+    if removing indices from the axis has the same effect as setting the parameters at these indices to zero. For
+    example, LayerNorm averages over the features, so the axis of these features is not pruned. The inputs and results
+    of f keep their shapes, so a pruned classifier keeps all input features and all classes. For each axis that is not
+    pruned, `report` states the reason. If a reshape splits a parameter axis into several axes, such as heads and
+    features per head, `shrink` prunes only the first of the resulting axes that can be pruned.
 
     Exactly one of `fraction`, `flops` and `seconds` is required.
 
@@ -133,33 +137,37 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
             the shrunk function, so apply `jax.jit` to the shrunk function.
         params: a tree of arrays.
         *args, **kwargs: example arguments of f. For `score="magnitude"`, the example arguments may be
-            `jax.ShapeDtypeStruct`s. If a keyword argument `state` is passed, indices are also removed from the state,
-            and f must return (result, new state).
+            `jax.ShapeDtypeStruct`s. If a keyword argument `state` is passed, f must return (result, new state).
+            Channels that are removed from the parameters are also removed from `state`, for example from the statistics
+            of BatchNorm.
         fraction: the fraction of the indices of each group of axes to keep, between 0 and 1. The number of indices that
             remain in a group of axes is rounded up.
-        flops: the maximum FLOPs of the shrunk function for the example arguments, as counted by `hardware.count`. All
-            groups of axes without a fraction in `keep` keep the same fraction of indices, the largest fraction that
-            satisfies `flops`.
-        seconds: the maximum time of the shrunk function on `chip`, in seconds, as estimated by the roofline model. All
-            groups of axes without a fraction in `keep` keep the same fraction of indices, the largest fraction that
-            satisfies `seconds`. The sizes of the axes after the removal are multiples of the tile sizes of the chip's
-            matrix units.
-        chip: a chip, a device or a device kind, for `seconds`. Default: the local chip.
-        score: the score by which indices are ranked. "magnitude" (the default): the mean square of their parameters.
-            "taylor": the mean square of the product of each parameter and the derivative of `loss` with respect to this
-            parameter. "activations": the mean square of the inputs of products for the example arguments.
+        flops: the maximum FLOPs of the shrunk function for the example arguments, as counted by `hardware.count`.
+            `shrink` removes as few indices (such as channels) as possible to satisfy the limit `flops`. The fraction of
+            the indices to keep is the same for all pruned axes, except for axes that have their own fraction in `keep`.
+        seconds: the maximum time of the shrunk function on `chip`, in seconds, as estimated by the roofline model.
+            As with `flops`, `shrink` removes as few indices as possible to satisfy the limit `seconds`. The sizes of
+            the axes after the removal are multiples of the tile sizes of the chip's matrix units.
+        chip: the chip on which the time is estimated for the limit `seconds`: a `Chip`, a JAX device, or the name of a
+            device kind. Default: the local chip.
+        score: the score by which indices (such as channels) are ranked. With "magnitude" (the default), the score of an
+            index is the mean square of the parameters at this index. With "taylor", each parameter is multiplied by the
+            derivative of `loss` with respect to this parameter, and the score of an index is the mean square of these
+            products. With "activations", the score of an index is the mean square of the activations that are
+            multiplied by the parameters at this index. The activations are computed from the example arguments.
         loss: a function that maps the result of f to a scalar, for `score="taylor"`. Default None.
         keep: {pattern: fraction of the indices to keep}. A pattern is a regular expression that matches the whole path
-            of a parameter, or the first parts of the path. The fraction applies to the groups of axes that contain a
-            matching parameter. If several patterns match, the first pattern applies. With the fraction 1, all indices
-            are kept. Default None.
+            of a parameter, or the first parts of the path. If a pattern matches the path of a parameter, the fraction
+            of the pattern applies to all axes of this parameter, and to the axes that are pruned together with them. If
+            several patterns match, the first pattern applies. With the fraction 1, all indices are kept. Default None.
 
     Returns:
         `Shrunk(f, params, state, model, report)`.
 
     Raises:
-        ValueError: not exactly one of `fraction`, `flops` and `seconds` is set, a fraction is not between 0 and 1, a
-            limit cannot be reached, a pattern matches no parameter, or no index can be removed.
+        ValueError: none or several of `fraction`, `flops` and `seconds` are set, or a fraction is not between 0 and 1.
+            `ValueError` is also raised if the limit `flops` or `seconds` cannot be reached, if a pattern in `keep`
+            matches no parameter, or if no index can be removed.
         TypeError: a parameter is an implicit array, such as a quantized array.
 
     Source: Li et al. (2017), Pruning Filters for Efficient ConvNets; Molchanov et al. (2017), Pruning Convolutional
@@ -201,8 +209,9 @@ def _size(params) -> int:
 
 
 def _rows(call, found, kept, fractions) -> tuple[Axes, ...]:
-    """Returns the rows of the report of `shrink`. Each group of axes that loses indices has its own row. Groups of axes
-    that keep all indices share a row if they have the same size and the same reason."""
+    """Returns the rows of the report of `shrink`. The report has one row for each pruned group of axes (axes that are
+    pruned together). Groups of axes that are not pruned share one row if their axes have the same size and the same
+    reason."""
     cut, whole = [], {}
     for group in found:
         names = _names(call, group)
@@ -246,7 +255,11 @@ def _check(params, others, score, loss) -> None:
 
 
 def _fractions(keep, call, found) -> dict[int, float]:
-    """Returns {number of a group of axes: fraction} for the groups with a parameter that matches `keep`."""
+    """Returns the fraction of the indices to keep for each group of axes to which a pattern in `keep` applies.
+
+    The keys of the result are the numbers that identify the groups of axes. A pattern in `keep` applies to a group of
+    axes if it matches the path of at least one parameter that has an axis in this group.
+    """
     def check(pattern, value):
         if not isinstance(value, (int, float)) or not 0 < value <= 1:
             raise ValueError(f"shrink: expected a fraction above 0 and at most 1 in keep= for {pattern!r}; got "

@@ -1,4 +1,4 @@
-"""Finds a model that computes the same program as a function from which `shrink` has removed indices."""
+"""Finds field values (such as a smaller width) for which a model computes the same as its pruned version."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ _MOST = 512    # combinations of fields that are tried
 
 def smaller_model(f: Any, shrunk: Callable, args: tuple, kwargs: dict,
                   removed: Mapping[str, Cut]) -> Any:
-    """Finds a model like f that has smaller integers in its fields and computes the same program as `shrunk`.
+    """Returns a model of the same class as f that computes the same as the pruned function `shrunk`, or None.
 
-    Returns the model, or None if no model computes the same program as `shrunk`.
+    The returned model has smaller values of fields such as the width. A model computes the same as `shrunk` if its
+    traced program has the same operations and the same constants as the traced program of `shrunk`. If no such model is
+    found, the result is None.
 
     Args:
         f: a model. If f is not a dataclass, the result is None.
-        shrunk: the shrunk function of `args` and `kwargs`, whose arrays have fewer indices.
+        shrunk: the function without the channels, heads and hidden units that `shrink` has removed.
+        args, kwargs: the arguments of `shrunk`, with arrays from which indices have been removed.
         removed: the removed and the remaining indices of each leaf, {key of the leaf: `Cut`}.
     """
     if not dataclasses.is_dataclass(f) or isinstance(f, type):

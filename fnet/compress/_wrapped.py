@@ -1,4 +1,4 @@
-"""A stand-in for a parameter (an implicit array) that observes how a program uses the parameter."""
+"""The base class of wrappers of parameters, which record how a program uses the wrapped parameters."""
 
 from __future__ import annotations
 

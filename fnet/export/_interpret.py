@@ -1,7 +1,7 @@
-"""Runs the stable form of an exported program with NumPy.
+"""Runs an exported program with NumPy.
 
-The stable form is a description of a program as JSON data. The stable form of a program does not depend on the version
-of JAX. Every bundle (file of an exported model) contains a copy of this module as interpret.py.
+This module evaluates the stable form of a program, which is a description of the program as JSON data that does not
+depend on the version of JAX. Every bundle (file of an exported model) contains a copy of this module as interpret.py.
 
 Because this module imports only NumPy, it can run a program that the installed version of JAX cannot read, and its
 results can be compared with those of JAX. This module is slow.
@@ -68,8 +68,8 @@ def _number(x):
 
 
 def _wide(x):
-    """Converts floating-point arrays of fewer than 32 bits to float32, in which their products and sums are
-    computed."""
+    """Converts floating-point arrays of fewer than 32 bits to float32, in which their matrix products, convolutions and
+    sums are computed."""
     return x.astype(np.float32) if x.dtype.kind in "fV" and x.dtype.itemsize < 4 else x
 
 
@@ -162,10 +162,10 @@ def _dynamic_update_slice(run, options, types, x, update, *starts):
 
 
 def _where(options, shape, indices, sizes, dropped):
-    """Returns (indices, inside), which describe the windows of a gather or scatter.
+    """Returns the positions of the elements that a gather or scatter accesses, and whether its windows are in bounds.
 
-    `indices` contains one index array for each axis of the operand. The index arrays broadcast to [*batch, *window].
-    `inside` states for each window whether it lies inside the operand.
+    The first result is a tuple with one index array for each axis of the operand. The index arrays broadcast to
+    [*batch, *window]. The second result states for each window (block of elements) whether it lies inside the operand.
     """
     batch = indices.shape[:-1]
     windows = [axis for axis in range(len(shape)) if axis not in dropped and axis not in options["batch"]]

@@ -1,9 +1,10 @@
 """Writes programs as LiteRT models, and compares the outputs of LiteRT's interpreter with those of the program.
 
 The package litert-converter converts StableHLO to LiteRT. litert-converter has no public API, so only `_converted`
-calls it. litert-converter does not support loops, and supports symbolic sizes in only some operations. Therefore the
-program is traced for fixed sizes, with scans unrolled, from its stable form (JSON data, see `jaxpr.stable`). For each
-choice of sizes, the LiteRT model contains one signature, that is, a function that can be called.
+calls it. litert-converter does not support loops, and supports symbolic sizes in only some operations. Therefore a
+program is converted with fixed sizes and with unrolled scans. The conversion starts from a JSON description of the
+program (see `jaxpr.stable`). For each choice of sizes, the LiteRT model contains one signature, that is, a function
+that can be called.
 """
 
 from __future__ import annotations
@@ -153,8 +154,8 @@ def _signatures(traced, entry, sizes) -> dict[str, dict[str, int]]:
 
 def default_sizes(traced: Any) -> dict[str, int]:
     """Returns the values of the size variables that are used if `sizes` is None, {size variable: value}. The value is
-    the upper bound of the symbolic size, such as 64 for t <= 64. If the symbolic size has no upper bound, its value is
-    the smallest valid value."""
+    the upper bound of the symbolic size, such as 64 for t <= 64. For a symbolic size without an upper bound, the
+    smallest valid value is used."""
     names = size_variables(traced.inputs)
     bounds = {name: int(n) for constraint in traced.constraints
               for name, n in re.findall(r"^(\w+) <= (\d+)$", constraint.strip())}
@@ -216,9 +217,9 @@ def _scatter(run, options, types, x, indices, updates):
 
 
 def _convolution(run, options, types, x, kernel):
-    """Evaluates a convolution. If the convolution has input dilation, as a transposed convolution has, the zeros are
-    inserted into the input before the convolution. If the zeros were not inserted before the convolution,
-    litert-converter would ignore the padding."""
+    """Evaluates a convolution. litert-converter ignores the padding of a convolution with input dilation, such as a
+    transposed convolution. For such a convolution, zeros are therefore inserted between the elements of the input
+    before the convolution."""
     padding = [(0, 0, 0)] * x.ndim
     for axis, dilation in zip(options["input"][2:], options["input_dilation"]):
         padding[axis] = (0, 0, dilation - 1)

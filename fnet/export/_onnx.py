@@ -90,7 +90,7 @@ class _Model:
 
     Attributes:
         weights: the arrays that can become initializers of the ONNX model, {name: array}. The arrays are the weights
-            and constants of the program, and weights in other layouts, such as transposed kernels.
+            and constants of the program, and reshaped or transposed copies of weights.
         path: the path of the operation that is being converted, a prefix of the names of its nodes.
     """
 
@@ -121,11 +121,11 @@ class _Model:
         return name
 
     def derived(self, source: str, array: np.ndarray, kind: str, *inputs: str, **attributes: Any) -> str:
-        """Adds a weight in another layout to the weights, and returns its name. `source` is the name of the original
-        weight, and `array` is the weight in the other layout.
+        """Adds a reshaped or transposed copy of a weight to the weights, and returns its name. `source` is the name of
+        the original weight, and `array` is the reshaped or transposed copy.
 
-        `kind`, `inputs` and `attributes` define the node that computes the other layout from `source`. The node is used
-        only if the ONNX model also contains `source`, see `_computed`.
+        `kind`, `inputs` and `attributes` define the ONNX node that reshapes or transposes the original weight. The node
+        is used only if the ONNX model also contains `source`, see `_computed`.
         """
         key = source, kind, array.shape, str(attributes)
         if key not in self._layouts:
@@ -137,12 +137,12 @@ class _Model:
         return self._layouts[key]
 
     def _computed(self, used: set[str]) -> list:
-        """Returns nodes that compute the other layouts of weights, so that each weight is stored only once. `used` are
-        the names of the values that the model uses.
+        """Returns nodes that reshape or transpose weights, so that each weight is stored only once. `used` are the
+        names of the values that the model uses.
 
-        If a weight is used in only one layout, such as transposed, the weight is stored in this layout and needs no
-        node. If a weight is used in several layouts, the original weight is stored, and nodes compute the other
-        layouts.
+        If a weight is used in only one layout (for example, only transposed), the weight is stored in this layout, and
+        no ONNX node reshapes or transposes it. If a weight is used in several layouts, the original weight is stored,
+        and nodes compute the reshaped or transposed weights.
         """
         nodes, roots = [], {}
         for name in used & self._sources.keys():
@@ -255,7 +255,7 @@ class _Graph(Graph):
 
 
 class Equation:
-    """An operation of a program in stable form (JSON data) that is being converted to ONNX nodes.
+    """Converts one operation from the JSON description of a program (the stable form) to ONNX nodes.
 
     Attributes:
         g: the graph to which the nodes are added.
@@ -315,13 +315,14 @@ class Equation:
         return self.x(i), self.in_types[i][1]
 
     def loosely(self, i: int, name: str, narrow: list) -> None:
-        """Sets the i-th output to the value `name`. The shape of the value, `narrow`, can be broadcast to the shape of
-        the output. The broadcast to the shape of the output is added only where it is necessary."""
+        """Defines the i-th output as the broadcast of an ONNX value to the shape of the output. `name` is the name of
+        the ONNX value, and `narrow` is its shape. The operation that broadcasts the value is added only where it is
+        necessary."""
         self.g.names.pop(self.outs[i], None)
         self.g.loose[self.outs[i]] = name, narrow
 
     def number(self, x: Any) -> str:
-        """Returns the name of a constant with the value x, in the dtype of the first output."""
+        """Returns the name of an ONNX constant, which contains the number x in the dtype of the first output."""
         return self.g.constant(float(x) if isinstance(x, str) else x, self.dtype)
 
     def body(self, graph, body, inputs) -> list[str]:

@@ -216,7 +216,7 @@ def top_k(e):
 
 
 def _start(e, i, n, length):
-    """Returns the name of an ONNX value, a vector with one element: the start index of a dynamic slice along one axis.
+    """Returns the name of an ONNX vector with one element, which is the start index of a dynamic slice along one axis.
     The start index is the i-th input, clamped so that the slice lies inside the operand. The axis has n elements, and
     the slice has `length` elements."""
     start = e.g.reshape(e.g.cast(e.x(i), INT64), [], [1])

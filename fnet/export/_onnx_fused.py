@@ -1,9 +1,10 @@
 """Finds normalizations, GELUs and attentions in a program, and replaces them by operators of ONNX.
 
 A candidate for the replacement is a group of equations around a typical operation, which is rsqrt for a normalization,
-erf or tanh for a GELU, and exp for an attention. NumPy evaluates the equations of a candidate for random inputs, and
-the results are compared with the definition of the ONNX operator. Therefore it does not matter how a library writes a
-normalization, and a candidate that computes something else is not replaced.
+erf or tanh for a GELU, and exp for an attention. To test whether a candidate can be replaced by an ONNX operator, NumPy
+evaluates the equations of the candidate and the definition of the operator on the same random inputs. A group of
+equations is replaced only if its results equal those of the ONNX operator. Because numerical results are compared, not
+the equations themselves, different implementations of a normalization are found.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _VALUES = 1 << 24             # elements of the largest value that is evaluated
 
 
 def fused(stable: dict, opset: int) -> dict:
-    """Replaces equations of a program in stable form by operators of ONNX that compute the same, and returns the new
-    program. Only operators that exist in version `opset` of ONNX's operators are used."""
+    """Returns a program in which groups of operations are replaced by single ONNX operators that compute the same. Only
+    operators that exist in version `opset` of ONNX's operators are used. The argument `stable` is the program as JSON
+    data, see `jaxpr.stable`."""
     kinds = {kind for kind, since in _SINCE.items() if opset >= since}
     return _fused(stable, stable["values"], kinds)
 
@@ -57,7 +59,7 @@ def _needed(equations, outputs):
 
 
 class _Candidate:
-    """A candidate for the replacement by an ONNX operator: the equations around the equation with the index `start`."""
+    """A group of equations that one ONNX operator may replace: those around the equation with the index `start`."""
 
     def __init__(self, equations, values, start):
         self.equations, self.values, self.start = equations, values, start
@@ -85,8 +87,8 @@ class _Candidate:
 
     def after(self, value) -> Iterator[int]:
         """Yields the value, then the result of the operation that uses it, then the result of the operation that uses
-        this result, and so on. The iteration ends at a value that is used by several equations, or by an operation that
-        is neither elementwise nor a change of layout."""
+        this result, and so on. The method follows only elementwise operations and changes of layout (such as reshapes),
+        and stops at a value that several equations use."""
         yield value
         for _ in range(_REACH):
             users = [equation for equation in self.equations if value in equation[1]]
@@ -127,7 +129,8 @@ class _Candidate:
 
 
 class _Unsuitable(Exception):
-    """Raised if the equations of a candidate do not compute the expected function, such as a GELU."""
+    """Raised if a group of equations cannot be tested for replacement by an ONNX operator, for example if it is too
+    large."""
 
 
 def _attempt(function):
@@ -149,8 +152,7 @@ def _floating(candidate, value) -> bool:
 
 @_attempt
 def _norm(c, kinds):
-    """Finds a normalization over the last axis. The rsqrt of the normalization is the start of the candidate (the group
-    of equations that may be replaced)."""
+    """Finds a normalization over the last axis. The search starts at the rsqrt operation of the normalization."""
     (variance,), (start,) = c.equations[c.start][1:3]
     sums = c.equations[c.made[variance]]
     epsilon = next(float(a[1]) for a in sums[1] if isinstance(a, list))
@@ -219,8 +221,8 @@ def _gelu(c, kinds):
 
 @_attempt
 def _attention(c, kinds):
-    """Finds the equations that compute an attention. The exp of the attention's softmax is the start of the candidate
-    (the group of equations that may be replaced)."""
+    """Finds the equations that compute an attention. The search starts at the exp operation of the attention's
+    softmax."""
     start, = c.equations[c.start][2]
     if "attention" not in kinds or not _floating(c, start) or len(c.shape(start)) < 4:
         return None
@@ -262,16 +264,16 @@ def _attention(c, kinds):
 
 
 def _order(c, dot, side, contracted_last):
-    """Returns the axes of an operand of a product, in the order [batch, free, contracted] if `contracted_last` is true,
-    otherwise [batch, contracted, free]."""
+    """Returns the axes of an operand of a matrix product: [batch, free, contracted] if `contracted_last` is true,
+    otherwise [batch, contracted, free]. The free axes are the axes that are neither batch axes nor contracted."""
     value, contract, batch = dot[1][side], dot[3]["contract"][side], dot[3]["batch"][side]
     free = [i for i in range(len(c.shape(value))) if i not in (*contract, *batch)]
     return [*batch, *free, *contract] if contracted_last else [*batch, *contract, *free]
 
 
 def _narrow(c, value):
-    """Returns the value with at least four axes from which `value` was broadcast. If `value` is not the result of a
-    broadcast from at least four axes, `value` itself is returned."""
+    """Returns the array with at least four axes that one or several broadcasts expand to `value`. If `value` is not the
+    result of a broadcast from at least four axes, `value` itself is returned."""
     while value in c.made and c.equations[c.made[value]][0] == "broadcast" and isinstance(
             c.equations[c.made[value]][1][0], int) and len(c.shape(c.equations[c.made[value]][1][0])) >= 4:
         value = c.equations[c.made[value]][1][0]
@@ -279,8 +281,8 @@ def _narrow(c, value):
 
 
 def _drawn(c, root, cuts, masks):
-    """Returns random queries, keys and values. If `root` also depends on other inputs through a mask, the result also
-    contains a random mask, in which all keys of the first row are masked."""
+    """Returns random queries, keys and values. If the mask of the attention depends on inputs or constants of the
+    program, the result also contains a random mask. In the first row of the random mask, all keys are masked."""
     draw = np.random.default_rng(0)
     given = {name: draw.normal(size=c.shape(name)).astype(np.float32) for name in sorted(cuts)}
     if c.region(root, given)[1] and masks:

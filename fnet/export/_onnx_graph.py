@@ -21,8 +21,9 @@ class Graph:
         nodes: the nodes in order.
         names: the names of the values in the graph, {index of the value in the program's stable form (JSON data):
             name}.
-        loose: the values whose broadcast is not yet part of the graph, {index of the value: (name, shape before the
-            broadcast)}. Sizes are integers or expressions.
+        loose: the results of broadcasts for which the graph contains no node yet, {index of the value: (name, shape
+            before the broadcast)}. A broadcast node is added only where an operator needs it. Sizes are integers or
+            expressions.
     """
 
     def __init__(self, model: Any, parent: Graph | None = None):
@@ -34,8 +35,8 @@ class Graph:
 
     def look(self, table: str, key: Any) -> Any:
         """Returns the value of a key in a dict of this graph, or else in the dict of the nearest enclosing graph that
-        has the key. `table` is the name of the attribute of a graph that is the dict, such as "kept". Returns None if
-        no graph has the key."""
+        has the key. Returns None if no graph has the key. `table` is the name of the dict to search, for example "kept"
+        for the attribute `Graph.kept`."""
         graph: Graph | None = self
         while graph is not None:
             if key in (entries := getattr(graph, table)):
@@ -60,7 +61,7 @@ class Graph:
     # Sizes.
 
     def size(self, n: int | str) -> str:
-        """Returns the name of a vector with one element, the size n."""
+        """Returns the name of an integer vector whose only element is the size n."""
         if isinstance(n, int):
             return self.integers(n)
         name = self.look("kept", n)
@@ -94,7 +95,7 @@ class Graph:
         return self.op("Div", self.op("Sub", x, self.op("Mod", x, y)), y)
 
     def shape(self, shape: list) -> str:
-        """Returns the name of a vector of the sizes of a shape."""
+        """Returns the name of an integer vector that contains the sizes in `shape`."""
         if all(isinstance(n, int) for n in shape):
             return self.integers(*shape)
         key = tuple(shape)

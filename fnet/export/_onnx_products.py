@@ -142,11 +142,14 @@ def window_select_add(e):
 
 
 def _indices(e, shape, sizes, dropped):
-    """Returns (indices, inside, axes, windows) for a gather or scatter whose windows have the given sizes.
+    """Computes the index array of a gather or scatter that accesses windows (blocks of elements) of its operand.
 
-    `indices`, [*batch, *windows, len(axes)], contains the positions along `axes`. `inside` states which windows lie
-    inside the operand (None if no window can lie outside). `windows` are the axes along which a window has more than
-    one element, but not all elements of the axis.
+    `sizes` contains the size of a window along each axis of the operand. The function returns a tuple of four values,
+    `indices`, `inside`, `axes` and `windows`. `axes` is the list of the operand's axes along which ONNX selects
+    elements by index. `indices` is the index array, [*batch, *windows, len(axes)], whose last axis contains one
+    position for each axis in `axes`. `inside` is a Boolean array that states which windows lie inside the operand, or
+    None if no window can lie outside. `windows` is the list of the operand's axes along which the size of a window is
+    greater than 1 and less than the size of the axis.
     """
     options, indices = e.options, e.x(1)
     (_, index_shape), batch = e.in_types[1], len(e.in_types[1][1]) - 1
@@ -303,8 +306,8 @@ def cond(e):
     index = e.x(0)
 
     def chosen(graph, i):
-        """Returns the names of the outputs of a conditional over the branches i, i + 1, and so on. Branch i is selected
-        if the index is at most i, otherwise a later branch."""
+        """Adds ONNX nodes that select and compute one of the branches i, i + 1, and so on. Returns the names of the
+        outputs. Branch i is selected if the value of `index` is at most i, otherwise a later branch."""
         if i == len(branches) - 1:
             return e.body(graph, branches[i], names)
         first, rest = graph.inner(), graph.inner()

@@ -27,8 +27,9 @@ class Entry:
     """A traced function of a program.
 
     Attributes:
-        closed: the closed jaxpr. The arguments of the function are the weights, in the order of `weights`, and the
-            leaves of the inputs. The results of the function are the leaves of the output.
+        closed: the closed jaxpr of the traced function. The arguments of the jaxpr are the weights, in the order of
+            `weights`, and the leaves of the inputs. The results of the jaxpr are the leaves of the tree that the traced
+            function returns.
         weights: the names of the weights that the function uses. An array that the function closes over is also a
             weight. The name of a closed-over array is constants/DIGEST, where DIGEST is a hash of the array.
         inputs: the descriptions of the inputs, [(name, tree of {"dtype", "shape"})].
@@ -172,13 +173,14 @@ class Program:
         Args:
             path: the file to write, such as "digits.tflite".
             entry: the name of the entry point. Default "predict".
-            sizes: the value of each symbolic size, such as {"b": 1, "t": 64}, or a list of several such dicts. With one
-                dict, the model has one signature (function), which has the name of the entry point. With several dicts,
-                each dict defines a signature (function) with a name such as predict_b1_t64, and the signatures share
-                the weights. Default None: the value of each symbolic size is its upper bound, such as 64 for t <= 64.
-                If a symbolic size has no upper bound, its value is the smallest valid value.
-            dtype: the dtype of the weights, "float32" (the default), "float16" or "int8". With "int8", products and
-                convolutions are computed in int8 (dynamic quantization).
+            sizes: the value of each symbolic size, such as {"b": 1, "t": 64}, or a list of several such dicts. If
+                `sizes` is a single dict, the LiteRT model contains one function (called a signature), which has the
+                name of the entry point. If `sizes` is a list of several dicts, each dict defines a signature (function)
+                with a name such as predict_b1_t64. All signatures use the same weights. Default None: the value of each
+                symbolic size is its upper bound, such as 64 for t <= 64. For a symbolic size without an upper bound,
+                the default is the smallest valid value.
+            dtype: the dtype of the weights, "float32" (the default), "float16" or "int8". With `dtype="int8"`, matrix
+                products and convolutions are computed in int8 (dynamic quantization).
             check: whether to run the model on small random inputs in LiteRT and compare the outputs. Default True.
 
         Raises:
@@ -216,7 +218,8 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
         A `Program`.
 
     Raises:
-        TypeError: an input has no type, or f cannot be called with the inputs.
+        TypeError: `specs` is empty or contains an object that is not an input type such as `export.spec(...)`, or f
+            cannot be called with the inputs.
         ValueError: two weights have the same name.
 
     >>> f = lambda params, x: x @ params["kernel"]
@@ -276,8 +279,8 @@ def _constant(x):
 
 
 def _called(f, names) -> tuple[bool, bool]:
-    """Returns two bools: whether f has parameters with the names of the inputs after its first parameter, and whether f
-    accepts a state."""
+    """Returns two bools (by_name, takes_state). `by_name` is True if f has parameters with the names of all inputs, not
+    counting the first parameter of f. `takes_state` is True if f accepts the keyword argument `state`."""
     forward = isinstance(f, nn.Layer)
     try:
         parameters = list(inspect.signature(type(f).forward if forward else f).parameters.values())

@@ -25,15 +25,15 @@ def renew(path: str | os.PathLike, output: str | os.PathLike | None = None) -> N
     The new programs are created from the stable form (JSON data) of the old programs. The stable form describes a
     program independently of JAX's version. The outputs of the new programs are compared with the outputs in the old
     bundle. The new bundle has the same weights, labels and tokenizer as the old bundle. The new bundle contains no
-    programs with handwritten kernels, because the stable form contains no kernels.
+    programs with handwritten kernels, because the JSON description of a program contains no kernels.
 
     Args:
         path: the path of the bundle.
         output: the path of the new bundle. Default None: the old bundle is replaced.
 
     Raises:
-        BundleError: the file is damaged, a program has no stable form (JSON data), or a new program has other outputs
-            than the old program.
+        BundleError: the file is damaged, the bundle contains no JSON description (stable form) of a program, or the
+            outputs of a new program differ from those of the old program.
 
     >>> import tempfile
     >>> model = nn.Dense(3)
@@ -113,7 +113,7 @@ class Run:
     Attributes:
         values: the type of each value, a list of (dtype, shape).
         known: the constants, {index of the value: array}.
-        shape: a function that maps a shape in the stable form to the shape of the array.
+        shape: a function that converts a shape from the JSON data, such as ["b", 3], to the shape of an array.
         operations: the functions that compute the operations, {name of the operation: function}.
     """
 
@@ -168,8 +168,8 @@ def _highest(dtype):
 
 
 def _window_select_add(run, options, types, source, x):
-    """Computes the operation window_select_add, the gradient of a pooling, as the derivative of the pooling. JAX's
-    operation for the gradient of a pooling is not public."""
+    """Computes the gradient of a max or min pooling by differentiating the pooling with `jax.vjp`. JAX's operation for
+    the gradient of a pooling is not public."""
     kind = (lax.max, _lowest) if options["largest"] else (lax.min, _highest)
     pooled = lambda x: _window(*kind)(run, options, types, x)
     return jax.vjp(pooled, x)[1](source)[0]

@@ -131,8 +131,8 @@ def named(description, inputs):
 def chosen(description, weights, held):
     """Selects the weights of an entry point (a function) from a tree of weights, and returns them as {name: array}.
 
-    Arrays that the function closed over may be missing in `weights`. Missing arrays are taken from `held`, the weights
-    of the bundle.
+    Arrays that the exported function closed over are taken from `held`, the weights stored in the bundle, unless
+    `weights` contains them.
     """
     flat = {name: held[name] for name in description["weights"] if name.startswith("constants/")}
 

@@ -32,7 +32,8 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class SpecOf:
-    """The types of the arrays that a function of sizes returns. `spec_of` creates it."""
+    """The type (shapes and dtypes) of an input that is a tree of arrays, given by a function of sizes that returns the
+    tree. `spec_of` creates a `SpecOf`."""
 
     function: Callable
     where: tuple[str, ...] = ()

@@ -40,8 +40,8 @@ def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | 
         folder: the folder to write. It is created if necessary.
         labels: the names of the classes. Default: 0, 1, 2, ...
         margin: the width of the empty margin at each edge, as a fraction of the image's size, in [0, 0.5). The drawing
-            is centered and scaled to fill the area within the margins. Use the margin of the training images (0 for
-            scikit-learn's digits, 0.14 for MNIST). Default 0.
+            is centered and scaled to fill the area within the margins. `margin` should equal the empty margin in the
+            training images, which is 0 for scikit-learn's digits and 0.14 (4 of 28 pixels) for MNIST. Default 0.
         title: the title of the page. Default "Draw an image".
         runtime: the folder of the npm package onnxruntime-web. Default: the first node_modules/onnxruntime-web in the
             working directory and the directories above it.

@@ -90,8 +90,8 @@ def save(program: Any, path: str | os.PathLike, *, labels: Iterable[Any] | None 
 def write(path: Path, manifest: dict, files: Mapping[str, bytes], tensors: Mapping[str, Mapping[str, Any]]) -> None:
     """Writes the archive atomically.
 
-    The archive contains the small files, the tensors, and manifest.json with the digests of all files. The archive ends
-    with the digest of the whole archive.
+    The archive contains the small files, the tensors, and manifest.json with the digests of all files. The comment at
+    the end of the archive contains the SHA-256 digest of all bytes that precede the comment.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial, sums = path.with_name(f".{path.name}.{os.getpid()}.partial"), {}
@@ -143,9 +143,9 @@ def _data(x) -> np.ndarray:
 
 
 def _inputs(path, name, description, given) -> list | None:
-    """Returns the leaves of test inputs for an entry point (a function of the program): those of `given`, or random
-    arrays of small sizes if `given` is None. Returns None if no small sizes satisfy the constraints on the symbolic
-    sizes of the program."""
+    """Returns test inputs for an entry point (a function of the program) as a list of leaves. The test inputs are the
+    inputs in `given`, or random arrays of small sizes if `given` is None. Returns None if no small sizes satisfy the
+    constraints on the symbolic sizes of the program."""
     if given is not None:
         return _signature.bound(path, name, description, (), dict(given))[0]
     sizes = _small_sizes(description)

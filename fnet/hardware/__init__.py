@@ -1,7 +1,7 @@
 """Chips: their peak rates, the dtypes that suit them, and the cost of computations on them.
 
-Every figure of a chip has a basis, which states how the figure is known: exact, measured, published, derived, estimated
-or unverified. For an unknown chip, fnet does not use the figures of a similar chip.
+For every number that describes a chip, fnet states how the number was obtained: exact, measured, published, derived,
+estimated or unverified. For an unknown chip, fnet does not use the numbers of a similar chip.
 """
 
 from fnet.hardware._allocator import cpu_allocator

@@ -13,8 +13,8 @@ def cpu_allocator() -> bool:
 
     XLA allocates the temporary memory of a CPU program anew for each call, and the C library returns large blocks to
     the operating system immediately. Without `cpu_allocator`, each step therefore causes a page fault for every 4 kB of
-    its temporary memory. After a call of `cpu_allocator`, the process keeps freed memory. As a consequence, the memory
-    of the process stays at its maximum, which includes the temporary memory of every step that JAX has queued.
+    its temporary memory. After a call of `cpu_allocator`, the process keeps freed memory, so its memory usage stays at
+    the peak. If JAX has queued several steps, the peak includes the temporary memory of each queued step.
 
         from fnet import hardware as hw
         hw.cpu_allocator()      # at the start of a script, before any large array

@@ -13,8 +13,8 @@ from typing import Any
 def cache_folder() -> pathlib.Path:
     """Returns $FNET_CACHE if it is set, otherwise $XDG_CACHE_HOME/fnet or ~/.cache/fnet.
 
-    If the home folder cannot be determined, the result is a path to which nothing can be written, so that no folder
-    with the literal name "~" is created.
+    If the home folder cannot be determined, the result is the path of the null device (`os.devnull`), and nothing is
+    cached.
     """
     base = os.environ.get("FNET_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fnet")
     folder = os.path.expanduser(base)

@@ -72,8 +72,8 @@ class Peak(NamedTuple):
 
 
 class Price(NamedTuple):
-    """A price with its date and source. `usd` is the price in dollars. `per` is the priced unit: an "hour" of rent, a
-    "chip" or a "system".
+    """A price with its date and source. `usd` is the price in dollars. `per` states what the price is for: an "hour" of
+    use in a cloud, a "chip" or a "system".
 
     >>> [price.per for price in hw.chips["TPU v5e"].prices][:1]
     ['hour']
@@ -166,13 +166,13 @@ class Chip:
         power_watts: the published thermal design power in watts, or None if unknown.
         power_source: where `power_watts` was published.
         prices: the prices of the chip, `Price` objects.
-        quoted: further published peaks, `Quote` objects. The peak rates in `quoted` were published elsewhere, and may
-            differ from those in `peaks`.
+        quoted: further published peaks, `Quote` objects. The peak rates in `quoted` come from other sources than those
+            in `peaks`, so the values may differ.
         explained: the reasons why some values of `peaks` differ from the peaks computed from `units`, {dtype: reason}.
-        units: the figures from which peaks are computed, {name: figure}: for example, the number of multiprocessors, of
-            matrix units or of cores, and the clock in GHz.
-        bases: how each figure is known, {field or dtype: basis}. The basis of a number states how it is known: "exact",
-            "measured", "published", "derived" (computed from the number of compute units and the clock), "estimated" or
+        units: the hardware data from which peak rates are computed, {name: value}. For example, `units` contains the
+            number of multiprocessors, matrix units or cores, and the clock rate in GHz.
+        bases: how each number of the chip was obtained, {field or dtype: basis}. A basis is "exact", "measured",
+            "published", "derived" (computed from the number of compute units and the clock), "estimated" or
             "unverified".
         sources: where the figures were published.
         notes: remarks.
@@ -208,20 +208,21 @@ class Chip:
     notes: str = ""
 
     def basis(self, field: str) -> str:
-        """Returns how a figure of the chip is known (the basis of the figure), such as "measured". `field` is a dtype
-        of `peaks`, or the name of a field, such as "memory_bytes"."""
+        """Returns how a number of the chip was obtained (the basis of the number), such as "measured". `field` is a
+        dtype of `peaks`, or the name of a field, such as "memory_bytes"."""
         return self.bases.get(field, "published" if self.known else "unknown")
 
     def peak(self, dtype: Any, *, precision: Any = None) -> Peak | None:
         """Returns the peak rate at which JAX computes a matrix product whose operands have the dtype `dtype`.
 
-        By default, JAX computes a float32 product in one bfloat16 pass on a TPU, and in TF32 on an NVIDIA chip that
-        supports TF32. With `precision="high"`, a float32 product takes three bfloat16 passes on a TPU. With
-        `precision="highest"`, a float32 product takes six passes on a TPU, and is computed in full float32 on a GPU.
+        By default, JAX computes a float32 matrix product in one bfloat16 pass on a TPU, and in TF32 on an NVIDIA chip
+        that supports TF32. With `precision="high"`, a float32 matrix product takes three bfloat16 passes on a TPU. With
+        `precision="highest"`, a float32 matrix product takes six bfloat16 passes on a TPU, and is computed in full
+        float32 on a GPU.
 
         Args:
             dtype: a JAX or NumPy dtype, or the short name of a dtype ("bf16", "fp8", ...).
-            precision: the `precision` argument of the product. Default None: JAX's default precision.
+            precision: the `precision` argument of the matrix product. Default None: JAX's default precision.
 
         Returns:
             A `Peak` of the whole chip, or None if the chip has no rate for `dtype`.
@@ -262,20 +263,22 @@ class Chip:
     def chips_of(self, devices: int) -> float:
         """Returns the number of chips that have the same total peak rate as `devices` JAX devices.
 
-        For example, one JAX device of a TPU v3 has half of the chip's rate, so the result is 0.5. Emulated CPU devices
-        share one thread pool, and each device can use all threads, so the result for a CPU is at least 1.
+        For example, one JAX device of a TPU v3 has half of the chip's rate, so the result is 0.5. On a CPU, the result
+        is at least 1, because a single JAX device can use all threads of the CPU, even if JAX emulates several devices
+        on it.
         """
         chips = devices / self.jax_devices_per_chip
         return max(1.0, chips) if self.kind == "cpu" else chips
 
     def scaled(self, compute: float, memory: float | None = None, *, basis: str | None = None) -> Chip:
-        """Returns the chip with its peaks multiplied by `compute`, and its memory and bandwidth by `memory`.
+        """Returns the chip with its peak rates multiplied by `compute`, and its memory and bandwidth by `memory`.
 
         Args:
-            compute: the factor by which the peaks are multiplied.
+            compute: the factor by which the peak rates of the chip are multiplied.
             memory: the factor by which the size of the memory and the bandwidth are multiplied. Default None:
                 `compute`.
-            basis: how the scaled figures are known (see `Chip.bases`). Default None: the bases do not change.
+            basis: how the new peak rates, memory size and bandwidth were obtained, such as "estimated"; stored in
+                `Chip.bases`. Default None: the entries in `Chip.bases` do not change.
         """
         memory = compute if memory is None else memory
         bases = self.bases

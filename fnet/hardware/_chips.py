@@ -101,7 +101,7 @@ class _Catalog(Mapping):
         return list(dict.fromkeys(self._index[key] for key in best))[:n]
 
     def variants(self, name: str) -> list[str]:
-        """Returns the names of the catalog in which `name` occurs as one or several complete words. For example,
+        """Returns the names in the catalog that contain `name` as one or several complete words. For example,
         `variants("V100")` returns four names."""
         whole = re.compile(rf"(?<!\w){re.escape(name.strip())}(?!\w)", re.IGNORECASE)
         return [each for each in self if name.strip() and whole.search(each)]
@@ -146,8 +146,9 @@ class Chips(_Catalog):
 
 
 def split_mig(kind: str) -> tuple[str, tuple[int, float, str] | None]:
-    """Separates the suffix of a MIG slice from a device kind. Returns (the device kind without the suffix, slice). The
-    slice is (number of compute slices, memory in GiB, suffix), or None if the device kind has no MIG suffix."""
+    """Separates the suffix of a MIG slice (a part of an NVIDIA GPU) from a device kind. Returns two values: the device
+    kind without the suffix, and the tuple (number of compute slices, memory in GiB, suffix). The second value is None
+    if the device kind has no MIG suffix."""
     match = re.search(r"\s+MIG\s+((?:(\d+)c\.)?(\d+)g\.(\d+)gb\S*)$", kind)
     if not match:
         return kind.strip(), None
@@ -177,7 +178,8 @@ def raw() -> dict[str, Any]:
 
 
 def _fields(cls: type, row: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of a catalog row whose names are fields of the dataclass `cls`. Lists become tuples."""
+    """Returns the entries of `row` (a chip or system of the catalog) whose keys are fields of the dataclass `cls`.
+    Lists become tuples."""
     known = {field.name: row[field.name] for field in dataclasses.fields(cls) if field.name in row}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
 

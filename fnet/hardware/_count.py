@@ -18,14 +18,14 @@ class Cost:
     """The FLOPs and bytes of a named scope, or of several scopes together.
 
     Attributes:
-        matmul: the FLOPs of matrix products and convolutions. A multiply-add counts as 2. `matmul` is exact for
-            products. In convolutions, multiplications by padding also count.
+        matmul: the FLOPs of matrix products and convolutions. A multiply-add counts as 2. The number of FLOPs is exact
+            for matrix products. For convolutions, the number of FLOPs includes multiplications by padding.
         elementwise: the FLOPs of elementwise operations, 1 for each element of the result.
         reduction: the FLOPs of reductions, 1 for each element of the operand.
         transcendental: the number of evaluations of exp, tanh, rsqrt and similar functions. `flops` does not include
             the evaluations of transcendental functions.
-        recomputed: the FLOPs of the products in `matmul` that rematerialization repeats. `flops` includes the
-            recomputed FLOPs, but `model_flops` does not.
+        recomputed: the FLOPs in `matmul` that are spent on recomputation (rematerialization) in the backward pass.
+            `flops` includes the recomputed FLOPs, but `model_flops` does not.
         bytes: the bytes of the inputs and outputs of every operation, as if nothing were fused. `bytes` is an upper
             bound of the memory traffic.
         fused_bytes: an estimate of the bytes of the memory traffic if elementwise operations are fused with their
@@ -51,7 +51,7 @@ class Cost:
 
     @property
     def model_flops(self) -> int:
-        """The FLOPs of products and convolutions without recomputation, as MFU counts them."""
+        """The FLOPs of matrix products and convolutions without rematerialization, as MFU counts them."""
         return self.matmul - self.recomputed
 
     def __add__(self, other: Cost) -> Cost:
@@ -69,9 +69,9 @@ class Matmul(NamedTuple):
         op: "dot" or "conv".
         shape: the sizes (batch, m, n, k).
         dtype: the dtype of the operands.
-        precision: the `precision` argument of the product.
-        flops: the FLOPs of all runs of the product together.
-        times: the number of times that the product runs, for example in the iterations of a scan.
+        precision: the `precision` argument of the matrix product.
+        flops: the FLOPs of all runs of the matrix product together.
+        times: the number of times that the matrix product is computed, for example in the iterations of a scan.
 
     >>> hw.count(jnp.matmul, jnp.ones((8, 16)), jnp.ones((16, 4))).matmuls[0].shape    # batch, m, n, k
     (1, 8, 4, 16)
@@ -126,7 +126,7 @@ class Count:
 
     @property
     def dtype(self) -> str | None:
-        """The operand dtype of the matrix products that has the most FLOPs, or None if there are no products."""
+        """The operand dtype with the most FLOPs in matrix products, or None if there are no matrix products."""
         by_type: dict[str, int] = {}
         for matmul in self.matmuls:
             by_type[matmul.dtype] = by_type.get(matmul.dtype, 0) + matmul.flops
@@ -156,13 +156,13 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
     The body of a scan counts once for each iteration, and the costs of the shards of a shard_map are summed. Of the
     branches of a cond, only the branch with the most FLOPs counts. The body of a while loop counts once, because its
     number of iterations is unknown. An operation of unknown cost counts as zero. If the count is inexact because of a
-    cond, a while loop or an unknown operation, the attribute `notes` of the result lists the reason. Operations whose
-    results are not used count, although a compiler removes these operations.
+    cond, a while loop or an unknown operation, the attribute `notes` of the result lists the reason. An operation is
+    counted even if its result is not used, although a compiler removes such an operation.
 
-    The FLOPs of `layers.dot_product_attention` are computed from the formula of attention. As is the convention for MFU
-    (model FLOPs utilization), the FLOPs of attention include the products for pairs of positions that a mask hides. The
-    FLOPs with which the backward pass of attention recomputes the attention weights are in `Cost.recomputed`. The bytes
-    of `dot_product_attention` are the bytes of its operands and results.
+    The FLOPs of `layers.dot_product_attention` are computed from the formula of attention. The FLOPs of attention
+    include masked pairs of positions, as is the convention for MFU (model FLOPs utilization). The FLOPs with which the
+    backward pass of attention recomputes the attention weights are in `Cost.recomputed`. The bytes of
+    `dot_product_attention` are the bytes of its operands and results.
 
     Args:
         f: any JAX function, for example a jitted, differentiated or sharded function.
@@ -183,15 +183,14 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
 
 
 def count_jaxpr(closed: Any) -> Count:
-    """Counts a closed jaxpr, as `count` does."""
+    """Counts the FLOPs and bytes of a closed jaxpr, as `count` does for a function."""
     arguments = sum(nbytes(v.aval) for v in (*closed.jaxpr.invars, *closed.jaxpr.constvars))
     outputs = sum(nbytes(aval) for aval in closed.out_avals)
     return dataclasses.replace(count_frame(read(closed.jaxpr)), argument_bytes=arguments, output_bytes=outputs)
 
 
 def count_frame(frame: Frame) -> Count:
-    """Counts a frame (the operations of one jaxpr), as `count` does, but without the bytes of its arguments and
-    outputs."""
+    """Counts the FLOPs and bytes of the operations of one jaxpr, but not the bytes of its arguments and outputs."""
     tally = _Tally(frame, 1)
     return Count(tally.total, FrozenTable(tally.scopes), tuple(tally.matmuls), 0, 0, tuple(dict.fromkeys(tally.notes)))
 
@@ -254,8 +253,9 @@ class _Tally:
         self.scopes[op.scope] += Cost(**kinds, recomputed=again, bytes=moved)
 
     def stand_in(self, op: Op, times: int) -> None:
-        """Adds `times` runs of a composite operation, which represents several ordinary operations. Counts the FLOPs of
-        the ordinary operations, and the bytes of the operands and results of the composite operation."""
+        """Adds the FLOPs and bytes of `times` runs of a composite operation to the costs of the scopes. A composite
+        operation, such as attention, represents several ordinary operations, whose FLOPs are counted. The bytes are
+        those of the operands and results of the composite operation, without intermediate values."""
         inner = _Tally(read(jaxpr.description(op.eqn.primitive).plain(op.eqn), op.at), times)
         for scope, each in inner.scopes.items():
             inner.scopes[scope] = dataclasses.replace(each, bytes=0, fused_bytes=0)
@@ -274,8 +274,8 @@ def fused_traffic(frame: Frame) -> list[tuple[Op, int]]:
     """Returns the memory traffic of the operations of a frame (the operations of one jaxpr) as [(operation, bytes)].
     Elementwise operations are assumed to be fused with neighbors of the same scope.
 
-    A value is written to memory if it is an input or output of the frame, or if another scope reads the value. Each
-    scope that uses a value from memory reads the value once.
+    A value is stored in memory if it is an input or output of the jaxpr, or if an operation in another named scope
+    reads the value. If several operations in one named scope read the same stored value, only one read is counted.
     """
     kept = Kept(frame, by_scope=True)
     moved: dict[tuple[str, int, str], tuple[Op, int]] = {}
@@ -297,20 +297,21 @@ class Kept:
     """Determines which values of a frame (the operations of one jaxpr) are written to memory after fusion of
     elementwise operations.
 
-    A value is written to memory if a product, reduction, loop, gather or another operation that is not elementwise
-    produces or reads the value. However, if a single elementwise operation reads the result of a product, the product
-    and the operation (its epilogue) are fused, and the result is not written to memory. Reshapes, broadcasts and
-    transposes need no memory traffic.
+    A value is written to memory if an operation that is not elementwise, such as a matrix product, produces or reads
+    the value. However, if the only reader of the result of a matrix product is an elementwise operation (an epilogue),
+    the two operations are fused, and the result is not written to memory. Reshapes, broadcasts and transposes need no
+    memory traffic.
 
     Args:
-        frame: the operations and their values.
+        frame: the operations of one jaxpr, in order.
         by_scope: whether operations are fused only with operations of the same scope. Default False.
-        epilogues: whether a product is fused with the single elementwise operation that reads its result. Default True.
+        epilogues: whether a matrix product is fused with an elementwise operation that is the only reader of its
+            result. Default True.
 
     Attributes:
-        real: the operations that read or write memory, in contrast to reshapes, for example.
+        real: all operations except those that need no memory traffic, such as reshapes.
         users: the operations that read each value.
-        outputs: the values that are results of the frame.
+        outputs: the output values of the jaxpr.
     """
 
     def __init__(self, frame: Frame, *, by_scope: bool = False, epilogues: bool = True):
@@ -339,8 +340,7 @@ class Kept:
 
 
 def heavy(op: Op) -> bool:
-    """Whether an operation contains other operations or is not elementwise, so that it is not fused with its
-    neighbors."""
+    """Whether an operation, such as a matrix product or a loop, reads its inputs from memory without fusion."""
     return bool(op.bodies) or traits(op.eqn.primitive.name).memory == "heavy"
 
 

@@ -26,8 +26,8 @@ class CPU:
             may be a fraction.
         threads: the number of hardware threads in the affinity mask, or None.
         quota: CPU seconds per second that the cgroup allows, or None if there is no limit.
-        isa: the instruction set, such as "avx2", or None. The instruction set is a key of the table in chips.json that
-            contains the FLOP per cycle.
+        isa: the instruction set, such as "avx2", or None. A table in chips.json contains the FLOP per cycle of each
+            instruction set.
         flags: the vector and matrix extensions of the CPU, such as "amx_bf16".
         clock_ghz: the clock that the system reports, or None.
         virtual: whether the machine is a virtual machine. In a virtual machine, the reported clock may be wrong by a
@@ -78,8 +78,8 @@ def _blocks(text: str) -> list[dict[str, str]]:
 
 
 def _physical(blocks: list[dict[str, str]]) -> int:
-    """Returns the number of physical cores in the entries of /proc/cpuinfo. Hardware threads of the same core count
-    once, because they share its arithmetic units."""
+    """Returns the number of physical cores in the entries of /proc/cpuinfo. Several hardware threads of one core are
+    counted as one core, because they share arithmetic units."""
     return len({(b.get("physical id", "0"), b.get("core id", b["processor"])) for b in blocks})
 
 
@@ -114,8 +114,8 @@ def _clock(root: Path, block: dict[str, str]) -> float | None:
 
 
 def _quota(root: Path) -> float | None:
-    """Returns the CPU seconds per second that the cgroup of this process and its parents allow, or None. Reads cgroups
-    of versions 1 and 2."""
+    """Returns the number of CPU seconds that this process may use per second, or None if there is no limit. The limit
+    is the smallest quota of the process's cgroup (version 1 or 2) and of the parents of this cgroup."""
     quotas = []
     for controllers, path in _cgroups(root):
         for step in (path, *path.parents):

@@ -52,9 +52,9 @@ def detect(device: Any = None) -> Chip:
 
 
 def cpu_chip(cpu: CPU, *, devices: int = 1) -> Chip:
-    """Returns the chip of a CPU. If the CPU is in the catalog, its entry is scaled to the available cores. If the CPU
-    is not in the catalog, the peaks are estimated from the instruction set if possible; otherwise the chip is
-    unknown."""
+    """Returns a `Chip` object, which contains the peak rates and the memory size of a CPU. If the CPU is in the
+    catalog, its entry is scaled to the available cores. If the CPU is not in the catalog, the peaks are estimated from
+    the instruction set if possible; otherwise the peaks are unknown."""
     common = dict(jax_devices_per_chip=devices, memory_bytes=cpu.memory_bytes)
     flags = ", ".join(cpu.flags)
     for row in chips.values():
@@ -105,8 +105,8 @@ def _from_kind(kind: str, platform: str | None = None) -> Chip:
 
 
 def _fit_gpu(chip: Chip, device: Any) -> Chip:
-    """Corrects a GPU's catalog entry with the architecture and the number of visible multiprocessors that the device
-    reports."""
+    """Adapts the catalog's description of a GPU to a JAX device. The device reports its architecture and the number of
+    multiprocessors that it can use."""
     capability = getattr(device, "compute_capability", None)
     if capability:
         capability = str(capability).split(":")[0]      # "gfx942:sramecc+:xnack-"

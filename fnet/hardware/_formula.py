@@ -29,7 +29,7 @@ class Check(NamedTuple):
         dtype: the short name of the dtype, such as "bf16".
         quoted: the published peak in FLOP/s.
         source: where the published peak was stated.
-        computed: the computed peak in FLOP/s.
+        computed: the peak in FLOP/s that fnet computes from the units and the clock of the chip.
         formula: the formula of the computed peak, with the figures of the chip.
         deviation: the relative deviation of the published peak from the computed peak, quoted / computed - 1.
         explanation: the reason why the published and the computed peak differ, or "".
@@ -130,8 +130,8 @@ def checks(chip: Chip | System) -> tuple[Check, ...]:
     not compute, estimate or measure.
 
     Returns:
-        A `Check` for each published peak for which a peak can be computed. If the published and the computed peak
-        differ, the `Check` contains an explanation.
+        A `Check` for each published peak that can also be computed from the number of compute units and the clock. If
+        the published and the computed peak differ, the `Check` contains an explanation.
 
     >>> [type(check).__name__ for check in hw.checks(hw.systems["TPU v3-8"])][:1]
     ['Check']
@@ -154,8 +154,8 @@ def checks(chip: Chip | System) -> tuple[Check, ...]:
 def flop_per_dollar(chip: Chip | System, dtype: str | None = None, *, years: float = 3.0) -> tuple[Value, ...]:
     """Computes how many FLOP one dollar buys at the peak rate, for a rented and for a purchased chip.
 
-        rent:      peak x 3600 s / price of an hour
-        purchase:  peak x years x 31.56e6 s / launch price      (no electricity, no host, no resale)
+        rented chip:     peak x 3600 s / price of an hour
+        purchased chip:  peak x years x 31.56e6 s / launch price      (no electricity, no host, no resale)
 
     A purchased chip is assumed to run continuously.
 

@@ -17,9 +17,9 @@ _TITLES = {"dollar": "FLOP per dollar at the peak rate", "watt": "FLOP/s per wat
 
 
 class Point(NamedTuple):
-    """A point of the plot over the years, for one chip or system and one dtype.
+    """The FLOP per dollar or the FLOP/s per watt (`value`) of one chip or system for one dtype.
 
-    `value` is the FLOP per dollar, or the FLOP/s per watt.
+    `rented` is True if `value` was computed from a rental price.
     """
 
     name: str
@@ -34,15 +34,15 @@ def history(per: str, dtypes: tuple[str, ...] = ("fp32", "best")) -> list[Point]
     """Returns the points that `plot` draws, for the chips and systems with a known price or power, ordered by year.
 
     Args:
-        per: "dollar" or "watt". FLOP per dollar is computed from the first price in the catalog, which is the price of
-            an hour of rent or of a purchase. A purchased chip is assumed to be used for three years. FLOP/s per watt is
-            computed with the thermal design power.
+        per: "dollar" or "watt". For each chip or system, FLOP per dollar is computed from the first of its prices in
+            the catalog, either a rental price per hour or a purchase price. A purchased chip is assumed to be used for
+            three years. FLOP/s per watt is computed with the thermal design power.
         dtypes: the dtypes, a tuple of "fp32", "bf16", "fp16" and "best". "best" is the faster of bf16 and fp16.
             Default ("fp32", "best").
 
     Returns:
-        A list of named tuples (name, kind, year, dtype, value, rented). `value` is the FLOP per dollar, or the FLOP/s
-        per watt.
+        A list of named tuples (name, kind, year, dtype, value, rented), in which `value` is the FLOP per dollar or the
+        FLOP/s per watt, and `rented` states whether `value` was computed from a rental price.
 
     >>> [point.name for point in history("watt", ("fp32",))][:2]
     ['K80', 'Titan X (Maxwell)']
@@ -69,9 +69,10 @@ def history(per: str, dtypes: tuple[str, ...] = ("fp32", "best")) -> list[Point]
 def plot(path: str | os.PathLike | None = None) -> Figure:
     """Draws the FLOP per dollar and the FLOP/s per watt of the catalog's chips over the years.
 
-    In the plot, circles show float32, and squares show the faster of bfloat16 and float16. Filled marks in the plot
-    show a purchase with three years of use, and empty marks show rent by the hour. The prices are from different dates,
-    which the catalog contains, and are not adjusted for inflation.
+    In the plot, circles show float32, and squares show the faster of bfloat16 and float16. In the plot of FLOP per
+    dollar, filled markers show values for a purchase price and three years of use, and empty markers show values for a
+    rental price per hour. The prices are from different dates, which the catalog contains, and are not adjusted for
+    inflation.
 
     Args:
         path: the file to write (.png, .svg or .pdf). Default None: no file is written.
@@ -111,8 +112,9 @@ def plot(path: str | os.PathLike | None = None) -> Figure:
 
 
 def _label(axis: Any, points: list[Point]) -> None:
-    """Writes the name of each chip or system beside its best point, in descending order of the points' values. A name
-    is omitted if the plot already shows a name in the same or an adjacent year at a value within a factor of 1.25."""
+    """Writes the name of each chip or system beside its highest point in the plot. Higher points are labeled first. A
+    name is omitted if its point is too close to a point that has a name: the years differ by at most 1, and the values
+    by at most a factor of 1.25."""
     taken: dict[int, list[float]] = {}
     best: dict[str, Point] = {}
     for point in points:

@@ -18,11 +18,11 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
             copy_bytes: int | None = None, seconds: float = 0.3) -> Chip:
     """Measures the rates of matrix products and the memory bandwidth of a device.
 
-    For each dtype, two matrices [size, size] are multiplied many times, in several batches. The product of two matrices
-    [size, size] needs 2 size^3 FLOPs. The peak of a dtype is the rate in the fastest batch of products. The bandwidth
-    is measured by multiplying an array by a constant, which reads and writes each element once. `measure` returns the
-    rates of XLA's code on this machine at this time, not the limits of the chip. If you use the measured rates as
-    peaks, an MFU (model FLOPs utilization) compares a step with a plain matrix product.
+    For each dtype, two matrices [size, size] are multiplied many times, in several series. The product of two matrices
+    [size, size] needs 2 size^3 FLOPs. The measured peak of a dtype is the rate in the fastest series of matrix
+    products. The bandwidth is measured by multiplying an array by a constant, which reads and writes each element once.
+    `measure` returns the rates of XLA's code on this machine at this time, not the limits of the chip. If you use the
+    measured rates as peaks, an MFU (model FLOPs utilization) compares a step with a plain matrix product.
 
     The measurement takes about `seconds` for each dtype, and `seconds` for the bandwidth. The compilations take
     additional time.
@@ -38,7 +38,8 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
 
     Returns:
         The `Chip` that `detect` returns, with `known=True` and with the measured `peaks` and `bandwidth` of the whole
-        chip. The basis of the measured figures is "measured". Dtypes that were not measured have no peak.
+        chip. In `Chip.bases`, the measured peaks and the measured bandwidth are marked as "measured". Dtypes that were
+        not measured have no peak.
 
     >>> chip = measure(dtypes=("float32",), size=64, copy_bytes=2**16, seconds=0.01)
     >>> chip.basis("bandwidth"), chip.peak("float32").flops > 0
@@ -74,7 +75,7 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
 
 
 def _matmul(device: Any, dtype: Any, size: int, seconds: float) -> float:
-    """Returns the FLOP/s of a product of two square matrices."""
+    """Returns the FLOP/s of the product of two square matrices."""
     key = jax.random.key(0)
     if jnp.issubdtype(dtype, jnp.integer):
         a = jax.random.randint(key, (size, size), -8, 8, dtype)

@@ -49,12 +49,12 @@ def mfu(flops_per_step: float, seconds_per_step: float, chip: Chip, dtype: Any =
             that is not in the catalog, pass the result of `measure()`.
         dtype: the operand dtype of the matrix products. Default "float32".
         devices: the number of JAX devices that share the work. Default 1.
-        precision: the `precision` argument of the products, as for `Chip.peak`. Default None.
+        precision: the `precision` argument of the matrix products, as for `Chip.peak`. Default None.
 
     Returns:
-        An `MFU`. The attribute `value` of the result is None if the chip has no peak for the dtype, or if the quotient
-        is greater than 1. A quotient greater than 1 means that the peak, the number of FLOPs or the time is wrong;
-        `why` then states the rate and the peak.
+        An `MFU`. The attribute `value` of the result is None if the chip has no peak for the dtype, or if the computed
+        utilization is greater than 1. A utilization greater than 1 means that the peak, the number of FLOPs or the time
+        is wrong; `why` then states the FLOP/s of the model and the peak.
 
     Raises:
         ValueError: `seconds_per_step` or `devices` is not positive.

@@ -25,26 +25,26 @@ class Policy:
     Attributes:
         param: the dtype in which the parameters are stored.
         compute: the dtype of the operands of matrix products, and of convolutions unless `convolution` is given.
-        accum: the dtype in which products and convolutions accumulate, and in which reductions, norms and softmax are
-            computed.
+        accum: the dtype in which matrix products and convolutions accumulate, and in which reductions, norms and
+            softmax are computed.
         output: the dtype of the function's floating-point outputs.
         loss_scale: the initial dynamic loss scale, or None if gradients fit the range of `compute`.
         rules: pairs (pattern of a scope path, dtype) that override `compute`. If several patterns match a scope path,
             the first matching pair is used.
         reason: why the dtypes of the policy were selected.
         convolution: the dtype of the operands of convolutions. Default: `compute`.
-        activations: the dtype in which GPUs and TPUs store large activations. A large activation is the result of a
-            matrix product in the forward pass that has at least 2^22 elements and is read only by operations in
-            float32. For example, the logits of a large vocabulary are a large activation. If autocast is applied to the
-            gradient function, the gradients of large activations are also stored in the dtype `activations`. Weight
-            gradients are not rounded. Default: `compute`, as in PyTorch's autocast. With `activations="float32"`,
-            activations are not rounded.
-        residual: the dtype of the residual stream of a transformer. The residual stream is a sum of two arrays in the
-            forward pass, one of which is the result of a product. The result of the product may have been changed
-            before the sum by adding a bias or multiplying by a factor. The default "float32" does not change the dtype
-            of the residual stream. If `residual` equals `compute`, the residual stream is computed and stored in 16
-            bits, as in models that are written in 16 bits. A 16-bit residual stream needs less memory traffic, but the
-            residual stream and its gradient are rounded in each layer.
+        activations: the dtype in which GPUs and TPUs store large activations. In the forward pass, the result of a
+            matrix product is a large activation if it has at least 2^22 elements and only float32 operations read it.
+            For example, the logits of a large vocabulary are a large activation. If autocast is applied to the gradient
+            function, the gradients of large activations are also stored in the dtype `activations`. Weight gradients
+            are not rounded. Default: `compute`, as in PyTorch's autocast. With `activations="float32"`, activations are
+            not rounded.
+        residual: the dtype of the residual stream of a transformer. In the forward pass, a sum of two arrays is treated
+            as the residual stream if one of the arrays is the result of a matrix product, possibly scaled or with an
+            added bias. The default "float32" does not change the dtype of the residual stream. If `residual` equals
+            `compute`, for example bfloat16, the residual stream is computed and stored in this dtype, as in a model in
+            which all activations have this dtype. A 16-bit residual stream needs less memory traffic, but the residual
+            stream and its gradient are rounded in each layer.
 
     >>> policy = hw.policy("Tesla T4")
     >>> str(policy.compute), bool(policy.loss_scale)
@@ -79,8 +79,8 @@ class Policy:
 
 
 class _Family(NamedTuple):
-    """The dtypes of a chip family in order of preference. The first dtype is the default of the chip family. The dtypes
-    after the first are used if a policy must suit several chips."""
+    """The dtypes of a chip family in order of preference. The first dtype is the default of the chip family. A policy
+    for chips of several families uses a dtype that all these families have in common."""
 
     name: str
     train: tuple[str, ...]
@@ -158,13 +158,13 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
 
     Args:
         chip: a `Chip`, a `jax.Device`, a device kind ("NVIDIA H100 80GB HBM3", "TPU v5 lite"), or a sequence of these.
-            For a sequence, `policy` selects a dtype that all chips accelerate. None (the default) and "auto" select the
-            chip that `detect` finds. The names "float32", "bfloat16" and "float16" select the dtype of that name for
-            any chip.
+            For a sequence of chips, `policy` selects a dtype that all chips in the sequence accelerate. None (the
+            default) and "auto" select the chip that `detect` finds. The names "float32", "bfloat16" and "float16"
+            select the dtype of that name for any chip.
         mode: "train" (the default) or "inference". For inference, the parameters have the compute dtype.
         probe: whether a short measurement may compare the speed of bfloat16 and float32 on this machine's CPU. Default
-            None: yes, unless the environment variable FNET_PROBE is 0. `policy` measures the CPU only if the CPU is
-            JAX's default backend, there is only one process, and JAX is not tracing a function.
+            None: the measurement is allowed, unless the environment variable FNET_PROBE is 0. `policy` measures the CPU
+            only if the CPU is JAX's default backend, there is only one process, and JAX is not tracing a function.
 
     Returns:
         A `Policy`. The attribute `reason` of the policy states whether the dtypes are from fnet's table of chips or
@@ -200,8 +200,8 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
 
 
 def _here(given: Any) -> bool:
-    """Whether `given` is the CPU of this process. Returns False if `given` is the name of a CPU, even if it is the name
-    of this CPU."""
+    """Whether `given` (None, a chip, a device or a string) is the CPU of this process. The result is False for every
+    string, even for the name of this CPU."""
     if given is None:
         return True
     if isinstance(given, Chip):      # only the result of `detect` contains the flags of this CPU

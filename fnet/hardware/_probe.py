@@ -1,4 +1,4 @@
-"""Measures whether bfloat16 is faster than float32 on this CPU, for the products and convolutions of autocast.
+"""Measures whether matrix products and convolutions are faster in bfloat16 than in float32 on this CPU.
 
 The result of the measurement depends on the installed XLA. On a CPU, bfloat16 is faster than float32 only if XLA uses
 the CPU's bfloat16 instructions. If XLA converts the operands to float32 and the results back, bfloat16 is slower.
@@ -40,8 +40,8 @@ class Probe(NamedTuple):
     """The result of a measurement: the time with bfloat16 divided by the time with float32.
 
     Attributes:
-        dot, conv: the ratio of the times for a matrix product and for a convolution. The ratio is infinite if XLA
-            cannot compile the operation for bfloat16.
+        dot, conv: the time with bfloat16 divided by the time with float32, `dot` for a matrix product and `conv` for a
+            convolution. If XLA cannot compile the operation for bfloat16, the value of `dot` or `conv` is infinite.
         clock: how the time was measured. "wall" means wall-clock time. "processor" means the time that the cores spent
             on this process, which is used if the machine is busy.
         jaxlib: the jaxlib version of the measurement.
@@ -56,8 +56,8 @@ class Probe(NamedTuple):
 
 
 def verdict(probe: Probe, mode: str) -> tuple[str, str, str]:
-    """Returns (dtype of products, dtype of convolutions, reason). Each dtype is bfloat16 if bfloat16 is fast enough,
-    otherwise float32."""
+    """Returns (dtype of matrix products, dtype of convolutions, reason). Each dtype is bfloat16 if bfloat16 is fast
+    enough, otherwise float32."""
     dot = "bfloat16" if probe.dot <= DOT_AT_MOST else "float32"
     conv = dot if probe.conv <= CONV_AT_MOST else "float32"
     passes = "forward and backward" if mode == "train" else "forward"
@@ -78,12 +78,12 @@ def unfit() -> str | None:
 
 
 def probe(mode: str) -> Probe | None:
-    """Returns the cached ratios of bfloat16 to float32 times on this CPU, for the mode "train" or "inference". If no
-    ratios are cached, `probe` measures the ratios for about a second.
+    """Returns how long matrix products and convolutions take in bfloat16 on this CPU, relative to float32.
 
-    Measurements are cached in the file probe.json of `cache_folder()`. If the file probe.json cannot be written,
-    measurements are cached only in this process. Returns None if no measurement is cached and JAX is tracing a
-    function.
+    The argument `mode` is "train" or "inference". If no measurement is cached for this CPU and mode, `probe` makes a
+    measurement, which takes about a second. Measurements are cached in the file probe.json of `cache_folder()`. If the
+    file probe.json cannot be written, measurements are cached only in this process. Returns None if no measurement is
+    cached and JAX is tracing a function.
     """
     cpu = read_cpu()
     flags = hashlib.sha256(repr((cpu.flags, os.environ.get("XLA_FLAGS", ""))).encode()).hexdigest()[:12]
@@ -177,7 +177,7 @@ def timings(calls: Mapping[Any, Callable[[], Any]], clock: Callable[[], float]) 
 
 def ratios(times: Mapping[tuple[str, str], Sequence[float]]) -> tuple[float, float]:
     """Returns the ratios (dot, conv) of the time with bfloat16 to the time with float32. Each ratio is the median over
-    the rounds of the measurement, rounded to two decimals. The ratio is infinite if no times with bfloat16 were
+    the rounds of the measurement, rounded to two decimals. A ratio is infinite if no time with bfloat16 was
     measured."""
     def ratio(name):
         pairs = zip(times[name, "float32"], times.get((name, "bfloat16"), ()))

@@ -108,7 +108,8 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
         chip: a `Chip`, a device or a device kind. Default None: the chip on which the arguments are.
         devices: the number of JAX devices that share the work. Default None: the number of devices on which the
             arguments are.
-        measure: whether to run and time the function. Default None: only if the arguments are arrays on `chip`.
+        measure: whether to run and time the function. By default (None), the function is run and timed only if its
+            arguments are arrays on `chip`.
         depth: the number of segments of a scope path to show, or None for all segments. Scopes whose paths have the
             same first `depth` segments are added up. Default 2.
         repeats: the number of timed calls. An additional first call, which compiles the function, is not timed. Default
@@ -174,8 +175,8 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
 
 
 def compute_seconds(counted: Count, chip: Chip, share: float, depth: int | None) -> dict[str, float] | None:
-    """Returns the seconds of arithmetic in each scope, or None if a peak is unknown. Products run at the peak of their
-    dtype, other operations at the float32 peak."""
+    """Returns the seconds of arithmetic in each scope, or None if a peak is unknown. Matrix products are assumed to run
+    at the peak rate of their dtype, and other operations at the float32 peak rate."""
     seconds: dict[str, float] = collections.defaultdict(float)
     key = lambda path: path if depth is None else "/".join(path.split("/")[:depth])
     for matmul in counted.matmuls:

@@ -30,12 +30,12 @@ class Waste(NamedTuple):
     Attributes:
         scope: the scope path.
         op: "dot" or "conv".
-        shape: the sizes of the product, (batch, m, n, k).
+        shape: the sizes of the matrix product, (batch, m, n, k).
         padded: the sizes with which the chip computes, including padding, (batch, m, n, k).
         dtype: the dtype of the operands.
-        fill: the fraction of the computed FLOPs that is useful, between 0 and 1.
-        wasted: the FLOPs that are spent on padding in all runs of the product.
-        times: the number of times that the product runs.
+        fill: the FLOPs of the matrix product without padding, divided by its FLOPs with padding, between 0 and 1.
+        wasted: the FLOPs that are spent on padding in all runs of the matrix product.
+        times: the number of times that the matrix product is computed.
 
     >>> count = hw.count(jnp.matmul, jnp.ones((512, 130)), jnp.ones((130, 512)))
     >>> [round(waste.fill, 2) for waste in hw.tile_waste(count.matmuls, hw.chips["TPU v5e"])]
@@ -58,8 +58,8 @@ class Waste(NamedTuple):
 
 
 def padded_shape(shape: tuple[int, int, int, int], dtype: str, chip: Chip) -> tuple[int, int, int, int]:
-    """Rounds the sizes (batch, m, n, k) of a product up to multiples of the chip's tiles. On a TPU, the operands are
-    swapped if this needs less padding."""
+    """Rounds the sizes (batch, m, n, k) of a matrix product up to multiples of the chip's tile sizes. On a TPU, the
+    operands are swapped if this needs less padding."""
     b, m, n, k = shape
     size = max(1, jnp.dtype(dtype).itemsize)
     if chip.kind == "tpu":
@@ -75,11 +75,13 @@ def padded_shape(shape: tuple[int, int, int, int], dtype: str, chip: Chip) -> tu
 
 
 def tile_size(chip: Chip, dtype: Any) -> int:
-    """Returns the width of the tiles (blocks) in which a chip computes matrix products, as a number of columns of the
-    result. The width is 1 if the chip's tiles are unknown.
+    """Returns the number of columns of the tiles (blocks) in which a chip computes the result of a matrix product.
+
+    If the tile sizes of the chip are unknown, `tile_size` returns 1, so that every number of columns is a multiple of
+    the tile size.
 
     Args:
-        chip: the `Chip` that computes the product.
+        chip: the `Chip` that computes the matrix product.
         dtype: the dtype of the operands.
 
     >>> from fnet import hardware as hw
@@ -102,12 +104,14 @@ def tile_waste(matmuls: Iterable[Matmul], chip: Chip, *, below: float = 0.9) -> 
     A chip computes a matrix product in tiles (blocks) of a fixed size, and pads the operands to whole tiles.
 
     Args:
-        matmuls: the products, `Count.matmuls`.
-        chip: the `Chip` that computes the products.
-        below: products that fill at least this fraction of their tiles are omitted. Default 0.9.
+        matmuls: the matrix products, `Count.matmuls`.
+        chip: the `Chip` that computes the matrix products.
+        below: a matrix product is included in the result if less than this fraction of its computed FLOPs is useful
+            (not spent on padding). Default 0.9.
 
     Returns:
-        A `Waste` for each product that fills less than `below` of its tiles, in descending order of wasted FLOPs.
+        A `Waste` for each matrix product that fills less than the fraction `below` of its tiles, in descending order of
+        wasted FLOPs.
 
     >>> count = hw.count(lambda x: x @ x, jax.ShapeDtypeStruct((100, 100), "float32"))
     >>> len(hw.tile_waste(count.matmuls, hw.chips["TPU v5e"]))
@@ -154,9 +158,9 @@ def stored(array: Any, chip: Chip) -> Stored:
     """Returns the number of bytes that an array occupies in a chip's memory. `array` is an array or a
     `jax.ShapeDtypeStruct`.
 
-    Arrays of random keys are stored as integers. The result is an estimate for dtypes smaller than one byte, because
-    some chips pack several elements into a byte. On TPUs, the result is also an estimate for dtypes of 8 bytes, which
-    TPUs do not support natively.
+    Arrays of random keys are stored as integers. For dtypes smaller than one byte, such as int4, the result is only an
+    estimate: it counts one byte for each element, but some chips pack several elements into one byte. TPUs do not
+    support dtypes of 8 bytes natively, so the result for such dtypes is an estimate on a TPU.
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.eval_shape(jax.random.key_data, array)
@@ -168,10 +172,10 @@ def stored(array: Any, chip: Chip) -> Stored:
 def stored_bytes(shape: tuple[int, ...], itemsize: int, chip: Chip) -> int:
     """Returns the number of bytes that an array with elements of `itemsize` bytes occupies in a chip's memory.
 
-    A TPU stores two axes of an array in tiles of 128 columns and up to 8 rows. The TPU selects the two axes that need
-    the least padding. The number of rows of a tile is a power of two, and each column of a tile occupies at least 4
-    bytes (8 bytes on TPU v2 and v3). Vectors have tiles of 128 to 1,024 elements. The number of bytes of an array is a
-    multiple of 512 (1,024 on TPU v2 and v3). Other chips do not pad.
+    A TPU stores two axes of an array in tiles of 128 columns and up to 8 rows. A TPU tiles the two axes of an array
+    that need the least padding. The number of rows of a tile is a power of two, and each column of a tile occupies at
+    least 4 bytes (8 bytes on TPU v2 and v3). Vectors have tiles of 128 to 1,024 elements. A TPU rounds the number of
+    bytes of an array up to a multiple of 512 (1,024 on TPU v2 and v3). Other chips do not pad.
 
     Source: argument sizes of programs compiled by libtpu 0.0.52 (tests/hardware/test_tiles.py).
     """

@@ -1,11 +1,11 @@
-"""Arranges the children of each scope in layers, from top to bottom.
+"""Arranges the contents of each scope in horizontal layers of a drawing, from top to bottom.
 
-The layout follows Sugiyama's method for drawing directed graphs in layers. The layer of an item (a scope or operation)
-is the length of the longest path that leads to the item. The order of the items (scopes or operations) in a layer is
-improved by repeatedly sorting the items by the mean position of their neighbors. Each item (scope or operation) is
-aligned with the median of its neighbors (Brandes and Köpf 2001). If an edge skips layers, each skipped layer contains
-a narrow item for the edge, called a lane, so that a residual connection is drawn beside its block, not across it. The
-sizes of the boxes are computed later, because they depend on which scopes are expanded in the drawing.
+The layout follows Sugiyama's method for drawing directed graphs in layers. The layer of a node (a scope or operation)
+is the length of the longest path that leads to the node. The order of the nodes in a layer is improved by repeatedly
+sorting the nodes by the mean position of their neighbors. Each node (scope or operation) is aligned with the median of
+its neighbors (Brandes and Köpf 2001). If an edge connects nodes in layers of the drawing that are not adjacent, each
+layer in between contains a narrow dummy node for the edge, so that a residual connection is drawn beside its block, not
+across it. The sizes of the boxes are computed later, because they depend on which scopes are expanded in the drawing.
 """
 
 from __future__ import annotations
@@ -22,18 +22,24 @@ _PORTS = 16      # if more values enter or leave a scope, they share one line
 class Arrangement:
     """The layout inside a scope.
 
-    The items of a scope are numbered in this order: its children, the ports at which values enter, the ports at which
-    values leave, and the lanes.
+    The layout contains three kinds of nodes: children, ports and dummy nodes. A child is a scope or an operation inside
+    the scope. A port is a point at which values enter or leave the scope. If an edge connects nodes in layers of the
+    drawing that are not adjacent, the edge passes through a dummy node in each layer in between. Nodes are numbered in
+    this order: children of the scope, ports at which values enter the scope, ports at which values leave the scope,
+    dummy nodes.
 
     Attributes:
         children: the number of children.
-        entering, leaving: for each port (point at which values enter or leave the scope), the index of its value, or -1
-            if several values share the port.
-        layers: the items (children, ports and lanes) of each layer, from left to right.
-        lines: for each item, the index of the vertical line on which the item is centered.
-        edges: the edges between items, a list of (from item, to item, indices of the values that the edge carries).
-        lanes: {item: (first lane, layer of the first lane, number of lanes)} for each item from which an edge skips
-            layers; a lane is a narrow item for such an edge. An item has one lane in each layer that its edge skips.
+        entering, leaving: the indices of the values that enter the scope (`entering`) and that leave it (`leaving`). If
+            more than 16 values enter or leave a scope, they share one port (point of the drawing), and the list of
+            indices is [-1].
+        layers: for each horizontal layer of the drawing, the indices of its nodes from left to right.
+        lines: for each node, the index of the vertical line on which the node is centered.
+        edges: the edges between nodes, a list of (from node, to node, indices of the values that the edge carries).
+        lanes: the dummy nodes of the edges that pass through other layers of the drawing, {index of the node at which
+            the edges start: (index of the first dummy node, layer of the first dummy node, number of dummy nodes)}. If
+            several edges of the drawing start at the same node and pass through the same layer, they share one dummy
+            node (placeholder) in this layer.
     """
 
     children: int
@@ -46,7 +52,8 @@ class Arrangement:
 
 
 def arrange(flow: Flow) -> tuple[dict[Node, Arrangement], list[Value]]:
-    """Returns ({scope: its `Arrangement`}, the values that edges carry)."""
+    """Returns the layout of each scope, {scope: `Arrangement`}, and the list of all values that nodes of `flow` read.
+    An `Arrangement` represents each value by its index in the returned list."""
     values = list(dict.fromkeys(value for value, _ in flow.edges))
     number = {value: i for i, value in enumerate(values)}
     parts: dict[Node, _Part] = {node: _Part() for node in flow.nodes if node.children}
@@ -76,7 +83,9 @@ class _Part:
 
 
 def _project(parts, source: Node, reader: Node, value: int) -> None:
-    """Adds the edge from `source` to `reader` to the edges of each scope in which a segment of the edge is drawn."""
+    """Adds an edge from the node that computes a value (`source`) to the node that reads the value (`reader`). If the
+    two nodes are in different scopes, the edge is split at the boundaries of the scopes. Each part of the edge is drawn
+    in a different scope."""
     up, down = chain(source), chain(reader)
     inside = set(map(id, down))
     top = next(i for i, node in enumerate(up) if id(node) in inside)
@@ -124,7 +133,8 @@ def _arranged(node: Node, part: _Part) -> Arrangement:
 
 
 def _ranks(node, made, count, edges) -> list[int]:
-    """Returns the index of the layer in which each item (scope or operation) is drawn."""
+    """Returns the index of the horizontal layer in which each node (scope, operation or port) is drawn. The top layer
+    has the index 0."""
     first, last = made.children, made.children + len(made.entering)
     if any(child.kind == "phase" for child in node.children):
         index = [0 if child.kind == "input" or child.name == "inputs" else
@@ -161,7 +171,8 @@ def _ranks(node, made, count, edges) -> list[int]:
 
 
 def _layers(made, count, ranks) -> None:
-    """Fills the layers. Adds lanes (narrow items in the skipped layers) for each item whose edges skip layers."""
+    """Assigns the nodes to layers. If an edge skips a layer, a dummy node (a placeholder for the edge) is added to this
+    layer."""
     made.layers = [[] for _ in range(max(ranks, default=0) + 1)]
     for i, rank in enumerate(ranks):
         made.layers[rank].append(i)
@@ -177,14 +188,20 @@ def _layers(made, count, ranks) -> None:
 
 
 def route(made: Arrangement, layer: dict[int, int], a: int, b: int) -> list[int]:
-    """Returns the items through which the edge from item a to item b goes, including a and b."""
+    """Returns the path of an edge of the drawing from node a to node b: a, the dummy nodes in the layers in between,
+    and b."""
     first, rank, count = made.lanes.get(a, (0, 0, 0))
     return [a, *(first + k for k in range(count) if rank + k < layer[b]), b]
 
 
 def neighbors(made: Arrangement) -> tuple[dict[int, int], list[tuple[int, int]]]:
-    """Returns ({item: its layer}, pieces). The result contains the pairs of items in adjacent layers that edges connect
-    (pieces of edges)."""
+    """Returns two results: the layer of each node of the drawing, and the edges between adjacent layers.
+
+    The first result is a dict {index of a node of the drawing: index of the layer that contains the node}. The second
+    result is a list of edges, which are pairs (node, node in the next layer). An edge between nodes in layers of the
+    drawing that are not adjacent is split into several edges at its dummy nodes, which are placeholders in the layers
+    in between.
+    """
     layer = {i: r for r, items in enumerate(made.layers) for i in items}
     pieces = {}
     for a, b, _ in made.edges:
@@ -225,7 +242,7 @@ def _order(made) -> None:
 
 
 def count_crossings(layers: list[list[int]], pieces: list[tuple[int, int]]) -> int:
-    """Returns the number of crossings between the pieces of edges, which connect items in adjacent layers."""
+    """Returns the number of crossings of the edges `pieces`, which connect nodes in adjacent layers of the drawing."""
     at = {i: n for items in layers for n, i in enumerate(items)}
     layer = {i: r for r, items in enumerate(layers) for i in items}
     rows: list[list[tuple[int, int]]] = [[] for _ in layers]
@@ -250,8 +267,13 @@ def count_crossings(layers: list[list[int]], pieces: list[tuple[int, int]]) -> i
 
 
 def _align(made, count) -> None:
-    """Puts the lanes (narrow items) of an edge on one vertical line, and also two items if each item is the median
-    neighbor of the other. Lines do not cross."""
+    """Assigns each node of the drawing (child, port or dummy node) to the vertical line on which the node is centered.
+
+    The dummy nodes of an edge are aligned on one vertical line of the drawing. Two connected nodes in adjacent layers
+    of the drawing are aligned if each of the two nodes is the median of the nodes in its layer that are connected to
+    the other node. Two nodes are not aligned if their edge would cross the edge between two nodes that are already
+    aligned.
+    """
     layer, pieces = neighbors(made)
     at = {i: n for items in made.layers for n, i in enumerate(items)}
     up: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Compares two programs at their sites, which are named values (see `transforms.sites`)."""
+"""Compares the named values (sites, see `transforms.sites`) of two programs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Difference:
 
     Attributes:
         name: the name of the site (named value) in the first program, or "result" for the result of the programs. A
-            site in a scan has one `Difference` for each iteration.
-        other: the name of the site in the second program.
+            named value that is computed in a `lax.scan` has one `Difference` for each iteration of the scan.
+        other: the name of the site (named value) in the second program, or "result".
         error: max |a - b| / max |b|, where a and b are the values in the first and second program. The error is
             infinite if the shapes differ, or if an element is finite in only one of the two programs.
         tolerance: the largest error with which the values of the two programs count as equal.
@@ -56,10 +56,10 @@ class Comparison:
     """The result of `compare`; `str()` returns a table.
 
     Attributes:
-        rows: a `Difference` for each pair of sites (named values), in the order in which the first program computes
-            the sites, and a `Difference` for the result.
-        only: the names of the sites without a partner in the other program, a tuple for the first program and a tuple
-            for the second.
+        rows: one `Difference` for each pair of corresponding named values (sites), in the order of computation in the
+            first program. The last row is the `Difference` between the results of the two programs.
+        only: two tuples of names: the named values (sites) of the first program that have no counterpart in the second
+            program, and the named values of the second program that have no counterpart in the first program.
 
     >>> f = lambda x: ft.tag(2 * x, "double").sum()
     >>> g = lambda x: ft.tag(x + x, "double").sum()
@@ -72,7 +72,7 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """The first row in `rows` whose values differ, or None if the values of all rows are equal."""
+        """The first row in `rows` whose error exceeds the tolerance, or None if no error exceeds the tolerance."""
         return next((row for row in self.rows if not row.equal), None)
 
     def __str__(self):
@@ -97,22 +97,25 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
         print(introspect.compare(model, ft.autocast(model, "bfloat16"), params, x, tolerance=0.05))
         print(introspect.compare(partial(model, params), partial(twin.apply, variables), x))
 
-    `compare` pairs the sites (named values) of the two programs in three steps. First, sites with the same name form
-    pairs. Second, sites with nearly equal values form pairs. Third, sites with the same shape form pairs if they are
-    computed between the same two pairs of nearly equal values. A model can be compared with its port to another library
-    without a list of names, because sites with different names can form pairs. The argument `names` specifies pairs of
-    sites explicitly.
+    `compare` forms pairs of named values (sites) of the two programs in three steps. First, two named values form a
+    pair if they have the same name. Second, the remaining named values form pairs if they are nearly equal. Third, the
+    named values that are still unpaired form pairs if they have the same shape. The second and third step form pairs
+    only in the order of computation: if f computes the value a1 before the value a2, then g computes the counterpart of
+    a1 before the counterpart of a2. Because named values with different names can form a pair, `compare` can also
+    compare implementations of a model in two libraries. The argument `names` specifies pairs of named values
+    explicitly.
 
     Args:
-        f: a function with sites (named values, see `transforms.sites`).
+        f: a function that contains named values (sites, see `transforms.sites`).
         g: the reference, a function of the same arguments as f.
         args: the arguments. The functions f and g run once on the arguments `args`, and the values of all sites (named
             values) are kept in memory.
-        names: {regular expression: replacement}, as in `re.sub`. If a regular expression matches the whole name of a
-            site (named value) in f, the replacement is the name of the site in g. By default, no names are replaced.
+        names: {regular expression: replacement}, which maps names of values in f to names of values in g. If a regular
+            expression matches the whole name of a value in f, the name of the corresponding value in g is
+            `re.sub(expression, replacement, name)`. By default, no names are replaced.
         tolerance: the largest relative error with which two values count as equal. Default: 1e-5 for float32, a value
-            proportional to the machine epsilon for other floating-point dtypes, and 0 for integers. If the compared
-            values have different dtypes, the default is the larger of the defaults for these dtypes.
+            proportional to the machine epsilon for other floating-point dtypes, and 0 for integers. If two compared
+            values have different dtypes, the larger of the default tolerances for the two dtypes is used.
 
     Returns:
         A `Comparison`.
@@ -155,7 +158,8 @@ class _Run:
 
 
 def _pairs(mine, others, runs, names) -> list[tuple[str, str]]:
-    """Returns the pairs (site of f, site of g) of corresponding sites (named values), in the order of f."""
+    """Returns pairs (name of a value in f, name of a value in g), in the order of computation in f. The docstring of
+    `compare` describes how pairs are formed."""
     pairs, free = {}, set(others)
     for pattern, replacement in names.items():
         for name in mine:
@@ -178,9 +182,9 @@ def _pairs(mine, others, runs, names) -> list[tuple[str, str]]:
 
 
 def _aligned(mine, others) -> list[tuple[int, int]]:
-    """Returns the pairs (index in `mine`, index in `others`) of corresponding values, in ascending order. Values form a
-    pair if they are nearly equal, or if they have the same shape and are between the same two pairs of nearly equal
-    values."""
+    """Returns the pairs (index in `mine`, index in `others`) of corresponding values. First, nearly equal values form
+    pairs. Second, the values that are still unpaired form pairs if they have the same shape. The indices in both lists
+    increase from each pair to the next."""
     shapes = [[str(jax.tree.map(jnp.shape, value)) for value in values] for values in (mine, others)]
     same = lambda i, j: shapes[0][i] == shapes[1][j] and all(
         map(lambda a, b: _error(a, b) < _SAME, *(jax.tree.leaves(values[k]) for values, k in ((mine, i), (others, j)))))
@@ -216,7 +220,7 @@ def _common(equal) -> list[tuple[int, int]]:
 
 
 def _iterations(group, runs, tolerance) -> list[Difference]:
-    """Returns a `Difference` for each pair of sites (named values) in a scan and each iteration, in order."""
+    """Returns a `Difference` for each iteration of a scan and each pair of named values inside the scan."""
     length, rows = runs[0].sites[group[0][0]].scans[0], []
     for i in range(length):
         for a, b in group:

@@ -16,7 +16,7 @@ _STYLE = """text{font:13px system-ui,sans-serif;fill:#1a2330}.l{font-size:11px;f
 
 
 class Drawing:
-    """Computes the positions and the SVG of a program.
+    """Computes the positions of the nodes of a program, and draws the program as SVG.
 
     Args:
         made: {scope: its `Arrangement`}.
@@ -101,7 +101,9 @@ class Drawing:
         labels: dict[tuple, tuple[float, float, set]] = {}
 
         def end(i, value, leaving):
-            """Returns the point at which the line of a value starts or ends at item `i` (a child or port)."""
+            """Returns the coordinates at which the line for `value` starts (if `leaving` is True) or ends. `i` is the
+            index of the child node or port (point where values enter or leave the scope) at which the line starts or
+            ends."""
             at, level = x + placed.x[i], turn(placed.y[i])
             if i >= made.children:
                 return at, level

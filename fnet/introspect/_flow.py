@@ -25,9 +25,9 @@ class Node:
 
     Attributes:
         name: the last segment of the path of the node, or the name of the primitive.
-        kind: "scope", "operation", "scan", "while", "cond", "shard_map", "input" or "result". A branch, and the
-            condition and the body of a while loop, have the kind "body". The forward pass, backward pass and update of
-            a training step have the kind "phase".
+        kind: "scope", "operation", "scan", "while", "cond", "shard_map", "input" or "result". The kind is "body" for
+            each branch of a conditional, for the condition of a while loop, and for the body of a while loop. The
+            forward pass, backward pass and update of a training step have the kind "phase".
         path: the named scopes.
         phase: the phase of the node: "forward", "backward", "recomputed" or "update".
         badge: a label, such as "× 12" for the body of a scan over 12 layers.
@@ -92,8 +92,8 @@ class Flow:
         counted: the `Count` of the program. Each scope path in `counted` begins with the index of an operation in
             `ops`.
         ops: all operations.
-        hidden: the parameters and constants, which are not drawn as inputs, {name: (type, reader)}. In `hidden`,
-            `reader` is the first node that reads the array, or None.
+        hidden: a dict {name of a parameter or constant: (type, reader)}, where `reader` is the first node that reads
+            the parameter or constant, or None if no node reads it. Parameters and constants are not drawn as inputs.
         notes: the reasons why some costs are not exact.
     """
 
@@ -123,7 +123,8 @@ def read_flow(traced: jaxpr.Traced, names: Sequence[str], hidden: Sequence[bool]
     Args:
         traced: the call.
         names: the names of the arrays among the arguments of the call.
-        hidden: for each array, whether it is a parameter, which is not drawn as an input.
+        hidden: a bool for each array. True means that the array (for example a parameter) is not drawn as an input of
+            the program.
         results: the names of the call's results.
     """
     program, frame = traced.closed.jaxpr, jaxpr.read(traced.closed.jaxpr)
@@ -163,7 +164,8 @@ def read_flow(traced: jaxpr.Traced, names: Sequence[str], hidden: Sequence[bool]
 
 
 def _notes(notes, ops) -> tuple[str, ...]:
-    """Returns the notes of a `Count` with the indices of operations replaced by the paths of the operations."""
+    """Replaces operation indices by scope paths in `notes`, the reasons why the counted FLOPs and bytes are not exact
+    (see `Count.notes`)."""
     def readable(note):
         before, quote, rest = note.partition(" in '")
         index, _, after = rest.partition("'")
@@ -176,7 +178,11 @@ def _notes(notes, ops) -> tuple[str, ...]:
 
 
 def _group(name, nodes):
-    """Groups arguments or results by the segments of their names if there are more than four."""
+    """Groups the inputs or the results of a program by the prefixes of their names ("block" for "block/kernel").
+
+    If the program has at most four inputs (or at most four results), the function returns their nodes without grouping
+    them.
+    """
     if len(nodes) <= 4:
         return nodes
     group = Node(name, "scope")
@@ -186,7 +192,11 @@ def _group(name, nodes):
 
 
 def _name_parts(node) -> None:
-    """Renames the parts of a scope that is entered several times after their contents: "stem/pool", not "stem (2)"."""
+    """Replaces a repeated scope that contains only one inner scope by the inner scope.
+
+    For example, if the second occurrence of the scope "stem" contains only the scope "pool", the second occurrence is
+    drawn as the scope "stem/pool".
+    """
     paths, names = [child.path for child in node.children], {child.name for child in node.children}
     for i, child in enumerate(node.children):
         if child.kind == "scope" and paths.count(child.path) > 1 and len(child.children) == 1:
@@ -234,7 +244,8 @@ class _Reader:
     """Collects the nodes and edges of a program.
 
     Attributes:
-        ops: all operations; an operation's index is the scope under which its cost is counted.
+        ops: the nodes of all operations of the program. To count the cost of each operation separately, the scope path
+            of each operation is replaced by the operation's index in the list `ops`.
         values: {(node that computes the value, index of its output, type): `Value`}.
     """
 
@@ -255,17 +266,20 @@ class _Reader:
 
     def frame(self, frame: Frame, env: dict, owner: Node, base: str, times: int,
               outermost: Sequence[str] | None = None) -> tuple[Frame, bool]:
-        """Adds the operations of a frame (one jaxpr) to the children of the node `owner`, which is at the path `base`.
+        """Adds the operations of `frame` (a jaxpr) to the children of the node `owner`, whose scope path is `base`.
 
         Args:
-            env: {id of a value: (sources, names of hidden arrays)}, where hidden arrays are parameters and constants.
-                Each source of a value is a pair (node, index of the output of this node). The method adds the values
-                that the frame (one jaxpr) computes to `env`.
-            outermost: the names of the results, if the frame is the whole program.
+            env: a dict {id of a value: (sources, names)}, where `sources` are the nodes that compute the value, and
+                `names` are the names of the parameters and constants of which the value may be a copy. Each source is a
+                tuple (node, index of the node's output). For each value that the jaxpr computes, the method `frame`
+                adds a key to the dict `env`.
+            outermost: the names of the program's results if `frame` is the jaxpr of the whole program, or None if
+                `frame` is an inner jaxpr, such as the body of a loop.
 
         Returns:
-            (copy of the frame, whether the frame has a backward pass). In the copy of the frame, the scope of each
-            operation is its index.
+            A pair: a copy of `frame` (a jaxpr as a list of operations), and a bool. The bool is True if the jaxpr
+            contains a backward pass and also operations outside the backward pass. In the copy of `frame`, each
+            operation has its index in the list `self.ops` as its scope path.
         """
         of_op = phases(frame, outermost, {i: names for i, (_, names) in env.items() if names})
         mixed = any(phase == BACKWARD for phase, _ in of_op) and any(phase != BACKWARD for phase, _ in of_op)

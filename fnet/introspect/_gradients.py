@@ -23,8 +23,8 @@ class Slope:
 
     Attributes:
         path: the path of the leaf.
-        derivative: the derivative that JAX computes.
-        difference: the finite difference.
+        derivative: the derivative of the function along the direction, computed with `jax.grad`.
+        difference: a finite-difference estimate of the derivative.
         uncertainty: the estimated error of the finite difference, caused by rounding and curvature.
         smallest: the lower bound of the denominator of the relative error. Rounding errors dominate derivatives that
             are smaller than `smallest`.
@@ -42,9 +42,11 @@ class Slope:
 
     @property
     def error(self) -> float:
-        """The relative error, max(0, |derivative - difference| - 4 uncertainty) / denominator.
+        """The relative difference between the derivative and the finite difference.
 
-        The denominator of the relative error is the largest of |derivative|, |difference| and `smallest`.
+        The relative difference is max(0, |derivative - difference| - 4 uncertainty) / max(|derivative|, |difference|,
+        smallest), where `difference` is the finite difference. Because the finite difference is not exact, four times
+        its estimated error (`uncertainty`) is subtracted from |derivative - difference|.
         """
         excess = max(0.0, abs(self.derivative - self.difference) - 4 * self.uncertainty)
         if not np.isfinite([self.derivative, self.difference]).all():
@@ -93,9 +95,9 @@ def check_gradient(f: Callable, *args: Any, tolerance: float = 1e-3, seed: int =
         report = introspect.check_gradient(loss, params, batch)
         assert report.equal, report
 
-    For each leaf x, a random direction d of norm 1 is selected, and (f(x + h d) - f(x - h d)) / 2h is computed for
-    several step sizes h. The finite difference is the value of the quotient at the h where the quotient changes least.
-    If f can run in float64, it is evaluated in float64.
+    For each leaf x and a random direction d of norm 1, the finite difference (f(x + h d) - f(x - h d)) / 2h is computed
+    for several step sizes h. The report uses the step size h at which the finite difference changes least. If f can run
+    in float64, it is evaluated in float64.
 
     Args:
         f: a function with floating-point results. If the result is not a scalar, a random linear combination of the

@@ -113,8 +113,8 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
     Args:
         f: a layer, a `flax.nnx.Module`, or a function. Scopes in a function come from models of fnet, Flax, Equinox or
             Haiku, or from `jax.named_scope`.
-        args: the arguments of f, arrays or `jax.ShapeDtypeStruct`s. After the arguments of f, the path of a file may
-            follow, to which the graph is written. The path of the file must end in .html, .svg or .dot.
+        args: the arguments of f (arrays or `jax.ShapeDtypeStruct`s), optionally followed by the path of an output
+            file. The graph is written to the output file, whose name must end in .html, .svg or .dot.
         depth: the number of levels of scopes that are expanded in the initial view. Default: the largest number of
             levels for which at most 28 boxes are shown.
         color: the quantity that determines the color of a box: "flops" (default), "bytes" (after fusion) or "time" (the
@@ -218,8 +218,8 @@ def _results(traced, of_layer) -> list[str]:
 
 
 def _add_parameters(flow: Flow) -> None:
-    """Counts each parameter in the scope whose path is a part of the parameter's path. If a parameter belongs to no
-    scope, it is counted in the first node that reads the parameter."""
+    """Adds each parameter to the parameter count of its named scope. For example, the parameter "params/block/kernel"
+    is counted in the scope "block". A parameter that belongs to no scope is counted in the first node that reads it."""
     by_path: dict[str, Node] = {}
     for node in flow.nodes:
         if node.children and node.path:
@@ -301,8 +301,8 @@ _SHORT = {"dot_general": "matmul", "conv_general_dilated": "conv", "reduce_windo
 
 
 def second_line(node: Node) -> str:
-    """Returns the second line of a box: the most frequent product and the FLOPs of a scope, or the type of an argument
-    or result."""
+    """Returns the second line of a box in the drawn graph: text such as "3 matmul · 1.2 GFLOP" for a scope, or the type
+    of an argument or result."""
     if node.kind in ("input", "result"):
         return node.type
     if not node.children:
@@ -336,7 +336,7 @@ def _main(node: Node) -> str:
 
 def first_view(root: Node, depth: int | None) -> set[Node]:
     """Returns the scopes that are expanded in the initial view of a graph: all scopes down to the level `depth`. If
-    `depth` is None, the number of levels of expanded scopes is limited by the maximum number of boxes."""
+    `depth` is None, scopes are expanded level by level, as long as the drawing shows at most `_VISIBLE` boxes."""
     expanded, level, visible = {root}, [root], len(root.children)
     for _ in range(200 if depth is None else depth):
         level = [child for node in level for child in node.children if child.children]

@@ -27,7 +27,7 @@ class Operation:
         opcode: the operation code of the instruction, such as "fusion" or "dot".
         path, phase: the path and phase (such as "forward") of the operation. For a fusion, `path` and `phase` are those
             of its root operation.
-        paths: the paths of all parts of a fusion that compute something.
+        paths: the paths of all operations inside a fusion, except operations without arithmetic, such as reshapes.
     """
 
     name: str
@@ -114,10 +114,11 @@ def _inside(each, computations) -> Iterable[_Instruction]:
 
 
 def _name_the_nameless(computations, every, roots) -> None:
-    """Names the operations that the compiler inserted without a name.
+    """Assigns a name to each HLO operation that has none, for example because the compiler inserted the operation.
 
-    A fusion without a name gets the name of its root operation. An operation without a name that is not a fusion gets
-    the name of an operation that reads its result, or of one of its operands.
+    A fusion without a name gets the name of its root operation. An unnamed operation that is not a fusion gets the name
+    of an operation that reads its result. An unnamed operation whose result no named operation reads gets the name of
+    one of its operands.
     """
     for each in every.values():
         if not each.op_name and each.opcode == "fusion":
@@ -141,10 +142,11 @@ def _name_the_nameless(computations, every, roots) -> None:
 def _phases(computations, every, entry) -> None:
     """Sets the phase (forward, backward, ...) of every operation.
 
-    An operation outside of the differentiated function belongs to the optimizer if it reads the result of a backward
-    pass, or if only the optimizer reads its result. An operation outside of the differentiated function that does not
-    belong to the optimizer has the phase "forward" if the program has no derivatives or if the operation is in a named
-    scope. All remaining operations have the phase "other".
+    In a program without derivatives, every operation has the phase "forward". In a program with derivatives, an
+    operation outside of the differentiated function has the phase "optimizer" if it depends on the result of a backward
+    pass. An operation whose result is read only by the optimizer, such as a learning rate schedule, also has the phase
+    "optimizer". Outside of the differentiated function and the optimizer, operations in a named scope have the phase
+    "forward", and operations without a scope have the phase "other".
     """
     trained = any(_DIFFERENTIATED.search(each.op_name) for each in every.values())
 
@@ -178,7 +180,7 @@ def _phases(computations, every, entry) -> None:
 
 
 def _only_read_by(instructions, phase: str) -> None:
-    """Sets an operation's missing phase to `phase` (such as "forward") if all readers of its result have it."""
+    """Assigns `phase` to each operation without a phase whose result is read only by operations with this phase."""
     users: dict[int, list[_Instruction]] = {}
     for each in instructions:
         for i in each.operands:

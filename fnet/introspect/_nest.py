@@ -1,4 +1,4 @@
-"""Nests operations by the segments of their paths, so that groups do not depend on each other in a cycle."""
+"""Groups operations by named scope, and splits a scope into several groups to avoid cyclic dependencies."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class Item:
 def nest(items: list[Item], owner: Any, base: str, *, scope: Callable[[str, str], Any]) -> None:
     """Puts items (operations) into groups below the node `owner`, in the order of the items.
 
-    A scope that is entered several times, for example because parameters are shared, is one group. However, if an
-    operation outside the scope depends on the first entry of the scope, and the second entry depends on this operation,
-    the two entries become two groups, such as "embed" and "embed (2)".
+    A scope that is entered several times, for example because parameters are shared, is usually one group. However, if
+    an operation outside of the scope both reads a result of the scope and computes an input of the scope, a single
+    group would create a cycle of dependencies. If necessary to avoid cyclic dependencies, the function splits the
+    operations of a scope into several groups, such as "embed" and "embed (2)".
 
     Args:
         base: the path of `owner`.
@@ -69,8 +70,11 @@ def _nest(items, members, level, owner, base, scope):
 
 
 def _merged(items, runs):
-    """Joins the groups of operations in `runs` that have the same name, unless joining them creates a cycle of
-    dependencies. Returns the joined groups in the form of `runs`, a list of (name, indices of items)."""
+    """Merges groups of operations that have the same name, unless merging them creates a cycle of dependencies.
+
+    `runs` is the list of groups before merging, and the result is the list of groups after merging. A group of
+    operations is a tuple (name of the group, indices of its operations in the list `items`).
+    """
     run_of = {i: r for r, (_, group) in enumerate(runs) for i in group}
     after: list[set[int]] = [set() for _ in runs]
     for i, r in run_of.items():

@@ -1,5 +1,7 @@
-"""HTML pages that load no other files: one file contains style, script and data. The HTML pages never execute the names
-and texts that they contain."""
+"""HTML pages that load no other files: one file contains style, script and data.
+
+In the HTML pages, text such as parameter names is escaped, so that it cannot run as a script.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The phases of a program that contains its derivative: forward pass, backward pass, update of the parameters."""
+"""Assigns each operation of a training step to a phase: forward pass, backward pass, or update of the parameters."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 def phases(frame: Frame, results: Sequence[str] | None, hidden: Mapping[int, Sequence[str]]
            ) -> list[tuple[str, tuple[str, ...] | None]]:
-    """Returns (phase, segments) for each operation of a frame (one jaxpr). Unless the segments are None, they replace
-    the segments of the path of the operation's scope.
+    """Returns the phase of each operation of a jaxpr, and the name under which the operation is grouped.
 
-    The update of the parameters consists of the operations after the backward pass that depend on the backward pass. An
-    operation outside any scope, such as the computation of a learning rate, also belongs to the update of the
-    parameters if only the update reads its result. Operations of the update that contribute to only one parameter are
-    grouped by the parameter.
+    The result is a list with a tuple (phase, parameter) for each operation, where `phase` is "forward", "backward" or
+    "update". If an operation of the update contributes to only one parameter, `parameter` is the name of this
+    parameter, split into a tuple such as ("block", "kernel"). For all other operations, `parameter` is None, and the
+    operation is grouped by the path of its scope.
+
+    The update of the parameters contains the operations after the backward pass that depend on the backward pass. The
+    update also contains operations without a named scope whose results only the update reads, such as the computation
+    of a learning rate.
 
     Args:
         results: the names of the results of the frame (jaxpr); None for the body of a loop.
-        hidden: the names of the parameters that each value holds, {id of a value: names of parameters}.
+        hidden: {id of a value: names of the parameters and constants of which the value may be a copy}.
     """
     backward = [op.at.phase != FORWARD for op in frame.ops]
     if not any(backward):
@@ -64,14 +67,16 @@ def phases(frame: Frame, results: Sequence[str] | None, hidden: Mapping[int, Seq
 
 
 def _from_scope(name, scopes) -> str | None:
-    """Returns the part of a parameter's name that begins with an outermost scope, such as "block/kernel" of
-    "params/block/kernel", or None."""
+    """Removes the segments before the first named scope from the name of a parameter. For example, the name
+    "params/block/kernel" becomes "block/kernel". Returns None if the name of the parameter contains no scope."""
     parts = name.split("/")
     return next(("/".join(parts[n:]) for n, part in enumerate(parts) if part in scopes), None)
 
 
 def _end(name, ends) -> str | None:
-    """Returns the name of the parameter with which the name of a result ends ("block/kernel" for
-    "0/momentum/block/kernel"), or None if the name does not end with a parameter."""
+    """Returns the name of a parameter that is the longest suffix of an output's name, or None if there is none.
+
+    For the output name "0/momentum/block/kernel", the function returns "block/kernel" if this is a parameter name.
+    """
     parts = name.split("/")
     return next((end for n in range(len(parts)) if (end := "/".join(parts[n:])) in ends), None)

@@ -1,4 +1,7 @@
-"""Sizes and positions of the visible nodes of a graph. layout.js computes the same values for its HTML page."""
+"""Computes the sizes and positions of the visible nodes of a graph.
+
+The script layout.js implements the same computation for the interactive HTML page of the graph.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ def short(name: str) -> str:
 
 
 def box(node: Node, line: str) -> tuple[int, int]:
-    """Returns (width, height) of a node that is not expanded. `line` is the second line of text in its box, or ""."""
+    """Returns (width, height) of the box of a node that is not expanded. `line` is the text below the node's name in
+    the box, or "" if the box shows only the name."""
     badge = 6.2 * len(node.badge) + 14 if node.badge else 0
     wide = max(7.6 * len(short(node.name)) + badge + (18 if node.children else 0), 5.9 * len(line)) + 26
     wide = max(wide, 5.7 * len(node.type) + 8 if node.kind == "operation" else 0)
@@ -48,8 +52,11 @@ class Placed:
 
 
 def place(made: Arrangement, sizes: list[tuple[float, float]]) -> Placed:
-    """Returns the positions of items with the given sizes (width, height). Items on the same vertical line have the
-    same x, neighbors do not overlap, and edges are kept short."""
+    """Returns the positions of the items (such as boxes) in a scope of the drawing, given their sizes (width, height).
+
+    Neighboring items of the drawing do not overlap, and edges are kept short. Items with the same index in `made.lines`
+    are centered on the same vertical line.
+    """
     layers, line = made.layers, made.lines
     count = max(line, default=-1) + 1
     left: list[dict[int, float]] = [{} for _ in range(count)]

@@ -22,7 +22,7 @@ from fnet.jaxpr import check_function
 
 @dataclasses.dataclass(frozen=True)
 class TimedRow:
-    """The figures of a named scope, including all scopes inside it.
+    """The measured time, the FLOPs and bytes, and the roofline time of a named scope, including all scopes inside it.
 
     Attributes:
         path: the path of the scope; "" for the whole step.
@@ -59,7 +59,8 @@ class Profile:
         step_seconds: mean seconds of a step, from its call to its last result.
         steps: the number of steps over which the times are averaged. `profile` averages over the faster half of the
             calls.
-        spanning: the fraction of the operations' time that is spent in fusions whose parts belong to several paths.
+        spanning: the fraction of the total operation time that is spent in fusions of operations from several named
+            scopes.
         operations: pairs (operation, seconds in a step), the longest first.
         chip: the chip for which the roofline time (`TimedRow.bound`) is computed.
         trace: the recorded events. The method `trace.save(path)` writes the recorded events to a file for
@@ -87,7 +88,7 @@ class Profile:
         return self.total.total / self.step_seconds
 
     def __getitem__(self, path: str) -> TimedRow:
-        """Returns the row of a path. The path "" is the whole step."""
+        """Returns the `TimedRow` of the named scope with the given path. The path "" is the whole step."""
         found = next((row for row in (self.total, *self.rows) if row.path == path), None)
         if found is None:
             raise KeyError(f"the profile has no path {path!r}; it has {', '.join(repr(row.path) for row in self.rows)}")
@@ -147,8 +148,8 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
     JAX's profiler measures the time of each operation of the compiled program. `profile` reads the path and the phase
     of an operation from the compiled program, which the trace contains. The time of a fusion is assigned to the path of
     its root operation. While several operations run at the same time, on threads of a CPU or streams of a GPU, the
-    elapsed time is divided equally among these operations. The times of all operations in the profile sum to the time
-    in which at least one operation ran. If there are several devices, each time is the mean over the devices.
+    elapsed time is divided equally among these operations, so that no time is counted twice. If there are several
+    devices, each time is the mean over the devices.
 
     The phases are forward, backward, recomputed (by `jax.checkpoint`), optimizer (operations that follow the backward
     pass), and other (operations that precede the forward pass).
@@ -211,7 +212,7 @@ def of_trace(trace: Trace, bounds: Iterable[Bound], chip: hw.Chip, *, steps: int
     """Returns the profile of a recorded trace.
 
     Args:
-        bounds: a `Bound` (lower bound of the time, and cost) for each path.
+        bounds: a `Bound` for each named scope, which contains the scope's cost and a lower bound of its time.
         steps: the number of steps in each interval of `trace.steps`. None: one step.
     """
     windows = trace.steps or ((min(event.start for event in trace.events), max(event.end for event in trace.events)),)
@@ -258,10 +259,10 @@ def _faster_half(trace: Trace) -> Trace:
 
 
 def attributed(events: Iterable[_trace.Event], windows: Iterable[tuple[float, float]]) -> dict[Operation, float]:
-    """Returns for each operation the time in nanoseconds that it ran within the time intervals `windows`.
+    """Returns the running time of each operation, in nanoseconds, within the time intervals `windows`.
 
     While several operations run at the same time, the elapsed time is divided equally among them. An operation that
-    contains other operations, such as a loop, counts only while none of the contained operations runs.
+    contains other operations, such as a loop, gets only the time in which none of the contained operations runs.
     """
     marks = []
     for start, end in windows:

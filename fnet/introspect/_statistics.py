@@ -24,8 +24,9 @@ class Statistic:
             its own name, such as "blocks/mlp [2]".
         mean, std, largest: mean, standard deviation and largest absolute value of the finite elements.
         nonfinite: the number of elements that are NaN or infinite.
-        dead: the fraction of dead units. A unit is an index of the last axis. A unit is dead if its derivative is 0 at
-            every index of the other axes, for example because the unit is the input of a relu and is never positive.
+        dead: the fraction of dead units. A unit is an index of the last axis of the array. A unit is dead if the
+            gradient of the function's result is 0 for all array elements of the unit, for example because the unit is
+            the input of a relu and is never positive.
         gradient: the Euclidean norm of the derivative of the function's result with respect to the array.
 
     >>> report = introspect.statistics(lambda w: ft.tag(w ** 2, "square").sum(), jnp.array([3.0, 4.0]))
@@ -49,7 +50,7 @@ class Statistics:
 
     Attributes:
         result: the result of the function.
-        sites: a `Statistic` for each site (named value), in the order of computation.
+        sites: a `Statistic` for each named value of the function, in the order of computation.
         parameters: a `Statistic` for each parameter.
         arrays: a dict {name: array} for histograms. The names in `arrays` are "values/site", "cotangents/site",
             "parameters/path" and "gradients/path", where "site" or "path" is the name of the site (named value) or
@@ -78,9 +79,9 @@ def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Sta
         report = introspect.statistics(loss, params, batch)
         print(report)
 
-    The sites of a function are the values of named scopes and tagged values (see `transforms.sites`). To show
-    histograms of `report.arrays` in TensorBoard, pass a function to `tr.fit(evaluate=)` that returns
-    `{name: tr.Histogram(x) for name, x in report.arrays.items()}`.
+    The named values (sites) of a function include the outputs of its named scopes and the values that are named with
+    `transforms.tag` (see `transforms.sites`). To show histograms of `report.arrays` in TensorBoard, pass a function to
+    `tr.fit(evaluate=)` that returns `{name: tr.Histogram(x) for name, x in report.arrays.items()}`.
 
     Args:
         f: a function `f(params, *args)` that returns a floating-point scalar, such as a loss.
@@ -130,7 +131,8 @@ def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Sta
 
 
 def _rows(name, x, gradient, scans) -> list[Statistic]:
-    """Returns the statistics of an array whose first `scans` axes are axes of iterations."""
+    """Returns a list with the `Statistic` of the array x. If `scans` is not 0, the first `scans` axes of x are the
+    iterations of nested scans, and the list contains one `Statistic` for each iteration."""
     if scans:
         return [row for i in range(len(x)) for row in _rows(f"{name} [{i}]", x[i], gradient[i], scans - 1)]
     x, gradient = (np.asarray(each, np.float64) for each in (x, gradient))

@@ -1,4 +1,4 @@
-"""Summary of a function by path: shapes, parameters, FLOPs, kept activations and time at the roofline."""
+"""Summarizes a function by named scope: shapes, parameters, FLOPs, activations for the backward pass, roofline time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fnet.layers import Layer
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The figures of a named scope, including all scopes inside it.
+    """The output shapes, parameters, cost and activations of a named scope, including all scopes inside it.
 
     Attributes:
         path: the path of the scope; "" for the whole function.
@@ -85,7 +85,7 @@ class Summary:
         return _render.text(self)
 
     def __getitem__(self, path: str) -> Row:
-        """Returns the row of a path."""
+        """Returns the `Row` of the named scope with the given path."""
         return next((row for row in (self.total, *self.rows) if row.path == path), None) or self._missing(path)
 
     def _missing(self, path):
@@ -117,8 +117,8 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
         f: a layer, a `flax.nnx.Module`, or a function.
         args: arrays or `jax.ShapeDtypeStruct`s: the inputs of a layer or module, or the arguments of a function. If f
             is a function, its first argument is the tree of its parameters.
-        depth: the number of segments of a path to show, or None (the default) for all segments. The rows of longer
-            paths are not shown, but their figures are included in the rows of the paths that contain them.
+        depth: the maximum number of segments of the paths that are shown, or None (the default) for all paths. For
+            example, with `depth=1`, the row "block" includes the figures of "block/dense", which has no row of its own.
         chip: the chip for which the roofline time is computed, as in `hardware.roofline`. Default: this machine's chip.
         train: whether a layer is called with train=True. Default False.
         compile: whether to compile the forward and backward pass for this machine, and to report XLA's temporary memory
@@ -233,7 +233,7 @@ def _inexact(result):
 
 
 def _tree(paths: Iterable[str]) -> list[str]:
-    """Returns the given paths and all paths that enclose them. An outer path precedes the paths inside it."""
+    """Returns a list of the given paths and their prefixes, in which a prefix "a" precedes longer paths like "a/b"."""
     children: dict[str, dict] = {}
     for path in paths:
         node = children

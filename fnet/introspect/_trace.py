@@ -141,7 +141,8 @@ def _line(plane, line, programs, events, steps, started, ended) -> None:
 
 
 class _Programs:
-    """The operations of the compiled programs in a trace. A program is read when its first operation is found."""
+    """The operations of the compiled programs in a trace. A compiled program in the trace is decoded only when an
+    operation is looked up in it for the first time."""
 
     def __init__(self, space: bytes):
         self._data: dict[tuple[str, int], memoryview] = {}

@@ -1,4 +1,4 @@
-"""The factors of axes, and a union-find structure of the factors whose sizes must stay equal."""
+"""Records which axes of the arrays of a program must have equal sizes, with a union-find structure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ Axis = tuple[int, ...]    # atoms, from major to minor
 
 
 class Atoms:
-    """The factors of the axes of a program, called atoms. An axis is a tuple of its factors, from major to minor.
+    """Records which axes of the arrays of a program must have equal sizes.
 
-    Axes whose sizes must stay equal are tied: they share their atoms (factors of the axes). An atom (a factor of an
-    axis) is split if a reshape splits its axis. An atom (a factor of an axis) whose size cannot change is frozen, with
-    a reason.
+    Each axis is represented as a tuple of integer ids (called atoms). If a reshape merges axes of sizes 3 and 4 into an
+    axis of size 12, the merged axis is represented by the ids of the two axes, from major to minor. If a reshape splits
+    an axis, the method `expand` returns the ids of the smaller axes. The method `tie` records that two axes must always
+    have equal sizes. The method `freeze` records that the size of an axis cannot change, and why.
     """
 
     def __init__(self):
@@ -39,7 +40,11 @@ class Atoms:
         return atom
 
     def expand(self, axis: Axis) -> Axis:
-        """Returns the axis as atoms (factors of the axis) that are not split further. Factors of size 1 are omitted."""
+        """Returns the ids of an axis, or of the smaller axes into which the axis has been split.
+
+        For example, if a reshape splits an axis of size 12 into axes of sizes 3 and 4, the method returns the ids of
+        these two axes. Axes of size 1 are omitted from the result.
+        """
         found: list[int] = []
         for atom in map(self.root, axis):
             if atom in self._parts:
@@ -54,12 +59,16 @@ class Atoms:
                 self._frozen.setdefault(atom, why)
 
     def reason(self, atom: int) -> str | None:
-        """Returns the reason why the size of an atom (a factor of an axis) cannot change, or None if it can."""
+        """Returns the reason why the size of the axis with the id `atom` cannot change, or None if it can change."""
         return self._frozen.get(self.root(atom))
 
     def tie(self, x: Axis, y: Axis) -> None:
-        """Ties two axes of the same size, so that they share their atoms (factors). Atoms (factors) of the axes are
-        frozen if neither size is a multiple of the other."""
+        """Records that the axes x and y must always have equal sizes.
+
+        If the axis y has been split by a reshape, for example from size 12 into sizes 3 and 4, the axis x is split in
+        the same way, and vice versa. If the two axes have been split in incompatible ways, such as size 6 into 2 * 3
+        and into 3 * 2, the method records that these sizes cannot change.
+        """
         left, right = list(self.expand(x)), list(self.expand(y))
         while left and right:
             a, b = left[-1], right[-1]
@@ -87,7 +96,8 @@ class Atoms:
         return parts
 
     def _join(self, a: int, b: int) -> None:
-        """Joins two factors of axes. After two atoms (factors of axes) are merged, the older atom is used for both."""
+        """Records that the axes with the ids a and b must always have equal sizes. The smaller of the ids a and b then
+        represents both axes."""
         a, b = sorted((a, b))
         if a != b:
             self._up[b] = a

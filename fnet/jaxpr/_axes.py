@@ -20,8 +20,9 @@ _OPAQUE = {"while": "a while loop", "custom_vjp_call": "a custom_vjp", "custom_v
 
 @dataclasses.dataclass(eq=False)
 class Frame:
-    """The axes of the values of a jaxpr. If several calls share a jaxpr, each call has its own `Frame` (the axes of its
-    values).
+    """Maps each variable of a jaxpr to its axes, which are represented by ids (see `Atoms`).
+
+    If several calls share a jaxpr, each call has its own `Frame` (the axes of its values).
 
     Attributes:
         jaxpr: the open jaxpr.
@@ -45,11 +46,11 @@ def tie_axes(jaxpr: Any, inputs: Sequence[Axes], atoms: Atoms) -> Frame:
     Args:
         jaxpr: an open jaxpr.
         inputs: the axes of each input of the jaxpr.
-        atoms: the factors of all axes. The function modifies `atoms`: axes that an equation requires to have equal
-            sizes are tied, and axes whose size an equation fixes are frozen (see `Atoms`).
+        atoms: an `Atoms` object, which records constraints on the sizes of axes. The function calls `atoms.tie` for
+            axes that must have equal sizes, and `atoms.freeze` for axes whose sizes cannot change.
 
     Returns:
-        The axes of each value of the jaxpr, and of each jaxpr inside its equations.
+        A `Frame` with the axes of all values of the jaxpr, including the values inside scans, branches and calls.
     """
     frame = Frame(jaxpr, dict(zip(jaxpr.invars, inputs)))
     for v in jaxpr.constvars:
@@ -83,14 +84,20 @@ def _shape(v) -> tuple[int, ...]:
 
 
 def _results(inner, eqn, atoms):
-    """Returns the axes of the outputs of a jaxpr inside an equation (its body). Literals get new axes."""
+    """Returns the axes of each output of a call or of a branch of a `lax.cond`, represented by ids (see `Atoms`).
+
+    For an output that is a literal (a constant in the jaxpr), the function creates new axes without constraints on
+    their sizes.
+    """
     return [atoms.axes(_shape(v)) if isinstance(out, _jax.Literal) else inner.of(out)
             for out, v in zip(inner.jaxpr.outvars, eqn.outvars)]
 
 
 def _pointwise(eqn, ins, atoms):
-    """Ties corresponding axes of the operands of an elementwise operation, so that their sizes stay equal. Scalar
-    operands are not tied, and neither are axes of size 1 that are broadcast."""
+    """Records that corresponding axes of the operands of an elementwise operation must have equal sizes.
+
+    The function ignores scalar operands, and axes of size 1 that are broadcast to a larger size.
+    """
     out = []
     for i, n in enumerate(_shape(eqn.outvars[0])):
         alike = [axes[i] for axes, v in zip(ins, eqn.invars) if len(axes) > i and _shape(v)[i] == n]
@@ -135,7 +142,11 @@ def _branched(frame, eqn, ins, atoms):
 
 
 def _described(eqn, ins, atoms):
-    """Ties the axes of an equation of one of fnet's own primitives, as the description of the primitive states."""
+    """Returns the axes of the outputs of an equation of one of fnet's own primitives.
+
+    The function also records which axes of the equation's inputs and outputs must have equal sizes, as the primitive's
+    `Description.axes` states.
+    """
     sizes, free, operands, results = description(eqn.primitive).axes(eqn)
     if len(results) != len(eqn.outvars):
         return _unknown(eqn, ins, atoms, f"an operation without a rule ({eqn.primitive.name})")

@@ -1,9 +1,10 @@
 """Rules that state for each primitive which axes of its inputs and outputs must have equal sizes.
 
-The rule of a primitive is a function that returns the axes of the outputs. Its arguments are the axes of all values in
-the jaxpr (`Frame`), the equation, the axes of its inputs, and the factors of all axes (`Atoms`). An axis is a tuple of
-its factors, which are called atoms. The rule of a primitive ties atoms (factors of axes) whose sizes must stay equal,
-and freezes atoms whose size cannot change (see `Atoms`).
+The rule of a primitive is a function `rule(frame, eqn, ins, atoms)` that returns the axes of the outputs of the
+equation `eqn`. The list `ins` contains the axes of the equation's inputs. The argument `frame` is a `Frame`, which maps
+each variable of the jaxpr to its axes, and `atoms` is an `Atoms` object. Each axis is represented as a tuple of ids
+(see `Atoms`). If two axes must have equal sizes, the rule of the primitive calls `Atoms.tie`. If the size of an axis
+cannot change, the rule calls `Atoms.freeze`.
 """
 
 from __future__ import annotations
@@ -100,9 +101,12 @@ def _reshape(frame, eqn, ins, atoms):
 
 
 def _reduced(over):
-    """Returns the rule of a reduction: a function that determines the axes of the outputs. `over` is the reason why the
-    sizes of the reduced axes cannot change. For a sum, `over` is None, because whether the sizes can change depends on
-    the summands (see `freeze_nonzero_sums`)."""
+    """Returns the rule of a reduction: a function that determines the axes of the outputs.
+
+    `over` is a text that states why the sizes of the reduced axes cannot change. For a sum, `over` is None, because a
+    sum stays the same if only summands that are zero are removed. The function `freeze_nonzero_sums` determines whether
+    the size of a summed axis can change.
+    """
     def rule(frame, eqn, ins, atoms):
         reduced = eqn.params["axes"]
         for axes in ins[:len(eqn.outvars)] if over else ():
@@ -113,9 +117,10 @@ def _reduced(over):
 
 
 def _along(parameter, why):
-    """Returns the rule of an operation, such as a cumulative sum, that computes along certain axes and does not change
-    the shape. `parameter` is the name of the equation's parameter that contains the axes along which the operation
-    computes, and `why` is the reason why the sizes of the axes cannot change."""
+    """Returns the rule of an operation along one or several axes that does not change the shape of its operands, such
+    as a cumulative sum. `parameter` is the name of the equation parameter that contains the axes of the operation, such
+    as "axis". `why` is a text, such as "accumulated" for a cumulative sum, that states why the sizes of these axes
+    cannot change."""
     def rule(frame, eqn, ins, atoms):
         where = eqn.params[parameter]
         for i in where if isinstance(where, (tuple, list)) else (where,):
@@ -171,7 +176,10 @@ def _window(frame, eqn, ins, atoms):
 
 
 def _blocks(atoms, axis, block, size, why):
-    """Splits an axis into blocks of equal size, and returns the axis of a block. Freezes the number of blocks."""
+    """Splits an axis into blocks of `block` elements, and returns a new axis that represents the elements of a block.
+
+    The function records, with the reason `why`, that the number of blocks along the split axis cannot change.
+    """
     parts = atoms.axes((size // block, block))
     atoms.tie(axis, (*parts[0], *parts[1]))
     atoms.freeze(why, parts[0])
@@ -239,8 +247,11 @@ def _tile(frame, eqn, ins, atoms):
 
 
 def _resized(eqn, axes, atoms, changed, why):
-    """Returns the axes of the output of an operation that changes the sizes of the axes for which `changed(i)` is true.
-    The sizes of the axes that the operation changes are frozen, with the reason `why`."""
+    """Returns the output axes (tuples of `Atoms` ids) of an operation, such as a pad, that changes the sizes of axes.
+
+    `changed(i)` states whether the operation pads or slices axis i. If the operation pads or slices an axis, the
+    function calls `Atoms.freeze` to record that the traced size of this axis is fixed, and why.
+    """
     out = list(atoms.axes(_shape(eqn.outvars[0])))
     for i, axis in enumerate(axes):
         if changed(i):

@@ -108,9 +108,12 @@ def _multiplied(found, notes):
 
 
 def _gathered(eqn, notes):
-    """The batch axis of a gather's output is the batch axis of the indices if the indices have one. If the indices have
-    no batch axis, the output has the batch axis of the operand if the gathered slices contain this whole axis, or if
-    this axis is a batching dimension of the gather."""
+    """Returns the batch axis of the output of a gather.
+
+    If the indices of a gather have a batch axis, the output has the same batch axis. A batch axis that only the operand
+    has is kept if each gathered slice contains the whole axis, or if the axis is one of the gather's
+    `operand_batching_dims`. In all other cases, no batch axis of the gather's output is known.
+    """
     numbers, (operand, indices) = eqn.params["dimension_numbers"], notes[:2]
     rank = len(eqn.outvars[0].aval.shape)
     batch = [i for i in range(rank) if i not in numbers.offset_dims]
@@ -134,8 +137,8 @@ def _scattered(eqn, notes):
 
 
 def before(note):
-    """Returns the axis of x[0] that corresponds to an axis of the array x. Returns None for axis 0, which x[0] does not
-    have."""
+    """Returns the position of the batch axis in the slice x[0], given its position `note` in the array x. Returns None
+    if `note` is None (x has no batch axis), or if `note` is 0 (x[0] does not have axis 0 of x)."""
     return note - 1 if note else None
 
 

@@ -1,7 +1,4 @@
-"""Bodies: the jaxprs inside equations (calls, loops, branches), and the inputs of the equation that each body receives.
-
-Only this module contains the names of the parameters in which primitives store their bodies.
-"""
+"""Finds the bodies of equations, that is, the jaxprs of calls, loops and branches."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class Body(NamedTuple):
         closed: the closed jaxpr.
         times: how often the body runs: the length of a scan, the number of shards of a shard_map, None for a loop of
             unknown length, and 1 otherwise.
-        inputs: for each input of the jaxpr, the index of the equation's input that it receives. The body of a scan or
+        inputs: for each input of the jaxpr, the index of the corresponding input of the equation. The body of a scan or
             shard_map receives slices of the equation's inputs. `inputs` is None if it is unknown which inputs of the
             equation the body receives.
     """
@@ -101,7 +98,7 @@ def has_shardings(eqn: Any) -> bool:
 
 
 def donated(eqn: Any) -> tuple[bool, ...]:
-    """Returns for each input of an equation whether the jitted function that the equation calls donates the input."""
+    """Returns a bool for each input of an equation: True if the input is donated (see `jax.jit`)."""
     return tuple(eqn.params.get("donated_invars", (False,) * len(eqn.invars)))
 
 
@@ -118,12 +115,13 @@ def opened(closed: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """The parts of a scan equation.
+    """The body and the options of a scan equation, and how many of its inputs are constants, carried values and slices.
 
     Attributes:
         consts, carry, slices: the numbers of inputs that are constants, carried values, and sliced arrays.
-        closed: the body, a jaxpr from constants, carry and slices to carry and stacked outputs.
-        options: the keyword arguments with which `jax.lax.scan` runs the same scan.
+        closed: the body of the scan, a closed jaxpr. The inputs of the body are the constants, the carry and the
+            slices. The outputs of the body are the new carry and the values that the scan stacks.
+        options: the keyword arguments of `jax.lax.scan` that the equation specifies, such as `length` and `reverse`.
     """
 
     consts: int
@@ -147,7 +145,7 @@ class Scan:
 
 
 def scan(eqn: Any) -> Scan:
-    """Returns the parts of a scan equation."""
+    """Returns a `Scan`, which contains the body and the options of a scan equation."""
     params = eqn.params
     if "ft_in" in params:    # jax >= 0.11
         consts, carry, slices = (len(part) for part in params["ft_in"].unpack())

@@ -26,11 +26,11 @@ class Cost(NamedTuple):
 def cost(eqn: Any) -> Cost:
     """Returns the cost of an equation that contains no jaxpr.
 
-        dot_general           2 B M N K for [B, M, K] x [B, K, N]
-        conv_general_dilated  2 x outputs x window x input features / groups; products with padding are counted, but
-                              not products with the zeros that a transposed convolution inserts in its input
-        elementwise           1 per output element, for floating-point types only
-        reductions            1 per input element, for floating-point types only
+    The matrix product of arrays of shapes [B, M, K] and [B, K, N] costs 2 B M N K FLOPs. A convolution costs 2 x
+    (output elements) x (size of the kernel window) x (input features) / groups FLOPs. In a convolution, multiplications
+    with padding are counted, but not multiplications with the zeros that a transposed convolution inserts in its input.
+    An elementwise operation costs one FLOP per output element, and a reduction one FLOP per input element. Elementwise
+    operations and reductions of integers and bools cost nothing.
     """
     name, kind = eqn.primitive.name, traits(eqn.primitive.name).kind
     ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
@@ -64,7 +64,7 @@ def cost(eqn: Any) -> Cost:
 
 
 def touched(eqn: Any) -> tuple[list[int], list[int]]:
-    """Returns the bytes that an equation reads of each input and writes of each output if the equation is not fused."""
+    """Returns the bytes read from each input and written to each output of an equation, if XLA does not fuse it."""
     name = eqn.primitive.name
     reads = [0 if isinstance(v, _jax.Literal) else nbytes(v.aval) for v in eqn.invars]
     writes = [nbytes(v.aval) for v in eqn.outvars]

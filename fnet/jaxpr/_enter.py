@@ -1,4 +1,4 @@
-"""Evaluates calls, loops and branches with rewritten bodies, but does not change the equations otherwise.
+"""Functions that rewrite the jaxprs inside an equation, such as the body of a loop, and then evaluate the equation.
 
 Each function that evaluates an equation has the arguments (interpreter, equation, scope, inputs, requirements on the
 outputs) and returns the outputs. The traced dtype of a value is the dtype that the value had when JAX traced the
@@ -36,7 +36,8 @@ def inline(self, eqn, scope, inputs, wanted):
 def _scan(self, eqn, scope, inputs, wanted):
     """Rewrites a scan.
 
-    The carry of a scan keeps its traced dtypes. The constants, slices and stacked outputs of a scan may change dtypes.
+    The carry of the rewritten scan keeps its traced dtypes. The constants, slices and stacked outputs of the rewritten
+    scan may have other dtypes than in the original program.
     """
     parts = scan(eqn)
     consts, carry, slices = parts.split(inputs)
@@ -102,8 +103,8 @@ def _shard_map(self, eqn, scope, inputs, wanted):
 
 def _custom_jvp(self, eqn, scope, inputs, wanted):
     """Rewrites the function of a custom_jvp and its JVP rule separately. The outputs of the custom_jvp equation have
-    the dtypes that the rewritten function returns. As before the rewriting, the JVP rule is traced only for tangents
-    that are not symbolic zeros."""
+    the dtypes that the rewritten function returns. As in JAX, the JVP rule of a custom_jvp is traced without the
+    tangents that are symbolic zeros."""
     notes, types = [value.note for value in inputs], [jax.typeof(value.x) for value in inputs]
     rule = _jax.CustomJvp(eqn.params)
     free = [False] * len(eqn.outvars)
@@ -133,8 +134,8 @@ def _custom_jvp(self, eqn, scope, inputs, wanted):
 
 def _custom_vjp(self, eqn, scope, inputs, wanted):
     """Rewrites the forward and the backward function of a custom_vjp separately. The inputs of the backward function
-    have their traced dtypes, which the user's backward function expects. As before the rewriting, the user's backward
-    function receives symbolic zeros, and the user's forward function receives the information about which inputs are
+    have their traced dtypes, which the user's backward function expects. As in JAX, the user's backward function
+    receives symbolic zeros, and the user's forward function receives the information about which inputs are
     differentiated."""
     notes, types = [value.note for value in inputs], [jax.typeof(value.x) for value in inputs]
     rule = _jax.CustomVjp(eqn.params)
@@ -174,15 +175,15 @@ def _custom_vjp(self, eqn, scope, inputs, wanted):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Perturbed:
-    """States for each input of a custom_vjp whether it is differentiated. JAX treats a `_Perturbed` object as a part of
-    the tree structure of the residuals."""
+    """Records which inputs of a custom_vjp are differentiated. JAX treats a `_Perturbed` object as a part of the tree
+    structure of the residuals."""
 
     inputs: tuple[bool, ...]
 
 
 def _custom_vmap(self, eqn, scope, inputs, wanted):
     """Rewrites the function of a custom_vmap and its batching rule separately. The rewritten function and the rewritten
-    rule return outputs of the traced dtypes."""
+    batching rule return outputs with the same dtypes as before the rewriting."""
     notes = [value.note for value in inputs]
     function = jax.custom_batching.custom_vmap(self.body(bodies(eqn)[0].closed, scope, wanted, notes))
 

@@ -1,5 +1,8 @@
-"""Typed access to the parameters of equations. All packages of fnet use the functions of this module instead of JAX's
-names of the parameters."""
+"""Functions that read the parameters of jaxpr equations.
+
+All packages of fnet except `fnet._jax` and `fnet.jaxpr` read the parameters of JAX's primitives with functions of
+`fnet.jaxpr`, and not by name from `eqn.params`.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ class Product:
 
     @property
     def default_precision(self) -> bool:
-        """Whether the program sets no precision for the product."""
+        """Whether the precision of the matrix product or convolution is None or `lax.Precision.DEFAULT`."""
         return self.precision in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2)
 
     @property
@@ -64,7 +67,7 @@ class Product:
 
     @property
     def summed(self) -> int:
-        """The number of multiplications whose results are summed in one element of the product."""
+        """The number of terms in the sum that gives one element of the matrix product or convolution."""
         left, right = (v.aval.shape for v in self.eqn.invars[:2])
         if self.op is DOT:
             return math.prod(left[i] for i in self.dimensions[0][0])
@@ -130,13 +133,11 @@ def selects_largest(eqn: Any) -> bool:
 
 
 def lookup_mode(eqn: Any) -> str | None:
-    """Returns the mode of a gather that selects one element of each row. The mode states what the gather returns for an
-    index out of range.
+    """Returns the mode of a gather or scatter that accesses one element of each row, or None for other equations.
 
-    A row is a slice along the last axis of the operand, and the indices of the gather are an array [..., 1, 1]. The
-    mode of the gather is "fill", "clip", or "promised" if the program promises that no index is out of range. The mode
-    of a scatter that is the transpose of a gather of one element of each row is determined like the mode of the gather.
-    For equations that are not gathers or scatters of one element of each row, the result is None.
+    The mode of a gather or scatter states what happens for an index out of range. The mode is "fill", "clip", or
+    "promised" if the program promises that no index is out of range. A row is a slice along the last axis of the
+    operand, and the indices are an array [..., 1, 1].
     """
     params, (x, indices) = eqn.params, (v.aval for v in eqn.invars[:2])
     numbers, rows, last = params["dimension_numbers"], tuple(range(x.ndim - 1)), (x.ndim - 1,)
@@ -159,9 +160,10 @@ def overwritten(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Describes a scatter that overwrites complete slices of its operand, and ignores indices out of range.
 
     Returns:
-        A pair (selected, window) of tuples. `selected` contains the axes of the operand that an index selects, in the
-        order of the elements of an index. `window` contains the axes of the updates that are axes of a slice, in the
-        order of the operand's other axes. None for all other equations.
+        A tuple (indexed axes of the operand, window axes of the updates), or None if the equation is not a scatter that
+        overwrites complete slices and ignores indices out of range. The indexed axes of a scatter are its
+        `scatter_dims_to_operand_dims`. The window axes (`update_window_dims`) of the updates correspond, in order, to
+        the axes of the operand that are not indexed.
     """
     params, (x, _, updates) = eqn.params, (v.aval for v in eqn.invars)
     numbers = params["dimension_numbers"]

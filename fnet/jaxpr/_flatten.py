@@ -23,15 +23,16 @@ _SAME = ("copy", "copy_p", "stop_gradient", "name", "optimization_barrier", "sha
 
 
 def inlined(closed: Any, *, unless: Callable[[Any], bool] | None = None) -> Any:
-    """Returns the closed jaxpr with all jitted calls inlined, except the calls for whose equations `unless` returns
-    True. Arrays in the closures of the inlined calls become constants."""
+    """Returns the closed jaxpr with jitted calls inlined. A jitted call is not inlined if the function `unless` returns
+    True for the equation of the call. Arrays in the closures of the inlined calls become constants."""
     return _again(_Inliner(INLINED, unless), closed)
 
 
 def flatten(closed: Any) -> Any:
-    """Returns the closed jaxpr for inference, written with few primitives, scans, while loops and conds.
+    """Rewrites a closed jaxpr for inference, so that it contains only a small set of primitives.
 
-    Calls with custom derivatives or custom batching are also inlined, so the result should not be differentiated.
+    Scans, while loops and conds are kept. Calls are inlined, including calls with custom derivatives or custom
+    batching, so the result should not be differentiated.
     """
     return _again(_Flattener(CALLS), closed)
 

@@ -1,7 +1,7 @@
 """Constant folding: values that depend only on constants are computed once.
 
-An affine map (a scale and a shift) with constant coefficients is merged into the product (dot_general or convolution)
-whose result it changes.
+A dot_general or convolution with a constant kernel is merged with a following affine map (a scale and a shift) whose
+coefficients are constants.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from fnet.jaxpr._values import Value, arrays_of
 
 
 class Fold(NamedTuple):
-    """A product into which an affine map (a scale and a shift) of its result was folded.
+    """A dot_general or convolution that was merged with a following affine map (a scale and a shift).
 
     Attributes:
-        path: the path of the product's scope.
-        primitive: the primitive of the product.
-        folded: the primitives of the affine map.
+        path: the path of the named scope of the dot_general or convolution.
+        primitive: the name of the primitive, "dot_general" or "conv_general_dilated".
+        folded: the names of the primitives that were merged into the dot_general or convolution, such as ("mul",
+            "add").
     """
 
     path: str
@@ -39,7 +40,7 @@ class Fold(NamedTuple):
 
 @dataclasses.dataclass
 class _Known:
-    """A value that depends only on constants. `small` has length 1 on axes along which it is broadcast to `shape`."""
+    """A value that depends only on constants: the array `small`, broadcast to the shape `shape`."""
 
     small: Any
     shape: tuple
@@ -50,10 +51,10 @@ class _Known:
 
 @dataclasses.dataclass
 class _Pending:
-    """A value that is not yet computed: the result of a product with a known kernel, times `scale`, plus `shift`.
+    """A value y * scale + shift that is not computed yet. y is a dot_general or convolution with a constant kernel.
 
-    `scale` and `shift` are None, or arrays of the result's rank. `scale` and `shift` have length 1 on all axes except
-    those that come from the kernel.
+    `scale` and `shift` are None, or arrays of the result's rank. `scale` and `shift` have length 1 on all axes of the
+    result that are not axes of the kernel (see `axes`).
     """
 
     eqn: Any
@@ -86,10 +87,10 @@ class _Pending:
 
 
 class Folder:
-    """Evaluates a closed jaxpr with folded constants.
+    """Evaluates a closed jaxpr with constant folding: values that depend only on constants are computed once.
 
     Attributes:
-        folds: the products that absorbed an affine map, one `Fold` for each.
+        folds: a `Fold` for each dot_general or convolution that was merged with a following affine map.
     """
 
     def __init__(self):
@@ -135,7 +136,7 @@ class Folder:
         return _jax.bind_again(eqn, [self._computed(x) for x in inputs])
 
     def _computed(self, x):
-        """Returns the array of a value. Computes pending values."""
+        """Returns a value as an array. Computes a `_Pending` value, such as a dot_general that is not computed yet."""
         if isinstance(x, _Known):
             return x.array()
         if not isinstance(x, _Pending):
@@ -168,8 +169,8 @@ def _evaluated(eqn, inputs):
 
 
 def _pending(eqn, at, inputs):
-    """Returns a `_Pending` (a product that is not computed yet) for a product in float32 or float64 that has exactly
-    one constant operand. Returns None for other equations."""
+    """Returns a `_Pending` (a value that is not computed yet) for a dot_general or convolution in float32 or float64
+    that has exactly one constant operand. Returns None for other equations."""
     made = product(eqn)
     if made is None or made.op is not eqn.primitive or len(eqn.outvars) != 1:
         return None
@@ -193,9 +194,9 @@ def _pending(eqn, at, inputs):
 
 
 def _absorbed(eqn, inputs):
-    """Merges an elementwise operation into the `_Pending` (product that is not computed yet) among its operands, and
-    returns the new `_Pending`. Returns None if the operation cannot be merged, for example because the other operand is
-    not constant."""
+    """Merges an elementwise operation, such as the addition of a constant, into a `_Pending` (an operand that is not
+    computed yet). Returns the new `_Pending`, or None if the elementwise operation cannot be merged, for example
+    because neither of its operands is constant."""
     name = eqn.primitive.name
     which = [i for i, x in enumerate(inputs) if isinstance(x, _Pending)]
     if len(which) != 1 or eqn.outvars[0].aval.dtype != inputs[which[0]].eqn.outvars[0].aval.dtype:
@@ -228,8 +229,10 @@ def _absorbed(eqn, inputs):
 
 
 def _along(known, pending, rank):
-    """Returns the constant operand `known` with length 1 on all axes except those that come from the kernel. Returns
-    None if the operand varies along axes that do not come from the kernel."""
+    """Returns the constant `known` as an array that broadcasts to the result of a dot_general or convolution.
+
+    Returns None if the constant varies along an axis that the kernel does not have, such as the batch axis.
+    """
     small = known.small if known.small.ndim == rank else jnp.reshape(known.small, (1,) * rank)
     if any(n != 1 and axis not in pending.axes for axis, n in enumerate(small.shape)):
         return None

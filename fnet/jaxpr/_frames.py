@@ -1,4 +1,4 @@
-"""A jaxpr as a flat list of operations with their scopes: calls are inlined, loops and branches are separate frames."""
+"""Converts a jaxpr to a flat list of operations with their scopes. Calls are inlined, loops and branches are not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class Frame:
 def read(jaxpr: Any, outer: Scope = TOP) -> Frame:
     """Returns the `Frame` (a flat list of operations) of a jaxpr in the scope `outer`.
 
-    In the frame, the ids 0, 1, ... are those of the jaxpr's constants and inputs.
+    Each value in the `Frame` has an integer id. The first ids (0, 1, ...) belong to the constants of the jaxpr, and the
+    next ids belong to its inputs.
     """
     ids = itertools.count()
     ops: list[Op] = []

@@ -3,7 +3,7 @@ quantized matrix from codes and scales.
 
 `ImplicitArray` is the base class of parameters that are computed from several arrays. A `View` represents an implicit
 array (such as a quantized matrix) that a program has cast, transposed or reshaped. A `View` only records the casts,
-transposes and reshapes, so that the array need not be computed.
+transposes and reshapes, so that the elements of the implicit array need not be computed.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class ImplicitArray:
     A subclass must be a registered pytree whose leaves are plain arrays, and must have the properties `shape` and
     `dtype`. The constructor of a subclass must not validate the leaves, because JAX also calls the constructor with
     placeholders. `ft.use_implicit_arrays(f)` evaluates f with implicit arrays (such as quantized arrays) as parameters.
-    If an operation of f reads an implicit array, `use_implicit_arrays` calls the method `dot`, `convolve` or `lookup`
-    of the array. If `dot`, `convolve` or `lookup` returns `NotImplemented`, `use_implicit_arrays` calls the method
-    `materialize` instead.
+    If an operation of f reads an implicit array, such as a quantized matrix, `use_implicit_arrays` calls the array's
+    method `dot`, `convolve` or `lookup`. If `dot`, `convolve` or `lookup` returns `NotImplemented`,
+    `use_implicit_arrays` calls the method `materialize` instead.
 
     Attributes:
         shape, dtype: the shape and dtype of the array that the object represents.
-        beside: {name of a field: name of another field}. In each pair of `beside`, the first field contains one element
-            for each block of elements of the second field, for example the scale of each block of codes.
-            `parallel.plan` splits the two fields of a pair in `beside` along the same axes.
+        beside: a dict such as {"scale": "codes"}, which states that the field `scale` contains one element for each
+            block of elements of the field `codes`. If possible, `parallel.plan` shards an array of scales along the
+            same axes as the array of codes.
 
     >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
     >>> isinstance(params["kernel"], compress.ImplicitArray), params["kernel"].materialize().shape
@@ -84,16 +84,17 @@ class ImplicitArray:
         raise NotImplementedError
 
     def dot(self, x: jax.Array, axes: tuple[int, ...], dot: Callable) -> Any:
-        """Returns the product of x and this array, contracted over `axes` of this array.
+        """Returns the matrix product of x and this implicit array, contracted over `axes` of this array.
 
-        The result is an array [..., *the other axes of this array].
+        As in `numpy.tensordot`, the result has the uncontracted axes of x, followed by the uncontracted axes of this
+        array.
 
         Args:
-            x: the other operand, an array [..., *contracted axes]. The last axes of x correspond to `axes`, in this
-                order.
+            x: a plain array of shape [..., *contracted axes], the left operand of the matrix product. The last axes of
+                x correspond to `axes`, in this order.
             axes: the positions of the contracted axes of this array.
-            dot: a function `dot(x, w, axes)` that computes the same product for a plain array w, with the precision of
-                the program.
+            dot: a function `dot(x, w, axes)` that contracts the last axes of x with `axes` of a plain array w, with the
+                precision of the program.
         """
         return NotImplemented
 
@@ -106,15 +107,19 @@ class ImplicitArray:
         """Returns rows (slices of axis 0) of this array.
 
         Args:
-            take: a function. `take(a)` performs the program's lookup in a plain array `a` that has the same number of
-                rows as this array. For indices out of range, `take` returns NaN if the program's lookup returns NaN. If
-                `a` contains integers, `take` clips the indices.
+            take: a function `take(a)` that returns the rows `a[indices]` of a plain array `a`, with the indices that
+                the program looks up. The array `a` must have the same number of rows as the implicit array. For indices
+                out of range, `take` returns NaN if the program's lookup returns NaN. If `a` contains integers, `take`
+                clips the indices.
         """
         return NotImplemented
 
     @property
     def has_leading_axis(self) -> bool:
-        """Whether axis 0 is also axis 0 of every leaf, so that slices of the leaves represent slices of the array."""
+        """Whether slicing the stored arrays, such as codes and scales, along axis 0 slices this array along axis 0.
+
+        The result is True if axis 0 of each stored array (leaf of the pytree) has the size `shape[0]`.
+        """
         leaves = jax.tree.leaves(self)
         return bool(self.shape) and all(jnp.ndim(a) and jnp.shape(a)[0] == self.shape[0] for a in leaves)
 
@@ -129,7 +134,10 @@ class View:
 
     Attributes:
         base: the implicit array.
-        groups: for each axis of the view, the parts of axes of `base` that form the axis, from major to minor.
+        groups: for each axis of this `View`, a tuple of the `Part`s that are merged into the axis, from major to minor.
+            A `Part` is an axis of `base` (for example a quantized matrix), or one of the smaller axes into which a
+            reshape has split such an axis. For example, a reshape can split an axis of size 12 into axes of sizes 3 and
+            4.
         dtype: the dtype after casts.
     """
 
@@ -152,7 +160,7 @@ class View:
 
     @property
     def whole(self) -> bool:
-        """Whether the view has the same axes as its base (the implicit array)."""
+        """Whether this `View` has the same axes as `base` (for example a quantized matrix), in the same order."""
         return self.groups == View.of(self.base).groups
 
     def astype(self, dtype: Any) -> View:
@@ -162,7 +170,7 @@ class View:
         return dataclasses.replace(self, groups=tuple(self.groups[i] for i in permutation))
 
     def reshape(self, shape: tuple[int, ...]) -> View | None:
-        """Returns the view in another shape, or None if the new axes cannot be formed from parts of the base's axes."""
+        """Returns the reshaped view, or None if splitting and then merging adjacent axes cannot give the new shape."""
         parts, groups = [part for group in self.groups for part in group], []
         for size in shape:
             group, missing = [], size
@@ -183,9 +191,11 @@ class View:
         return dataclasses.replace(self, groups=tuple(groups)) if not parts else None
 
     def part(self, leaves: Callable) -> View | None:
-        """Returns a view of the base with the function `leaves` applied to each leaf.
+        """Applies a function to each stored array of `base`, such as the codes and scales of a quantized matrix.
 
-        Returns None if the axes of the view are not those of the base, or if a leaf of the base lacks the leading axis.
+        The argument `leaves` is a function of one array that slices or reshapes axis 0. The method returns a `View` of
+        the new implicit array (such as a quantized matrix). The result is None if this `View` transposes or reshapes
+        its implicit array, or if the stored arrays cannot be sliced along axis 0.
         """
         if not self.whole or not self.base.has_leading_axis:
             return None
@@ -198,18 +208,19 @@ class View:
         return array.transpose([split.index(part) for part in parts]).reshape(self.shape).astype(self.dtype)
 
     def dot(self, x: jax.Array, contracted: tuple[int, ...], batch: int, dot: Callable) -> Any:
-        """Returns the product of x and this view, contracted over axes of this view.
+        """Returns the matrix product of x and this `View` of an implicit array (such as a quantized array).
 
-        Returns `NotImplemented` if the base (the implicit array) does not support the product.
+        Returns `NotImplemented` if the implicit array must be computed as a plain array first.
 
         Args:
-            x: the other operand, an array [*batch axes, ..., *contracted axes].
-            contracted: axes of this view.
-            batch: the number of leading axes of this view and of x that are batch axes.
-            dot: a function `dot(x, w, axes)` for plain arrays, as for `ImplicitArray.dot`.
+            x: a plain array of shape [*batch axes, ..., *contracted axes], the left operand of the matrix product.
+            contracted: the contracted axes of this `View`.
+            batch: the number of batch axes. The batch axes are the first axes of x and of this `View`.
+            dot: a function `dot(x, w, axes)` that contracts the last axes of x with `axes` of a plain array w.
 
         Returns:
-            An array [*batch axes, ..., *the other axes of this view].
+            An array with the batch axes, followed by the other uncontracted axes of x, and then by the other
+            uncontracted axes of this `View`.
         """
         if batch:
             return self._batched(x, contracted, batch, dot)
@@ -283,7 +294,8 @@ def _size(group):
 
 
 def _merged(group):
-    """Joins adjacent parts of the same axis in `group`, a list of parts of axes."""
+    """Merges adjacent parts of a split axis. For example, if an axis of size 3 * 4 was split into axes of sizes 3 and
+    4, these are merged into one axis of size 12."""
     merged = []
     for axis, n, stride in group:
         if merged and merged[-1][0] == axis and merged[-1][2] == n * stride:

@@ -38,8 +38,12 @@ class Use:
 
 
 class ImplicitInterpreter(Interpreter):
-    """Evaluates programs whose values may be `View`s of implicit arrays, such as quantized arrays. The `note` (attached
-    information) of a `Value` that contains a view is the path of the implicit array among the arguments."""
+    """Evaluates programs whose arguments may be implicit arrays, such as quantized arrays.
+
+    A `View` represents an implicit array (such as a quantized array) that the program has cast, transposed or reshaped.
+    If a `Value` contains a `View`, the attribute `Value.note` is the path of the implicit array (such as a quantized
+    array) in the arguments of the program.
+    """
 
     def __init__(self):
         super().__init__()
@@ -123,7 +127,7 @@ def _reshape(self, eqn, at, inputs):
 
 
 def _broadcast(self, eqn, at, inputs):
-    """Broadcasts an implicit (such as a quantized) array if the broadcast only adds axes of length 1 (a reshape)."""
+    """Evaluates a broadcast of an implicit array (such as a quantized array) that only adds axes of length 1."""
     view, shape = inputs[0].x, eqn.outvars[0].aval.shape
     if int(np.prod(shape)) != int(np.prod(view.shape)):
         return NotImplemented
@@ -135,7 +139,8 @@ def _identity(self, eqn, at, inputs):
 
 
 def _of_each_leaf(self, eqn, at, inputs):
-    """Applies an operation that does not change values, such as `pvary`, to each leaf of an implicit array."""
+    """Applies an operation that does not change values, such as `pvary`, to each leaf of an implicit array (for example
+    to the codes and the scales of a quantized array)."""
     view = inputs[0].x
     base = jax.tree.map(lambda a: bind(eqn, [a])[0].x, view.base)
     return [Value(dataclasses.replace(view, base=base), inputs[0].note)]
@@ -241,8 +246,8 @@ def _remat(self, eqn, at, inputs):
 
 
 def _scan(self, eqn, at, inputs):
-    """Evaluates a scan. If the scan iterates over an implicit array (such as a quantized array), its slices are
-    implicit arrays if axis 0 of the array is also axis 0 of every leaf."""
+    """Evaluates a scan. If possible, a scan over an implicit array, such as a quantized array, slices the leaves of the
+    array instead of materializing the array (computing it as a plain array)."""
     parts = scan(eqn)
     consts, carry, slices = parts.split(inputs)
     carry = [self.materialized(eqn, at, value, "it is the carry of a scan") for value in carry]

@@ -1,4 +1,4 @@
-"""Evaluation of a program in which the values of sites (named values) are captured or replaced."""
+"""Evaluation of a program in which named values, such as the outputs of layers, are captured or replaced."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from fnet.jaxpr._values import Value, arrays_of, bind
 
 
 class Inspector(Interpreter):
-    """Evaluates a program, and captures or replaces the values of sites (named values of the program).
+    """Evaluates a program, and captures or replaces its named values, such as the outputs of layers.
 
     Args:
-        level: the sites (named values) of the whole program, from `find_sites`.
-        captured: the sites whose values are captured.
-        selected: {site: captured iterations}. For each scan around a site (named value), the tuple of its captured
-            iterations contains the index of the captured iteration, or None if all iterations are captured.
-        changes: {site: change}. A change is a function `change(leaves, indices) -> leaves` that computes the new value
-            of the site (named value). The argument `indices` contains the current iteration of each scan around the
+        level: a `Level` that lists all named values (sites) of the program, from `find_sites`.
+        captured: the `Site`s of the named values to capture.
+        selected: {site: tuple} for named values (sites) inside scans. For each enclosing scan, the tuple contains the
+            index of the iteration in which the value is captured, or None for all iterations.
+        changes: {site: change}. `change(leaves, indices)` is a function that returns the new leaves of a named value,
+            given its original leaves. The argument `indices` contains the current iteration of each scan around the
             named value.
-        offsets: {site: offsets}. The change of a site in `offsets` has a third argument: `change(leaves, indices,
-            offsets)`. The argument `offsets` of a change is a list with an array or None for each leaf of the site's
-            value. Each array in `offsets` has a leading axis for each scan around the site (named value).
+        offsets: {site: list}. The list contains an array or None for each leaf of the named value (site). Each array
+            has a leading axis for each scan around the named value. If `offsets` contains a list for a named value, the
+            function in `changes` for this named value receives the list as the third argument: `change(leaves, indices,
+            offsets)`. In iteration i of a scan, the function `change` receives the slice `array[i]` of each array in
+            `offsets`.
     """
 
     def __init__(self, level: Level, captured: Sequence[Site] = (), changes: Mapping[Site, Callable] | None = None,
@@ -48,7 +50,7 @@ class Inspector(Interpreter):
         self._held: dict[Site, dict[int, Value]] = {}
 
     def __call__(self, closed: Any, arrays: Sequence) -> tuple[list, dict[Site, list]]:
-        """Returns (the outputs of the program, {site: the leaves of its captured value})."""
+        """Returns (outputs of the program, {site: leaves}), with the leaves of each captured site (named value)."""
         self._found = found = {}
         outputs = self.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), TOP, (self._level,))
         self._found, self._offsets = {}, {}    # custom derivatives refer to this object after the trace has ended
@@ -88,8 +90,7 @@ class Inspector(Interpreter):
         return outputs
 
     def _within(self, eqn, at, inputs, sites):
-        """Evaluates an equation whose primitive has sites (named values) that are not its outputs, such as the weights
-        of an attention."""
+        """Evaluates an equation, and captures or replaces its named intermediate values, such as attention weights."""
         arrays, outputs = arrays_of(inputs), None
         for site in sites:
             values = {0: Value(site.compute(eqn, arrays))}
@@ -135,7 +136,7 @@ class Inspector(Interpreter):
         """Returns (run, collect, sites).
 
         `run` computes `body`, and also returns the values that are captured inside it. `collect` stores the captured
-        values in `_found`. `sites` are the captured sites (named values)."""
+        values in `_found`. `sites` is a list of the named values that are captured."""
         sites = [site for site in level.sites if site in self._captured] if level else []
 
         def run(*arrays):
@@ -165,9 +166,12 @@ class Inspector(Interpreter):
         return outputs[:len(eqn.outvars)]
 
     def _scan(self, eqn, at, inputs, level):
-        """Evaluates a scan. If two stacked outputs of the scan are the same array with different tags, the array is
-        stacked only once. If only one iteration of a site (named value) is requested, its value is a part of the scan's
-        carry instead of a stacked output."""
+        """Evaluates a scan, and captures or replaces named values in its body.
+
+        If an array is captured under two names, or is also a stacked output of the scan, the scan stacks the array only
+        once. If a named value is captured in only one iteration, its value is a part of the scan's carry instead of a
+        stacked output.
+        """
         parts, depth = scan(eqn), self._depth
         consts, carry, slices = map(arrays_of, parts.split(inputs))
         run, collect, sites = self._apart(self._body(parts.closed, at, level), level)
@@ -205,12 +209,14 @@ class Inspector(Interpreter):
         return [*map(Value, carried), *map(Value, stacked[:count - parts.carry])]
 
     def _pick(self, site, depth):
-        """Returns the iteration that is requested for a site (named value) in the scan at the depth `depth`. Returns
-        None if all iterations of the scan are requested."""
+        """Returns the index of the scan iteration in which a named value is captured, or None for all iterations.
+
+        `depth` is the number of other scans around the scan.
+        """
         return self._selected.get(site, (None,) * (depth + 1))[depth]
 
     def _zeros(self, site, depth):
-        """Returns zeros of the type of each leaf of a site in one iteration of the scan at the depth `depth`."""
+        """Returns the initial carry (zeros) for a named value that is captured in only one iteration of a scan."""
         lengths = [length for i, (_, length) in enumerate(site.scans) if i > depth and self._pick(site, i) is None]
         return [_jax.zeros((*lengths, *t.shape), t.dtype, _jax.varies_over(t))
                 for t in (site.types[i] for i in site.leaves)]

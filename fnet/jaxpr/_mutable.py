@@ -17,7 +17,7 @@ import jax
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """A placeholder for a module. `number` is the index of the module among the modules of the call."""
+    """A placeholder for the nnx module with the index `number` in the list of all nnx modules in the arguments."""
 
     number: int
 
@@ -25,15 +25,15 @@ class _Slot:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Modules:
-    """The nnx modules of a call.
+    """The nnx modules in the arguments of a function call, as a pytree with the leaves `arrays`.
 
     Attributes:
         arrays: the arrays of the modules' variables.
-        structure: the tree structure of the state that `arrays` forms (static).
-        graph: the structure of the modules and their attributes that are not variables (static).
-        changed: whether a function has changed `graph` (static).
-        written: for each array, whether a function has replaced it (static). An array that was not replaced needs no
-            update; an update would fail in a scan or branch around the call.
+        structure: the tree structure of the modules' state, whose leaves are `arrays`.
+        graph: the `nnx.GraphDef` of the modules: their structure, and all attributes except variables.
+        changed: whether a function has changed `graph`.
+        written: for each array, whether a function has replaced the array. Only nnx variables with replaced arrays are
+            updated after the call, because an unnecessary update would fail if the call is inside a scan or branch.
     """
 
     arrays: list
@@ -49,10 +49,11 @@ def _kinds() -> tuple:
 
 
 def extract(tree: Any) -> tuple[Any, Modules | None, tuple]:
-    """Returns (the tree with nnx modules replaced by placeholders, the `Modules`, a tuple of the modules).
+    """Replaces the nnx modules in a tree by placeholders.
 
-    If the tree contains no nnx modules, the `Modules` are None. Modules that share variables in the caller also share
-    them after `insert`.
+    The function returns three values: the new tree, a `Modules` object with the arrays of the nnx modules, and a tuple
+    of the original modules. If the tree contains no nnx modules, the `Modules` object is None. If two nnx modules share
+    a variable, the copies that `insert` creates share a variable, too.
     """
     kinds, found = _kinds(), []
     if not kinds:
@@ -109,9 +110,9 @@ def returned(result: Any, new: Any) -> Any:
 
 
 def apply(result: Any, found: tuple, updated: Modules | None) -> Any:
-    """Writes the changes that a traced function made into the caller's nnx modules.
+    """Updates the caller's nnx modules with the changes that a traced function made to its copies of the modules.
 
-    Returns the result of the function with the caller's modules instead of placeholders.
+    Returns the result of the function, in which each placeholder for an nnx module is replaced by the caller's module.
     """
     if updated is None:
         return result

@@ -19,10 +19,13 @@ _WEIGHTS = "weights"    # the note on values that are computed only from paramet
 
 
 def observe(program: TiedProgram, arrays: list) -> list:
-    """Evaluates a program. For each product of data and parameters, computes and tags the mean squares of the data.
+    """Evaluates a program, and records the mean squares of the data that the program multiplies with parameters.
 
-    Each factor (atom) of the contracted axes has its own tag. The name of the tag is `NAME` with the number of the atom
-    (factor of an axis), and the tagged value contains one mean square for each index of the atom.
+    For each contracted axis of the data, the function squares the data and computes the mean over all other axes. If
+    the program splits a contracted axis into smaller axes, for example heads and features per head, the function
+    computes one array of mean squares for each of the smaller axes. Axes whose sizes cannot be reduced are omitted.
+    Each array of mean squares is named by `tag`, so that `transforms.capture` can return it. The name of the array is
+    `NAME.format(i)`, where the integer i is the id of the axis in `program.atoms`.
     """
     values = [Value(x, _WEIGHTS if masked else None) for x, masked in zip(arrays, program.parameters)]
     return _Observer(program.atoms, {}).whole(program.closed, program.frame, values)

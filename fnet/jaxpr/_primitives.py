@@ -109,8 +109,9 @@ def traits(name: str) -> Traits:
 def unsupported() -> tuple[str, ...]:
     """Returns one line for each feature that fnet uses and that this version of JAX lacks.
 
-    The result is empty for the versions of JAX with which fnet is tested. Transforms do not change a primitive that JAX
-    has renamed, and `hardware.count` reports its name.
+    The result is empty for the versions of JAX with which fnet is tested. If a version of JAX has renamed a primitive,
+    fnet does not know the new name: transforms leave the primitive unchanged, and `hardware.count` reports it as
+    unknown.
     """
 
     for platform in ("cuda", "tpu"):
@@ -125,9 +126,12 @@ def unsupported() -> tuple[str, ...]:
 # Descriptions of fnet's own primitives.
 
 class Inside(NamedTuple):
-    """An intermediate value of a primitive. `compute(eqn, arrays)` returns the intermediate value for the inputs
-    `arrays` of an equation. `replace(eqn, arrays, value)` returns the outputs of the equation with the intermediate
-    value replaced by `value`."""
+    """An intermediate value of an equation of one of fnet's own primitives, such as the attention weights.
+
+    `compute(eqn, arrays)` returns the intermediate value, such as attention weights, of an equation with the inputs
+    `arrays`. `replace(eqn, arrays, value)` returns the outputs of the equation after its intermediate value, such as
+    the attention weights, was replaced by `value`.
+    """
 
     compute: Callable
     replace: Callable
@@ -139,24 +143,23 @@ class Description:
 
     Attributes:
         traits: the `Traits` of the primitive.
-        lower: `lower(params, compute, out)` returns the new values of those parameters that autocast must change. With
-            the new parameter values, operands are rounded to the dtype `compute`, and results have the dtype `out`.
-            `lower` returns None if autocast must not change the equation, for example because the user has set its
-            precision.
+        lower: a function for autocast. `lower(params, compute, out)` returns a dict with new values for some parameters
+            of an equation. With the new parameters, the results of the equation have the dtype `out`. If the primitive
+            has a parameter for the dtype to which its operands are rounded, this dtype is set to `compute`. `lower`
+            returns None if autocast must not change the equation, for example because the user has set its precision.
         explain: `explain(*avals, **params)` returns a description of the primitive's implementation on this machine.
         plain: `plain(eqn)` returns an open jaxpr that computes the outputs of the equation with JAX's primitives.
         refusal: `refusal(platform, eqn)` returns the reason why "cuda" or "tpu" has no kernel for the equation, or None
             if the platform has one.
-        stands_for: a function for a primitive that computes the same as a bilinear primitive of JAX, such as
-            dot_general. `stands_for(params)` returns (JAX's primitive, its parameters, the dtype to which the operands
-            are rounded).
+        stands_for: set if the primitive is equivalent to a bilinear primitive of JAX, such as dot_general.
+            `stands_for(params)` returns (JAX's primitive, its parameters, the dtype to which the operands are rounded).
         batch_first: whether the first axis of all operands and results is the batch axis.
-        inside: {name: `Inside`} for the intermediate values of the primitive that `transforms.capture` can return.
-        axes: a function that describes the axes of the operands and results of an equation. An axis is described as a
-            product of factors, and each factor is named by a letter. For example, the string "b gr" describes two axes:
-            the first has the factor b, the second has the factors g and r. `axes(eqn)` returns ({letter: size of the
-            factor}, the letters of the factors whose size may change, a list with a string for each operand, a list
-            with a string for each result).
+        inside: {name: `Inside`} for the intermediate values, such as attention weights, that `transforms.capture` can
+            return.
+        axes: a function that describes the axes of the operands and results of an equation by letters, as in einops.
+            `axes(eqn)` returns a tuple (sizes, free, operands, results). `sizes` is {letter: size}, and `free` contains
+            the letters whose sizes may change. The lists `operands` and `results` contain one string for each operand
+            and each result of the equation, such as "b gr" for an array of shape [b, g * r].
     """
 
     traits: Traits
@@ -181,5 +184,5 @@ def describe(primitive: Any, description: Description) -> None:
 
 
 def description(primitive: Any) -> Description:
-    """Returns the description of a primitive. The description of a primitive of JAX is empty."""
+    """Returns the description of one of fnet's own primitives, or an empty `Description` for any other primitive."""
     return _DESCRIPTIONS.get(primitive, _NONE)

@@ -20,8 +20,9 @@ class Producer(NamedTuple):
 def producers(jaxpr: Any, outer: Scope) -> Callable[[Any], Producer | None]:
     """Returns a function that maps a variable of a jaxpr to its `Producer`, or to None if no equation computes it.
 
-    For an output of a call, or a stacked output of a scan, the scope is that of the equation in the body that computes
-    the output. An equation `reduce_precision` is skipped: its output has the `Producer` of its input.
+    For an output of a call, or a stacked output of a scan, the `Producer` contains the scope of the equation that
+    computes the output in the body. The output of a `reduce_precision` equation has the same `Producer` as the input of
+    the equation.
     """
     scope_of = in_jaxpr(jaxpr, outer)
     makers = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}

@@ -15,9 +15,13 @@ _DIFFERENT = frozenset(("axis_index", "get", "swap"))           # mutable arrays
 def may_differ(jaxpr: Any, inputs: Sequence[bool], axis: Any) -> list[bool]:
     """Returns, for each output of an open jaxpr, whether its value may differ between the devices of a mapped axis.
 
-    An operation on equal values gives equal values on all devices. The collectives psum, pmax, pmin and all_gather over
-    the whole axis give equal values for any input. The results of all collectives other than psum, pmax, pmin and
-    all_gather are assumed to differ.
+    The results of the collectives psum, pmax, pmin and all_gather over the whole axis are equal on all devices, even if
+    their inputs differ between devices. The result of axis_index over the mapped axis differs between devices. Values
+    that are read from mutable arrays are assumed to differ between devices. If an equation is a call, loop or branch,
+    the function analyzes the jaxprs inside the equation. The results of a primitive without a special rule, such as add
+    or ppermute, may differ between devices if one of the inputs may differ. If a primitive without a special rule
+    contains a jaxpr, the results may also differ if an operation in the jaxpr, such as axis_index, has different
+    results on different devices.
 
     Args:
         jaxpr: the body of the mapped function.
@@ -60,7 +64,10 @@ def _outputs(eqn, inputs, axis) -> list[bool]:
 
 def _loop(jaxpr, consts, carry, slices, axis) -> list[bool]:
     """Returns, for each element of the carry and each other output of a loop, whether it may differ between devices.
-    The body of the loop is analyzed again until no further element of the carry may differ."""
+
+    The analysis of the loop body is repeated until the set of carry elements that may differ between devices no longer
+    grows.
+    """
     while True:
         outputs = may_differ(jaxpr, [*consts, *carry, *slices], axis)
         after = [before or now for before, now in zip(carry, outputs)]

@@ -21,17 +21,18 @@ from fnet.jaxpr._zero_axes import freeze_nonzero_sums
 
 class TiedProgram:
     """A closed jaxpr that can be evaluated with smaller arrays, from which indices (for example channels) were removed.
-    Axes whose sizes must stay equal are tied, that is, they share their factors (see `Atoms`).
+    The constructor calls `Atoms.tie` for all axes of the program that must have equal sizes.
 
     Args:
         closed: the program.
-        changing: for each input, whether its axes may change. `changing` is True for parameters and state.
-        parameters: for each input, whether it is a parameter. Removing indices from the program has the same effect as
-            setting all parameters to zero at these indices.
-        returned: {index of an output: index of an input} for the arrays of the state, because the new state has the
-            same axes as the old state.
-        factors: {index of an input: the sizes of the factors of each axis} for inputs whose axes are known to be
-            products of factors.
+        changing: for each input, whether indices may be removed along its axes. `changing` is True for parameters and
+            state.
+        parameters: for each input, whether it is a parameter. Removing an index along an axis (for example a channel)
+            from all arrays has the same effect as setting all parameters to zero at this index.
+        returned: {index of an output: index of an input} for each output that must have the same axes as an input. For
+            example, the new state must have the same axes as the old state.
+        factors: {index of an input: list with a tuple of sizes for each axis of the input}. Each tuple contains the
+            sizes of the smaller axes into which a reshape can split the axis, such as (heads, features per head).
 
     Attributes:
         closed, parameters: the arguments `closed` and `parameters` of the constructor.
@@ -62,22 +63,29 @@ class TiedProgram:
                             self.atoms)
 
     def factors(self, i: int) -> tuple[Axis, ...]:
-        """Returns the factors (atoms) of each axis of an input."""
+        """Returns, for each axis of input `i`, a tuple with the ids (see `Atoms`) of the smaller axes into which the
+        program splits the axis. For example, an axis of size heads * features has two ids if the program splits the
+        axis into heads and features."""
         return tuple(map(self.atoms.expand, self.inputs[i]))
 
     def evaluate(self, arrays: Sequence, kept: Mapping[int, np.ndarray]) -> list:
-        """Returns the outputs for input arrays from which indices were removed, for example by pruning. `kept` contains
-        the remaining indices for each atom (factor of an axis) whose size has changed."""
+        """Evaluates the program on input arrays whose axes were made smaller, for example by pruning of channels, and
+        returns the outputs. `kept` is {id of an axis in `atoms`: the remaining indices} for each axis that was made
+        smaller."""
         return Resizer(self.atoms, kept).whole(self.closed, self.frame, list(map(Value, arrays)))
 
     def shape(self, i: int, kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
-        """Returns the shape of an input without the removed indices."""
+        """Returns the shape of input `i` after each axis in `kept` was reduced to its remaining indices."""
         return Resizer(self.atoms, kept).shape(self.inputs[i])
 
 
 def indices(factors: Sequence[int], kept: Sequence[np.ndarray | None]) -> np.ndarray:
-    """Returns the indices that remain along an axis. `kept` contains the indices that remain along each of the factors
-    of the axis, or None for a factor of which all indices remain."""
+    """Returns the indices of an axis that remain after some of its indices were removed.
+
+    A reshape can split the axis into smaller axes with the sizes `factors`. `kept[k]` is an array of the indices that
+    remain along the smaller axis of size `factors[k]`, or None if all indices remain. For example, for the sizes (2, 3)
+    and `kept = (None, [0, 2])`, the result is `np.arange(6).reshape(2, 3)[:, [0, 2]].ravel()`.
+    """
     found = np.arange(math.prod(factors)).reshape(tuple(factors))
     for i, each in enumerate(kept):
         if each is not None:
@@ -86,7 +94,7 @@ def indices(factors: Sequence[int], kept: Sequence[np.ndarray | None]) -> np.nda
 
 
 class Resizer(Interpreter):
-    """Evaluates a program without the removed indices."""
+    """Evaluates a program with arrays whose axes were made smaller, for example by pruning of channels."""
 
     def __init__(self, atoms: Atoms, kept: Mapping[int, np.ndarray]):
         super().__init__()
@@ -175,7 +183,7 @@ def _split(self, plan, eqn):
 
 
 def _slice_sizes(self, plan, eqn):
-    """If a slice contains a whole axis, the new size of the slice is the new size of the axis."""
+    """Adapts `slice_sizes`: a slice that covers a whole axis also covers it after the size of the axis changed."""
     before, after = eqn.invars[0].aval.shape, self.shape(plan.of(eqn.invars[0]))
     return {"slice_sizes": tuple(n if size == m else size
                                  for size, m, n in zip(eqn.params["slice_sizes"], before, after))}

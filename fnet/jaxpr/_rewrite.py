@@ -80,37 +80,47 @@ class Interpreter:
     def equation(self, eqn, at: Scope, inputs: list[Value], plan) -> Any:
         """Returns the outputs of an equation, a list of `Value`s, or NotImplemented.
 
-        If `equation` returns NotImplemented, the equation is evaluated with rewritten bodies (the jaxprs inside it). An
-        equation without bodies (inner jaxprs) is evaluated unchanged.
+        If the method `equation` returns NotImplemented, the interpreter first rewrites the jaxprs inside the equation,
+        such as the body of a loop, and then evaluates the equation. An equation without inner jaxprs is evaluated
+        unchanged.
         """
         return NotImplemented
 
     def plan(self, jaxpr, wanted: tuple) -> Any:
         """Analyzes a jaxpr before its evaluation.
 
-        The other methods get the result of the analysis as the argument `plan`.
+        The methods `equation` and `wanted` get the result of the method `plan` as the argument `plan`.
 
-        `wanted` contains for each output a requirement of the code that uses it, for example whether it needs float32.
-        Each subclass of `Interpreter` chooses how it represents requirements on outputs. None means no requirement.
+        The tuple `wanted` contains, for each output of the jaxpr, None or a requirement, for example that the output
+        must be in float32. A requirement is a hashable object whose meaning each subclass of `Interpreter` defines.
         """
         return None
 
     def wanted(self, plan, eqn) -> tuple:
-        """Returns the requirements on an equation's outputs, which `plan` gets for the equation's body."""
+        """Returns the requirements on the outputs of an equation with an inner jaxpr, such as a loop.
+
+        The returned tuple contains, for each output, None or a requirement, for example that the output must be in
+        float32 (see `plan`).
+        """
         return (None,) * len(eqn.outvars)
 
     def literal(self, atom) -> Value:
         return Value(atom.val)
 
     def tangent(self, note) -> Any:
-        """Returns the note (information on a value) that a tangent gets in the derivative of a custom_jvp. `note` is
-        the note (a value that the interpreter attaches to each value of the program) of the corresponding primal
-        value."""
+        """Returns the note (attached information) for a tangent that is an input of the JVP rule of a custom_jvp.
+
+        `note` is the note (attached information) of the primal input to which the tangent belongs.
+        """
         return None
 
     def depends(self, at: Scope) -> Any:
-        """Returns the part of a scope that affects the rewriting. A rewritten jaxpr is reused only for scopes for which
-        `depends` returns equal results."""
+        """Returns the key of a scope in the cache of rewritten jaxprs.
+
+        If the same jaxpr is evaluated in two named scopes, and `depends` returns equal keys for the two scopes, the
+        rewritten jaxpr may be reused. If the rewritten jaxpr depends on a property of the named scope, such as its
+        path, the cache key must therefore contain this property.
+        """
         return at
 
     def saveable(self, policy):
@@ -147,11 +157,19 @@ class Interpreter:
         return Value(x)
 
     def opened(self, closed):
-        """Returns the jaxpr of the whole function, or an equivalent jaxpr."""
+        """Returns the jaxpr that is evaluated in place of `closed`, the jaxpr of a whole function.
+
+        A subclass may override `opened` to return an equivalent jaxpr, for example a jaxpr in which jitted functions
+        are inlined.
+        """
         return closed
 
     def outer(self, jaxpr) -> tuple:
-        """Returns the requirements on the outputs of the whole function, for the method `plan`."""
+        """Returns the requirements on the outputs of the whole function.
+
+        The returned tuple contains, for each output, None or a requirement, for example that the output must be in
+        float32 (see `plan`).
+        """
         return (None,) * len(jaxpr.outvars)
 
     def evaluate(self, jaxpr, consts, args: list[Value], outer: Scope = TOP, wanted: tuple | None = None
@@ -181,15 +199,15 @@ class Interpreter:
         return [self.literal(v) if isinstance(v, _jax.Literal) else env[v] for v in jaxpr.outvars]
 
     def default(self, eqn, at: Scope, inputs: list[Value], wanted: tuple) -> list[Value]:
-        """Evaluates an equation with rewritten bodies, or as it was traced if it has no bodies."""
+        """Evaluates an equation. The jaxprs inside the equation, such as the body of a loop, are rewritten first."""
         enter = ENTER.get(eqn.primitive.name)
         return plain(eqn, inputs) if enter is None else enter(self, eqn, at, inputs, wanted)
 
     def body(self, closed, at, wanted, notes, *, pin=None):
         """Returns a rewritten closed jaxpr as a function of arrays.
 
-        `pin` states for each output whether it is converted back to the dtype with which it was traced. If `pin` is
-        None, all outputs are converted back.
+        `pin` states for each output whether it is converted to the dtype that it had when the jaxpr was traced. If
+        `pin` is None, all outputs are converted to their traced dtypes.
         """
 
         def call(*arrays):
@@ -203,8 +221,11 @@ class Interpreter:
         return call
 
     def kept(self, jaxpr, at, wanted, inputs: list[Value]):
-        """Returns (the rewritten closed jaxpr, the notes of its outputs) for inputs with the same types and notes as
-        `inputs`. The rewritten jaxpr is read from the interpreter's cache if possible."""
+        """Returns a rewritten closed jaxpr, and a note (hashable information about the value) for each of its outputs.
+
+        The rewritten jaxpr depends on the types and the notes (attached information) of the arrays in `inputs`, but not
+        on the numbers in these arrays. The rewritten jaxpr is read from the interpreter's cache if possible.
+        """
         notes = tuple(value.note for value in inputs)
         types = tuple(jax.typeof(value.x) for value in inputs)
         key = self.depends(at), types, notes, wanted

@@ -1,9 +1,10 @@
 """The scope of an operation: the part of the model, and the pass (forward or backward), to which it belongs.
 
-JAX records the named scopes of an operation together with marks of the transformations that created it, such as
-"transpose(jvp(block))/fc". The path without the transformation marks, "block/fc", is the same in the forward and
-backward pass. The marks determine the phase. This module parses the name stacks that jaxprs and compiled HLO contain,
-such as "transpose(jvp(block))/fc".
+JAX records the named scopes of an operation together with the names of the transformations that created it, such as
+"transpose(jvp(block))/fc". The path without the names of transformations, "block/fc", is the same in the forward and
+backward pass. The names of the transformations show whether an operation belongs to the forward pass or to the
+backward pass. This module parses the name stacks that jaxprs and compiled HLO contain, such as
+"transpose(jvp(block))/fc".
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ class Scope(NamedTuple):
     Attributes:
         path: the named scopes, joined by "/"; "" outside of all scopes.
         phase: "forward", "backward", or "recomputed" (computed again for the backward pass).
-        transposes: how often the operation was transposed. Inside differentiated jax.checkpoints, only the
-            transpositions inside the innermost checkpoint are counted. The number of transpositions is needed because,
-            if a jax.checkpoint is in a loop, call or branch, JAX may write its scopes twice for each transposition.
+        transposes: how often "transpose" occurs in the name stacks of the operation and of the equations around it.
+            Inside a jax.checkpoint whose parameter `differentiated` is True, only the occurrences of "transpose" inside
+            this jax.checkpoint are counted. When JAX transposes a jax.checkpoint inside a loop, call or branch, JAX may
+            duplicate the scope names in its name stack once, such as a/b/a/b in place of a/b. Therefore, fnet removes
+            duplicate scope names, such as the second a/b in a/b/a/b, at most once for each occurrence of "transpose".
     """
 
     path: str = ""
@@ -74,17 +77,19 @@ def in_jaxpr(jaxpr: Any, outer: Scope = TOP) -> Callable[..., Scope]:
 
 
 def _differentiates(eqn) -> bool:
-    """Whether an equation is a differentiated jax.checkpoint. JAX does not repeat scopes in the body of a
-    differentiated jax.checkpoint."""
+    """Whether an equation is a jax.checkpoint whose parameter `differentiated` is True."""
     return eqn.primitive.name in _REMATS and bool(eqn.params.get("differentiated"))
 
 
 @functools.lru_cache(1 << 14)
 def _doubled(stack: str, differentiated: bool, transposes: int) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Returns {names with repetitions: names without them} if JAX has repeated the names of a jax.checkpoint.
+    """Returns {scope names with duplicates: scope names without duplicates}, such as {("a", "a"): ("a",)}.
 
-    Otherwise returns {}. `transposes` is the number of transpositions of the enclosing equations. The result is a guess
-    if the program itself repeats names, if a loop contains nested checkpoints, or if the derivative is of second order.
+    JAX may duplicate the scope names in the name stack of a jax.checkpoint, such as a/b/a/b in place of a/b. If the
+    function finds no duplicate scope names in the name stack, it returns {}. `transposes` counts how often "transpose"
+    occurs in the name stacks of the equations (for example a loop) that contain the jax.checkpoint. The result may be
+    wrong for scope names that the program itself repeats (such as a/a), for nested checkpoints in a loop, and for
+    second derivatives.
     """
     tokens = _tokens(stack)
     names = tuple(name for name, mark in tokens if not mark)
@@ -97,7 +102,7 @@ def _doubled(stack: str, differentiated: bool, transposes: int) -> dict[tuple[st
 
 
 def _undoubled(names: tuple[str, ...], times: int) -> tuple[str, ...]:
-    """Removes repetitions from names that were written twice, up to `times` times."""
+    """Removes the second half of a tuple while it equals the first half, as in (a, b, a, b), at most `times` times."""
     half = len(names) // 2
     return _undoubled(names[:half], times - 1) if times and half and names[:half] == names[half:] else names
 
@@ -142,7 +147,11 @@ def _extended(scope: Scope, stack: str, differentiated: bool) -> Scope:
 
 @functools.lru_cache(1 << 14)
 def _parsed(stack: str, doubled: tuple = ()) -> Scope:
-    """Parses a name stack as a scope. `doubled` contains pairs of leading names and their replacements."""
+    """Parses a name stack as a scope.
+
+    `doubled` contains pairs (scope names with duplicates, scope names without duplicates). If `doubled` contains the
+    pair (("a", "b", "a", "b"), ("a", "b")), a name stack that begins with a/b/a/b is parsed as if it began with a/b.
+    """
     written = _tokens(stack)
     tokens = _once(written)
     names = tuple(name for name, mark in tokens if not mark)
@@ -157,7 +166,10 @@ def _parsed(stack: str, doubled: tuple = ()) -> Scope:
 
 
 def _tokens(stack: str) -> tuple[tuple[str, bool], ...]:
-    """Returns pairs (text, whether it is a mark) in order: "transpose(jvp(a))/b" is transpose, jvp, a, b."""
+    """Splits a name stack into pairs (name, whether it is the name of a transformation).
+
+    For example, "transpose(jvp(a))/b" contains the transformations transpose and jvp, and the scope names a and b.
+    """
     tokens = []
     for part in filter(None, _split(stack)):
         while found := _MARK.fullmatch(part):
@@ -182,11 +194,12 @@ def _split(stack: str) -> list[str]:
 
 
 def _once(tokens):
-    """Removes repetitions from tokens.
+    """Removes duplicates from a name stack, given as a tuple of scope names and names of transformations.
 
-    JAX writes the name stack of a differentiated jax.checkpoint twice, as A followed by B, where A is B with another
-    "transpose" mark. In higher derivatives, the copies A and B of the name stack may contain further repetitions. Only
-    A is kept.
+    The name stack of a differentiated jax.checkpoint contains its scope names twice, such as
+    "transpose(jvp(a))/jvp(a)". `_once` removes the second half of "transpose(jvp(a))/jvp(a)", because "transpose"
+    occurs more often in the first half than in the second half. Derivatives of higher order may create name stacks with
+    more than two copies of the scope names, so `_once` repeats the removal until it finds no more duplicates.
     """
     marks = [token == ("transpose", True) for token in tokens]
     for end in range(1, len(tokens) if any(marks) else 0):

@@ -1,7 +1,8 @@
 """Finds the sites (named values) of a program in its jaxpr, which is not evaluated.
 
-A site is a tagged value (see `_tags`), the outputs of a named scope that is not tagged, or a value inside one of fnet's
-own primitives, such as the weights of an attention.
+A site (named value) is a value that was passed to `tag` (see `_tags`), for example the output of a layer. The outputs
+of a `jax.named_scope` form a site (named value), too, if they were not passed to `tag`. Intermediate values of fnet's
+own primitives, such as attention weights, are also sites (named values).
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ class Site:
     Attributes:
         path: the named scopes around the value, followed by the value's own name if it has one.
         structure: the tree structure of the value.
-        types: the types of the leaves, without the leading axes that stacking over scans would add. The type is None
-            for a leaf that the program no longer contains.
+        types: the type (shape and dtype) of each leaf of the value, or None for a leaf that does not occur in the
+            program's jaxpr. For a value that is computed inside a scan, the types are those of one iteration.
         scans: (path, length) of the scans around the value, outermost first.
         obstacle: the enclosing operation, such as a while loop, that prevents capturing the value, or None.
         differentiated: whether the value is computed in a part of the program that is differentiated.
         custom: whether the value is inside a function with a custom derivative.
-        compute: if the value is inside a primitive, a function `compute(eqn, arrays)` that returns the value; otherwise
-            None.
-        replace: if the value is inside a primitive, a function `replace(eqn, arrays, value)` that returns the outputs
-            of the primitive with the inner value replaced by `value`; otherwise None.
-        name: the path, followed by "#0", "#1", ... if several sites have the same path.
+        compute: a function `compute(eqn, arrays)` that computes an intermediate value of one of fnet's own primitives,
+            such as attention weights. None for all other values.
+        replace: a function `replace(eqn, arrays, value)` that evaluates an equation of one of fnet's own primitives,
+            but uses `value` in place of an intermediate value such as the attention weights. None for all other values.
+        name: the path, followed by "#0", "#1", ... if several named values of the program have the same path.
     """
 
     path: str
@@ -64,20 +65,22 @@ class Site:
 
     @property
     def leaves(self) -> list[int]:
-        """The indices of the leaves that the program contains."""
+        """The indices of the leaves of the named value (a pytree) that occur in the program's jaxpr."""
         return [i for i, t in enumerate(self.types) if t is not None]
 
 
 class Level:
-    """The sites (named values) of one jaxpr. If several calls share a jaxpr, each call has a separate `Level`, which
-    contains the sites of this call.
+    """The sites (named values) of one call of a jaxpr. Several calls of the same jaxpr have separate `Level` objects.
 
     Attributes:
-        made: {id of an equation: [(index of an output, site, index of a leaf)]} for the outputs that are leaves of
-            sites.
-        complete: {id of an equation: [site]} for the sites whose last leaf this equation computes.
-        inner: {id of an equation: the `Level` with the sites of its body}.
-        sites: all sites in the jaxpr and in its bodies, in the order in which they are computed.
+        made: a dict that maps the id of an equation to the leaves of named values that the equation computes. Each leaf
+            is given as a tuple (index of the equation's output, `Site` object of the named value, index of the leaf).
+        complete: a dict that maps the id of an equation to the list of the sites (named values) that become complete
+            (all leaves are computed) with this equation.
+        inner: a dict that maps the id of an equation, such as a loop, to the `Level` object (list of named values) of
+            the jaxpr inside the equation.
+        sites: all sites (named values) of the jaxpr, including those in the jaxprs inside its equations (such as the
+            bodies of loops), in the order in which they are computed.
     """
 
     def __init__(self):
@@ -87,7 +90,7 @@ class Level:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """The properties that the sites (named values) of a jaxpr inherit from the equations around it (see `Site`)."""
+    """Properties that all sites (named values) of a jaxpr have in common, such as the scans that contain the jaxpr."""
 
     at: Scope = TOP
     scans: tuple[tuple[str, int], ...] = ()
@@ -101,7 +104,7 @@ class _Place:
 
 
 def find(jaxpr: Any) -> Level:
-    """Returns the `Level` with all sites (named values) of a program, and sets the names of the sites."""
+    """Returns a `Level`, which lists all sites (named values) of a program. Sets the attribute `name` of each site."""
     level = _level(jaxpr, _Place(), [True] * len(jaxpr.outvars))
     uses = collections.Counter(site.path for site in level.sites)
     numbers: dict[str, int] = collections.Counter()
@@ -112,8 +115,8 @@ def find(jaxpr: Any) -> Level:
 
 
 def _level(jaxpr, place: _Place, live: list[bool]) -> Level:
-    """Returns the `Level` with the sites (named values) of a jaxpr. `live` states for each output whether it is used
-    outside of a backward pass."""
+    """Returns a `Level`, which lists the sites (named values) of a jaxpr. `live` states for each output whether it is
+    used outside of a backward pass."""
     level, scopes = Level(), list(map(in_jaxpr(jaxpr, place.at), jaxpr.eqns))
     forward = [i for i, scope in enumerate(scopes) if scope.phase == FORWARD]
     readers = collections.defaultdict(set)
@@ -136,7 +139,11 @@ def _level(jaxpr, place: _Place, live: list[bool]) -> Level:
 
 
 def _tagged(level, jaxpr, place, scopes, forward) -> dict[int, list[Site]]:
-    """Returns {index of an equation: the tagged sites (named values) whose last leaf this equation computes}."""
+    """Finds the values of a jaxpr that were passed to `tag`.
+
+    Returns a dict that maps the index of an equation to the list of the sites (named values) that become complete (all
+    leaves are computed) with this equation.
+    """
     current: dict[Any, tuple[Site, list]] = {}
     groups = []
     for i in forward:
@@ -171,7 +178,7 @@ def _below(path, name):
 
 @dataclasses.dataclass
 class _Run:
-    """The equations that were traced during one use of a named scope."""
+    """The equations that were traced in one execution of a `with jax.named_scope(name)` block."""
 
     key: tuple
     path: str
@@ -180,8 +187,11 @@ class _Run:
 
 
 def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int, list[Site]]:
-    """Finds the sites (named values) of scopes without a tag, as `_tagged` finds the tagged values. The site (named
-    value) of a scope without a tag contains the values that are computed inside the scope and used outside of it.
+    """Creates a site (named value) for each `jax.named_scope` whose outputs were not passed to `tag`.
+
+    The outputs of a `jax.named_scope` are the arrays that are computed inside the scope and used outside of it. Returns
+    a dict that maps the index of an equation to the list of the sites (named values) that become complete (all leaves
+    are computed) with this equation.
     """
     runs, open_runs = [], []
     for i in forward:
@@ -216,8 +226,11 @@ def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int
 
 
 def _entries(eqn, path, outer) -> list[tuple[str, tuple]]:
-    """Returns (path, key) for each named scope around an equation, outermost first. Equations that were traced during
-    the same use of a scope have equal keys."""
+    """Returns (path, key) for each named scope around an equation; the key identifies an execution of the `with` block.
+
+    The outermost scope is first. Equations that were traced in the same execution of a `with jax.named_scope(name)`
+    block have equal keys.
+    """
     relative = path[len(outer):].lstrip("/") if outer else path
     if not relative:
         return []
@@ -244,7 +257,7 @@ def _inside(level, eqn, place, scope) -> None:
 
 
 def _enter(level, eqn, place, scope, readers) -> None:
-    """Adds the sites (named values) in the bodies of an equation, such as a loop, to `level`."""
+    """Adds the sites (named values) in the bodies of an equation, such as a loop, to the `Level` object `level`."""
     inside, name = bodies(eqn), eqn.primitive.name
     for body in inside:
         obstacle = _OBSTACLES.get(body.kind)

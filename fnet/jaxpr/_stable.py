@@ -1,8 +1,9 @@
 """A program as plain data: lists, numbers and strings that mean the same in every later version of JAX.
 
-A program in stable form (plain data) contains only the operations that the documentation of `fnet.export` lists. The
-names and options of operations in stable form are independent of JAX. If JAX renames a primitive or a parameter, only
-`fnet/jaxpr/_stable.py` must change, and existing programs remain valid.
+This module represents a JAX program as plain data, called the stable form of the program, with only the operations that
+the documentation of `fnet.export` lists. In this stable form of a program, the names and options of the operations are
+defined by fnet, not by JAX. If JAX renames a primitive or a parameter, only `fnet/jaxpr/_stable.py` must change, and
+existing programs remain valid.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ class Unsupported(NotImplementedError):
 def stable(closed: Any) -> tuple[dict, list[np.ndarray]]:
     """Returns (the program as JSON data, its array constants) for a closed jaxpr.
 
-    The program is a dict with the keys "values", "constants", "inputs", "equations" and "outputs". A value is an
-    integer, the index of its type [dtype, shape] in "values". Sizes of axes are integers or expressions of size
-    variables (symbolic sizes). A literal is [dtype, number]. An equation is [operation, inputs, outputs, options, path
-    of named scopes]. The body of a loop or branch is a dict with the keys "inputs", "equations" and "outputs", and may
-    read the constants of the program.
+    The program is a dict with the keys "values", "constants", "inputs", "equations" and "outputs". The list "values"
+    contains the type [dtype, shape] of each value of the program. Equations refer to a value by its index in the list
+    "values". Sizes of axes are integers or expressions of size variables (symbolic sizes). A literal is [dtype,
+    number]. An equation is [operation, inputs, outputs, options, path of named scopes]. The body of a loop or branch is
+    a dict with the keys "inputs", "equations" and "outputs", and may read the constants of the program.
 
     Raises:
-        Unsupported: an operation has no form that is independent of JAX.
+        Unsupported: the program contains an operation that cannot be written in the stable form, which is independent
+            of JAX.
     """
     closed = flatten(closed)
     writer = _Writer()
@@ -56,7 +58,7 @@ def stable(closed: Any) -> tuple[dict, list[np.ndarray]]:
 
 
 def size(value: Any) -> int | str:
-    """Returns the size of an axis as data: an integer, or an expression."""
+    """Converts the size of an axis to JSON data: an integer, or a string for a symbolic size."""
     return int(value) if isinstance(value, (int, np.integer)) else str(value)
 
 
@@ -139,8 +141,9 @@ def _gather(self, eqn, at):
 
 
 def _filling(eqn, fill):
-    """Returns the value that a gather returns for indices that are out of bounds. JAX's default is NaN, the smallest
-    signed integer, the largest unsigned integer, or True, depending on the dtype."""
+    """Returns the value that a gather returns for indices that are out of bounds. Without a `fill_value`,
+    `jax.lax.gather` returns NaN, the smallest signed integer, the largest unsigned integer, or True for an index that
+    is out of bounds, depending on the dtype."""
     dtype = eqn.outvars[0].aval.dtype
     if fill is not None:
         return _number(fill)
@@ -201,7 +204,8 @@ def _pairs(padding) -> list:
 
 def _of(**names):
     """Returns a function that reads the options of an operation, such as strides, from the parameters of a jaxpr
-    equation. `names` maps each option to the name of its parameter."""
+    equation. For example, `_of(step="strides")` returns a function that reads the option `step` from the parameter
+    `strides`."""
     def options(self, eqn, at):
         return {name: _plain(eqn.params[source]) for name, source in names.items()}
     return options

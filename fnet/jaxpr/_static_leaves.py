@@ -12,7 +12,7 @@ import jax
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """A leaf that JAX treats as a part of the tree's structure.
+    """Stores a leaf, such as a function, in the tree structure (treedef) of a pytree, so that JAX does not trace it.
 
     A jitted function with a `Static` in its arguments is traced again for each new value of the `Static`.
 
@@ -31,12 +31,13 @@ class Static:
 
 
 def boxed(tree: Any) -> Any:
-    """Wraps in `Static`s the leaves of a tree that must not be traced. The leaves that must not be traced are bools,
-    all leaves that are neither arrays nor numbers, and Python numbers inside objects, such as the options of an Equinox
-    module.
+    """Wraps leaves of a tree, such as functions, in `Static`s, so that JAX does not trace them.
+
+    Three kinds of leaves are wrapped in a `Static`: bools; leaves that are neither arrays nor numbers, such as
+    functions; and Python numbers in attributes of objects, such as the options of an Equinox module.
 
     Raises:
-        TypeError: a leaf that must not be traced is not hashable.
+        TypeError: a leaf that must be wrapped in a `Static` is not hashable.
     """
     return jax.tree.map_with_path(lambda path, x: x if _traced(path, x) else _box(path, x), tree)
 
@@ -44,8 +45,10 @@ def boxed(tree: Any) -> Any:
 def results_boxed(tree: Any, arguments: Any = ()) -> Any:
     """Wraps in `Static`s all leaves of a tree of results that are neither arrays nor numbers.
 
-    Python numbers inside objects, such as the options of an Equinox module, become `Static`s too if the function
-    returns them unchanged from arguments that `boxed` has wrapped.
+    A Python number is wrapped in a `Static` only if it is an unchanged option of a returned object, such as an Equinox
+    module. An option, for example the attribute `rate` of the object, counts as unchanged if an attribute `rate` in the
+    tree `arguments` contains a `Static` with the same number. JAX does not convert a number in a `Static` to an array,
+    so an unchanged option stays a Python number.
     """
     given = {(_field(path), x) for path, x in jax.tree.leaves_with_path(arguments, is_leaf=_static) if _static(x)}
 
@@ -69,14 +72,15 @@ def statics(tree: Any) -> list:
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf is an array of JAX or NumPy, or the type of an array, such as a `jax.ShapeDtypeStruct`."""
+    """Whether a leaf has a shape and a dtype, like a JAX array, a NumPy array or a `jax.ShapeDtypeStruct`."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def array_leaves(tree: Any, wanted: Callable[[Any], bool] = is_array) -> tuple[list, Callable[[Iterable], Any]]:
     """Returns a list of the leaves for which `wanted(leaf)` is true, and a function that rebuilds the tree from a list.
 
-    Unwanted leaves (None, bools, strings, functions) stay Python values, so that a traced function can branch on them.
+    Leaves for which `wanted(leaf)` is false, such as bools, strings and functions, stay Python values, so that a traced
+    function can branch on them.
     """
     leaves, structure = jax.tree.flatten(tree)
     where = [i for i, leaf in enumerate(leaves) if wanted(leaf)]
@@ -103,12 +107,12 @@ def _traced(path, x) -> bool:
 
 
 def _inside(path) -> bool:
-    """Whether a leaf is in an attribute of an object, and not only in containers, such as dicts and lists."""
+    """Whether the key path of a leaf contains an attribute of an object (a `GetAttrKey`), such as `.rate`."""
     return any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
 
 
 def _field(path) -> tuple:
-    """Returns the part of a path from the attribute of the innermost object to the leaf."""
+    """Returns the part of a key path that begins at its last attribute (`GetAttrKey`), or the path if it has none."""
     return path[max((i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)), default=0):]
 
 

@@ -45,8 +45,9 @@ tag_p = Primitive("site")
 def tag(value: Any, name: str | None = None) -> Any:
     """Names a value, so that `transforms.capture` can return the value and `transforms.intervene` can replace it.
 
-    The outputs of a layer are tagged automatically. In a plain function, call `tag` for the values that `capture` and
-    `intervene` should find. `tag` returns the value unchanged, and compiled programs do not contain the tag.
+    fnet calls `tag` automatically for the outputs of each layer. In a plain function, call `tag` for the values that
+    `capture` and `intervene` should find. `tag` returns the value unchanged, and compiled programs do not contain the
+    tag.
 
     Args:
         value: a tree of arrays.
@@ -69,13 +70,16 @@ def tag(value: Any, name: str | None = None) -> Any:
 
 
 def tag_of(eqn: Any) -> tuple[Tagged, int] | None:
-    """For an equation that is a tag, returns (the `Tagged`, the index of the array in the call of `tag`). Returns None
-    for other equations."""
+    """Returns (call, index) for an equation that `tag` created, and None for other equations.
+
+    `call` is a `Tagged` object, which describes one call of `tag`. The equation marks one of the arrays that were
+    passed to this call of `tag`, and `index` is the position of this array among them.
+    """
     return (eqn.params["call"], eqn.params["index"]) if is_tag(eqn) else None
 
 
 def is_tag(eqn: Any) -> bool:
-    """Whether an equation is a tag, which computes nothing."""
+    """Whether an equation is an identity operation that `tag` created."""
     return eqn.primitive is tag_p
 
 

@@ -53,7 +53,7 @@ class Traced:
 
 
 def _check(x: Any) -> None:
-    """Raises TypeError for a result that contains traced arrays that `jax.tree` does not find."""
+    """Raises TypeError if `x` is not an array but contains traced arrays, such as a function that closes over them."""
     if isinstance(x, _TRACED) or is_array(x):
         return
     inside = list(getattr(x, "__dict__", {}).values())

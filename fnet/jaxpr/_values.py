@@ -1,4 +1,4 @@
-"""Values during the evaluation of a jaxpr, and the evaluation of equations on these values."""
+"""The values of variables while an `Interpreter` evaluates a jaxpr, and functions that evaluate a single equation."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from fnet import _jax
 
 
 class Value:
-    """A value during the evaluation of a jaxpr.
+    """The value of a variable of a jaxpr while an `Interpreter` evaluates the jaxpr: an array and information about it.
 
     Attributes:
         x: the array. The dtype of the array may differ from the dtype with which the value was traced.
         note: hashable information about the value, set by the interpreter. Default None.
-        restored: the array in its traced dtype, or None before `restore` has created it. All equations that need the
-            traced dtype use the one array `restored`, so the gradients of all its uses are summed in the traced dtype.
+        restored: the array `x`, converted by `restore` to the dtype with which the value was traced. `restored` is None
+            until the function `restore` converts `x`. All equations that need the array in the dtype with which it was
+            traced use the same converted array, so JAX sums the gradients of these equations in that dtype, for example
+            in float32.
     """
 
     __slots__ = ("note", "restored", "x")
@@ -26,7 +28,7 @@ class Value:
 
 
 def restore(value: Value, aval: Any) -> Any:
-    """Returns the array of a value in the dtype with which it was traced."""
+    """Returns the array `value.x`, converted to the dtype of `aval`, with which the value was traced."""
     dtype = getattr(aval, "dtype", None)
     if dtype is None or getattr(value.x, "dtype", dtype) == dtype:
         return value.x
@@ -42,7 +44,7 @@ def bind(eqn: Any, arrays: list, **changes: Any) -> list[Value]:
 
 
 def plain(eqn: Any, inputs: list[Value]) -> list[Value]:
-    """Evaluates the equation as it was traced."""
+    """Evaluates an equation in the dtypes with which it was traced: inputs of other dtypes are converted first."""
     return [Value(y) for y in _jax.bind_again(eqn, [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)])]
 
 

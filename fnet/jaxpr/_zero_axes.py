@@ -1,9 +1,9 @@
 """Determines at which indices the values of a program are zero if its parameters are zero at some indices.
 
-Indices may be removed from a program if the removal has the same effect as setting the parameters to zero at these
-indices. An atom is a factor of an axis (see `Atoms`). A value is *zero on* an atom (a factor of an axis) if the value
-is zero at all indices of the atom at which the parameters are zero. The program may sum over an atom (a factor of an
-axis) only if the summands are zero on this atom, because all removed summands are then zero.
+Indices along an axis, for example channels, may be removed from the arrays of a program if this has the same effect as
+setting the parameters to zero at these indices. If the program sums over an axis, indices of this axis may be removed
+only if the removed summands are zero. If a reshape splits an axis of size 12 into axes of sizes 3 and 4, this module
+treats the factors 3 and 4 as separate axes, which are called atoms (see `Atoms`).
 """
 
 from __future__ import annotations
@@ -32,15 +32,19 @@ _BOTH = frozenset(("add", "sub", "add_any", "or", "concatenate", "stack", "dynam
 
 
 def freeze_nonzero_sums(frame: Frame, inputs: Sequence[Zero], atoms: Atoms) -> list[Zero]:
-    """Fixes the sizes of atoms (factors of axes) over which a jaxpr sums values that are not zero on these atoms.
+    """Fixes the size of each axis over which a jaxpr sums, if removing an index of the axis could change the sum.
 
     Args:
-        frame: the axes of the values of the jaxpr.
-        inputs: for each input of the jaxpr, the atoms on which it is zero, or `ALWAYS` if it is zero everywhere.
-        atoms: the atoms of the program.
+        frame: a `Frame`, which contains the jaxpr and the axes of each of its variables.
+        inputs: for each input of the jaxpr, a set of axes, or the constant `ALWAYS` if the input is zero everywhere. An
+            axis is in the set of an input if the input is zero at every index of the axis at which all parameters are
+            zero. For example, the set of an input contains the channel axis if setting channel 3 of all parameters to
+            zero makes channel 3 of the input zero.
+        atoms: an `Atoms` with all axes of the program. `freeze_nonzero_sums` calls `atoms.freeze` for each axis whose
+            size must not change.
 
     Returns:
-        For each output of the jaxpr, the atoms on which it is zero, or `ALWAYS` if it is zero everywhere.
+        A list that describes where each output of the jaxpr is zero, in the format of the argument `inputs`.
     """
     jaxpr = frame.jaxpr
     zero: dict[Any, Zero] = dict(zip(jaxpr.invars, inputs))
@@ -102,8 +106,7 @@ def _zero(frame, eqn, ins, atoms) -> list[Zero]:
 
 
 def _broadcast(frame, eqn, v, zero, atoms) -> Zero:
-    """Returns the atoms (factors of axes) on which a broadcast operand is zero. The operand is not zero on the factors
-    of axes along which it was broadcast."""
+    """Removes from `zero`, a set of axes, the axes along which the operand `v` of an equation is broadcast."""
     if not zero:
         return zero
     pairs = zip(frame.of(v), frame.of(eqn.outvars[0]))
@@ -116,7 +119,7 @@ def _summed(axes, zero, atoms, why):
 
 
 def _bounded(eqn, name, ins) -> Zero:
-    """max(x, c) with c <= 0, min(x, c) with c >= 0, and a clamp with both bounds, are zero where x is zero."""
+    """max(x, c) for c <= 0, min(x, c) for c >= 0, and clamp(a, x, b) for a <= 0 <= b are zero wherever x is zero."""
     value = lambda v: v.val if isinstance(v, _jax.Literal) else None
     if name == "clamp":
         low, _, high = map(value, eqn.invars)
@@ -128,7 +131,13 @@ def _bounded(eqn, name, ins) -> Zero:
 
 
 def _multiplied(frame, eqn, found, ins, atoms) -> Zero:
-    """A product or convolution is zero on a factor (atom) of an axis of the result if either operand is zero on it."""
+    """Returns the axes along which zeros in the operands of a matrix product or convolution make the result zero.
+
+    Along a batch axis (or the groups of a convolution), the result is zero at each index at which one of the two
+    operands is zero. Along an axis of the result that is not a batch axis and comes from one operand, the result is
+    zero at each index at which this operand is zero. If an axis of the result comes from both operands but is not a
+    batch axis, as in x @ x.T, the result is zero at each index at which both operands are zero.
+    """
     lhs, rhs = (frame.of(v) for v in eqn.invars[:2])
     if found.op.name == "dot_general":
         summed = [lhs[i] for i in found.dimensions[0][0]]

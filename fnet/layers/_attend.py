@@ -51,10 +51,10 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
             2023).
         mask: boolean, True if a query may attend to a key: [t, s], [b, t, s] or [b, h, t, s]. Any axis of the mask may
             have length 1. In the formula, mask[t, s] is 0 for True and minus infinity for False. Default None: no mask.
-        lengths: integers [b], the number of valid keys in each example. Keys after the valid keys are ignored. Default
-            None: all keys are valid.
-        starts: integers [b], the position of each example's first query among its keys. `causal` and `window` use
-            these positions. Default None: 0.
+        lengths: integers [b], the number of valid keys at the start of each example; all other keys (padding) are
+            ignored. Default None: all keys are valid.
+        starts: integers [b], the position of the first query of each example, counted from the example's first key.
+            Only `causal` and `window` depend on positions. Default None: 0.
         causal: whether a query attends only to keys at its own and earlier positions. Default False.
         window: the size of a sliding window (Beltagy et al., 2020). With `causal`, a query attends to the last `window`
             keys, including the key at its own position. Without `causal`, a query attends to all keys that are less
@@ -66,8 +66,8 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
     Returns:
         An array [b, t, h, d] in the query's dtype. The output is 0 for a query that attends to no key. The softmax is
         computed in float32, or in float64 for float64 inputs. If a key or value contains NaN, the outputs of all
-        queries that attend to this key are NaN. Depending on the implementation, the outputs of other queries may also
-        be NaN.
+        queries that attend to this key are NaN. Depending on the implementation, NaN in a key or value also affects
+        queries that do not attend to this key.
 
     Raises:
         ValueError: the shapes do not match, `window` is less than 1, or `softcap` is not positive.
@@ -175,8 +175,8 @@ def _cotangents(args):
 
 
 def _in_one_block(operand, f, *args, **params):
-    """Evaluates the attention function `f` on all queries and keys at once. `operand(dtype)` is the dtype of the
-    operands of products."""
+    """Evaluates the attention function `f` on all queries and keys at once. The function `operand` maps the dtype
+    `compute` to the dtype of the operands of the matrix products."""
     form, compute = params["form"], params["compute"]
     products = Products(compute, operand(compute), form.precision)
     return f([xla.Span(0, args[0].shape[1], 0, args[1].shape[1])], products, *args, **params)
@@ -264,9 +264,9 @@ def _reweighted(eqn, arrays, weights):
 def _axes(eqn):
     """Describes the axes of an attention equation, as documented for `jaxpr.Description.axes`.
 
-    The letters of the axes are those of `dot_product_attention`, and "o" for axes of length 1. The axis of the h query
-    heads is written "gr", because each of the g key/value heads serves r query heads. Only the sizes of the head axes g
-    and r may change.
+    The letters b, t, s, g and d stand for the same axes as in the docstring of `dot_product_attention`, such as b for
+    batch. The letter "o" stands for an axis of length 1. The axis of the h query heads is written "gr", because each of
+    the g key/value heads serves r query heads. Only the sizes of the head axes g and r may change.
     """
     (b, t, h, d), (_, s, g, _) = (v.aval.shape for v in eqn.invars[:2])
     sizes = {"b": b, "t": t, "s": s, "g": g, "r": h // g, "d": d, "o": 1}
@@ -278,9 +278,10 @@ def _axes(eqn):
 
 
 def _lower(params, compute, out) -> dict | None:
-    """Returns the parameters of an attention equation that autocast changes, with their new values.
+    """Returns a dict with the new dtypes that autocast sets in the parameters of an attention equation.
 
-    Returns None if autocast must not change the equation, because its dtype is not float32 or the user set a precision.
+    Returns None, so that autocast does not change the equation, if the equation's dtype is not float32 or if the user
+    set a precision.
     """
     if params["compute"] != jnp.float32 or params["form"].precision is not None:
         return None
@@ -335,7 +336,7 @@ def _batch(primitive, args, axes, *, form, **params):
 
 
 def _derivative(primitive, f, primals, tangents, **params):
-    """The JVP of a primitive, computed with `f`, which returns the same values with operations of `jax.lax`."""
+    """JVP rule of a primitive: differentiates `f`, which computes the primitive's results with `jax.lax` operations."""
     moving = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
 
     def of(*moved):
@@ -379,7 +380,7 @@ def _backward_transpose(cotangents, *args, form, compute, outs):
 
 
 def _backward_by_definition(blocks, products, *args, form, compute, outs):
-    """Computes the results of `_backward` with `jax.vjp` of the forward pass instead of the stored forward results."""
+    """Computes the same cotangents of query, key and value as `_backward`, but with `jax.vjp` of the forward pass."""
     where = args[3:3 + len(form.given)]
     def run(q, k, v, cotangent, *where):
         return jax.vjp(lambda q, k, v: xla.forward(form, products, blocks, q, k, v, *where)[0], q, k, v)[1](cotangent)

@@ -27,8 +27,8 @@ def refusal(platform: str, form: Form, compute, q, k, partitioning: str = "whole
 
     Args:
         platform: "cuda" or "tpu".
-        form: the options of the attention.
-        compute: the dtype of the products.
+        form: a `Form` with the options of the attention, such as `causal` and `window`.
+        compute: the dtype of the operands of the matrix products.
         q, k: query and key; only their shapes are used.
         partitioning: as in `fnet._jax.kernels.partitioning`.
     """
@@ -98,7 +98,12 @@ def _nvidia() -> tuple[float, int]:
 
 
 def forward(platform: str, form: Form, compute, residuals: bool, partitioning: str, q, k, v, *where):
-    """Returns [out], or [out, peak, total] if `residuals` is True. The statistics peak and total are [b, h, t]."""
+    """Returns [out], where `out` is the output of the attention.
+
+    If `residuals` is True, returns [out, peak, total]. The arrays `peak` and `total` [b, h, t] define the attention
+    weights, which are exp(logits - peak) / total. The kernels compute `peak` as the logsumexp of each row of logits, so
+    exp(logits - peak) is already normalized, and the divisor `total` is 1 everywhere.
+    """
     arrays, kinds, (mask, lengths) = _operands(form, compute, q, k, v, where)
     results = ("bthd", "bht") if residuals else ("bthd",)
     out, *sums = _split(_KERNELS[platform][0], form, tuple(kinds), results, partitioning)(*arrays)
@@ -107,8 +112,8 @@ def forward(platform: str, form: Form, compute, residuals: bool, partitioning: s
 
 
 def backward(platform: str, form: Form, compute, partitioning: str, q, k, v, *rest):
-    """Returns the cotangents of q, k and v. The last arrays in `rest` are the output, its row statistics peak and
-    total, and the cotangent of the output."""
+    """Returns the cotangents of q, k and v. `rest` contains the optional arrays (mask, lengths), the results of
+    `forward` (out, peak, total), and the cotangent of the output."""
     *where, out, peak, _, gradient = rest
     arrays, kinds, (mask, lengths) = _operands(form, compute, q, k, v, where)
     blind = _blind(form, mask, lengths)
@@ -153,7 +158,7 @@ def _real(lengths, k):
 def _blind(form, mask, lengths):
     """Returns booleans, broadcastable to [b, h, t], that are True for queries that attend to no key.
 
-    Returns None if every query attends to at least one key.
+    Returns None if `mask` and `lengths` are None, because every query then attends to at least one key.
     """
     if mask is not None:
         t, s = mask.shape[2:]
@@ -221,7 +226,8 @@ def _split(kernel, form, operands, results, partitioning):
 
     Args:
         operands, results: the axes of each array as a string of letters, such as "bthd". The letters are b for batch, t
-            and s for time, h and g for heads, and d for head_dim. A capital letter is an axis of length 1.
+            and s for time, h and g for heads, and d for head_dim. A capital letter, B or H, means that the batch axis
+            or the axis of the heads has length 1.
         partitioning: as in `refusal`. If `partitioning` is "whole", XLA does not partition the program.
     """
     whole = partitioning == "whole"

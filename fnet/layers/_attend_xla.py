@@ -25,7 +25,8 @@ class Form:
         causal, window, scale, softcap: as in `dot_product_attention`.
         given: the names of the optional arrays that were passed, in the order "mask", "lengths", "starts". The optional
             arrays follow query, key and value in the operands.
-        precision: the precision of the products, as in `jax.default_matmul_precision`. None: the platform's default.
+        precision: the precision of the matrix products, as in `jax.default_matmul_precision`. None: the platform's
+            default.
     """
 
     causal: bool
@@ -36,8 +37,8 @@ class Form:
     softcap: float | None = None
 
     def blind(self, t: int, s: int) -> bool:
-        """Whether the options allow queries that attend to no key. If the number of queries t or of keys s is symbolic,
-        t is assumed to be larger unless t and s are equal."""
+        """Whether the options allow queries that attend to no key. If the number t of queries or the number s of keys
+        is symbolic, the method assumes t > s unless t and s are the same expression."""
         more = t > s if sized(t, s) else t != s
         return bool(self.given) or (self.window is not None and more)
 
@@ -54,8 +55,9 @@ class Span(NamedTuple):
 def spans(form: Form, t: int, s: int) -> list[Span]:
     """Splits the queries into up to eight blocks (more with a window), each with the keys that it can attend to.
 
-    With a causal mask, four blocks need 5/8 of the work of one block. With more than eight blocks, the products have so
-    few rows that the total time increases. If the number of queries or of keys is symbolic, all queries form one block.
+    With a causal mask and four blocks of queries, only 5/8 of the products of queries and keys are computed. With more
+    than eight blocks, the matrix products have so few rows that the total time increases. If the number of queries or
+    of keys is symbolic, all queries form one block.
     """
     if not sized(t, s):
         return [Span(0, t, 0, s)]
@@ -83,7 +85,7 @@ def widened(dtype):
 class Products(NamedTuple):
     """Matrix products [b, g, m, k] x [b, g, k, n]. Operands are rounded to the dtype `compute`, then converted to the
     dtype `operand`, in which they are multiplied. Sums have the dtype `wide`. If `barred` is True, optimization
-    barriers prevent XLA:CPU from changing the form of the products."""
+    barriers around the matrix products prevent XLA:CPU from replacing them by operations that it cannot execute."""
 
     compute: Any
     operand: Any
@@ -101,15 +103,15 @@ class Products(NamedTuple):
         return x + lax.stop_gradient(_cast(_cast(x, self.compute), self.operand) - x)
 
     def rows(self, x, y):
-        """Computes x y^T for y [b, g, n, k]."""
+        """Computes the matrix product x y^T for x [b, g, m, k] and y [b, g, n, k]."""
         return self._dot(x, y, 3, 3)
 
     def mix(self, x, y):
-        """Computes x y for y [b, g, k, n]."""
+        """Computes the matrix product x y for x [b, g, m, k] and y [b, g, k, n]."""
         return self._dot(x, y, 3, 2)
 
     def sums(self, x, y):
-        """Computes x^T y for x [b, g, k, m] and y [b, g, k, n]."""
+        """Computes the matrix product x^T y for x [b, g, k, m] and y [b, g, k, n]."""
         if not self.barred:
             return self._dot(x, y, 2, 2)
         return self._dot(lax.optimization_barrier(self.read(x).swapaxes(2, 3)), y, 3, 2)
@@ -126,7 +128,10 @@ class Products(NamedTuple):
 
 
 def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where):
-    """Returns (output [b, t, h, d], peak, total), three arrays of the dtype `products.wide`.
+    """Computes attention in blocks of queries.
+
+    Returns (output [b, t, h, d], peak [b, h, t], total [b, h, t]), where peak is the maximum of each row of logits, and
+    total is the row sum of exp(logits - peak). The three returned arrays have the dtype `products.wide`.
 
     The attention weights are normalized after the product with the values, so that an array [t, d] is divided instead
     of an array [t, s].
@@ -155,7 +160,7 @@ def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where)
 
 
 def weights(form: Form, products: Products, q, k, *where):
-    """Returns the normalized weights [b, h, t, s] in the dtype `products.wide`; hidden keys have weight 0."""
+    """Returns the attention weights [b, h, t, s] in the dtype `products.wide`; masked keys have weight 0."""
     g = k.shape[2]
     at = Span(0, q.shape[1], 0, k.shape[1])
     logits, seen = _logits(form, products, at, _split(q, g), _split(k, g)[:, :, 0], where)
@@ -172,18 +177,20 @@ def mixed(products: Products, weights, v):
 
 
 def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest):
-    """Returns the cotangents of q, k and v. The last arrays in `rest` are the output, its row statistics peak and
-    total, and the cotangent of the output.
+    """Returns the cotangents of q, k and v. `rest` contains the optional arrays (mask, lengths, starts), the results of
+    `forward` (the output and the softmax statistics peak and total), and the cotangent of the output.
 
-    The attention weights are recomputed from peak and total, with the same operations as in the forward pass. If the
-    forward and the backward pass are in one program, XLA computes the weights only once. In the formulas, w contains
-    the normalized attention weights, y = w v is the output, and x' is the cotangent of x:
+    The attention weights are recomputed from q, k, peak and total, with the same operations as in the forward pass. If
+    the forward and the backward pass are in one program, XLA computes the attention weights only once. In the formulas,
+    w contains the normalized attention weights, y = w v is the output, and x' is the cotangent of x:
 
         v' = w^T y',  w' = y' v^T,  logits' = w (w' - sum(w w')),  q' = logits' k,  k' = logits'^T q
 
-    sum(w w') equals sum(y y'), which is faster to compute (Dao et al., 2022, FlashAttention, appendix B.4). In 16-bit
-    dtypes, however, the output y is rounded. With sum(y y'), the cotangents of a row of logits would not sum to exactly
-    0, as they should. Therefore `backward` computes sum(w w').
+    In exact arithmetic, sum(w w'), the sum over the keys of each attention weight times its cotangent, equals
+    sum(y y'), the sum over the features of the attention output times its cotangent. The sum over the features is
+    faster to compute than the sum over the keys (Dao et al., 2022, FlashAttention, appendix B.4). In 16-bit dtypes,
+    however, the output is rounded. The cotangents of a row of logits sum to 0 in exact arithmetic, but would not sum to
+    exactly 0 if they were computed from the rounded output. Therefore `backward` computes the sum over the keys.
     """
     *where, _, peak, total, y = rest
     b, t, h, d = q.shape
@@ -237,13 +244,13 @@ def tangent(form: Form, products: Products, blocks: list[Span], moving, q, k, v,
 
 
 def seen(form: Form, at: Span, shape, where):
-    """Returns booleans that are True where a query of the span `at` attends to a key, or None if all are True.
+    """Returns a boolean mask for a block of queries, True where a query may attend to a key, or None if all are True.
 
-    The booleans broadcast to [b, h, t, s], where t and s are the numbers of queries and keys in the span.
+    The mask broadcasts to [b, h, t, s] for the t queries of the block and the s keys of the block.
 
     Args:
         form: the options of the attention.
-        at: the span, a block of queries and the keys to which the queries may attend.
+        at: a block of queries, and the range of keys to which these queries may attend.
         shape: (t, s) of all queries and keys.
         where: the optional arrays (mask, lengths, starts) whose names are in `form.given`.
     """
@@ -298,12 +305,12 @@ def _join(x):
 
 
 def _merged(x):
-    """Reshapes [b, g, r, t, d] to [b, g, r t, d]."""
+    """Reshapes [b, g, r, t, d] to [b, g, r * t, d]."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def _grouped(x, groups):
-    """Reshapes [b, h, t, s] to [b, g, r t, s]."""
+    """Reshapes [b, h, t, s] to [b, g, r * t, s], where r = h / g query heads share each of the g key/value heads."""
     return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 
 

@@ -41,8 +41,8 @@ class Rotary:
     angles depend on the length of the text. If `by_length` is True, `scaling` has a second argument, an array [batch]
     with the number of tokens of each example, and returns an array [batch, head_dim / 2]. If `by_length` is True, an
     `Attention` layer caches the keys before their rotation, and rotates all cached keys with the angles for the current
-    length. When the angles change, the cached keys and values of deeper layers remain those that were computed with the
-    earlier angles.
+    length. The cached keys and values of deeper layers are not recomputed when the rotation angles change with the
+    length, so they still depend on earlier angles.
 
     Args:
         base: the base of the powers in the formula for the angles. The pair that rotates most slowly completes one
@@ -50,8 +50,9 @@ class Rotary:
         interleaved: whether the pairs of features are (0, 1), (2, 3), ... as in the paper and llama2.c. Default False:
             the pairs are (i, i + head_dim / 2), as in GPT-NeoX and in Hugging Face's Llama.
         scaling: the function described above. Default None: the angles are not changed.
-        features: number of features of each head that are rotated, counted from the first feature. `features` replaces
-            head_dim in the formula. Default None: all features are rotated.
+        features: number of features of each head that are rotated, counted from the first feature. If `features` is
+            given, the formula for the rotation angles uses `features` in place of head_dim. Default None: all features
+            are rotated.
 
     Source: Su et al. (2021), RoFormer, eq. 34.
 
@@ -135,8 +136,8 @@ class Attention(Layer):
         context: [b, s, f'], the source of keys and values for cross-attention. Default: x.
         mask: boolean, True if a query may attend to a key: [t, s], [b, t, s], [b, 1, t, s] or [b, h, t, s]. Default:
             no mask.
-        lengths: integers [b], the number of valid keys in each example. Keys after the valid keys are ignored. Default:
-            all keys are valid.
+        lengths: integers [b], the number of valid keys at the start of each example; all other keys (padding) are
+            ignored. Default: all keys are valid.
         positions: integers [b, t] or [t], the positions for the rotary embedding. Default: 0, 1, .... If a cache is
             passed, the default positions begin after the positions of the cached tokens.
 

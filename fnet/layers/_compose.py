@@ -17,8 +17,8 @@ from fnet.layers._scope import Scope, describe
 
 
 class _Children(Layer):
-    """A layer with named children. Positional children are named "0", "1", .... Keyword children have their keywords as
-    names."""
+    """A layer with named children (inner layers or functions). The name of a child that is passed by position is "0",
+    "1", .... The name of a child that is passed by keyword is the keyword."""
 
     layers: tuple[Callable, ...]
     names: tuple[str, ...]
@@ -161,9 +161,11 @@ class Stack(Layer):
         block: the layer that is copied. The output of the block must have the shape and dtype of the first input of the
             block.
         depth: the number of copies.
-        unroll: the number of copies that one iteration of the scan applies, as in `lax.scan`. Default 1.
+        unroll: the argument `unroll` of `lax.scan`: how many copies of the block one iteration of the loop applies.
+            Default 1.
 
-    Inputs: x, and any further inputs of the block. Every copy of the block receives the same further inputs.
+    Inputs: x, and any further inputs of the block. The first input of each copy of the block is the output of the
+    previous copy (x for the first copy); all other inputs are the same for every copy.
 
     >>> from fnet import layers as nn
     >>> stack = nn.Stack(nn.Dense(8), 12)

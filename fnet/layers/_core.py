@@ -85,8 +85,8 @@ class Layer:
         Args:
             where: inside a model, the Scope of the layer; outside a model, the dict of the model's parameters.
             inputs, options: the inputs of `forward`. Calls outside a model also accept state, key and train.
-            state: the dict of the model's state. The call also returns the new state, with the same structure, shapes
-                and dtypes, if a dict is passed, even `{}`. Default None: no state is returned.
+            state: the dict of the model's state. If a dict is passed, even `{}`, the call also returns the new state,
+                which has the structure, shapes and dtypes of `state`. Default None: no state is returned.
             key: a `jax.random.key` for layers that use random numbers, such as Dropout. Default None.
             train: whether layers such as Dropout and BatchNorm behave as in training. Default False.
 
@@ -152,7 +152,7 @@ class Layer:
             raise ValueError(f"{type(self).__name__}: arrays do not match the model: {'; '.join(wrong)}")
 
     def _record(self, inputs, options, train, path=()):
-        """Returns the spec trees "params", "state" and "cache" for the inputs. Paths in errors begin with `path`."""
+        """Returns a dict of `ParamSpec` trees: "params", "state" and "cache". Paths in errors begin with `path`."""
         _check_train(train)
         arrays, rebuild = array_leaves((inputs, options))
         record = {"params": {}, "state": {}, "cache": {}}
@@ -193,7 +193,7 @@ _METHODS = {name for name in vars(Layer) if not name.startswith("__")}
 
 
 def method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a method so that it is called like its layer: with a scope inside a model, and with params outside.
+    """Decorates a method of a layer, so that it is called with a scope inside a model, and with params outside.
 
     >>> class Twice(nn.Layer):
     ...     def forward(self, scope, x):

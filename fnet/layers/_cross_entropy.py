@@ -21,11 +21,11 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
     The logits [batch, time, vocab_size] are the largest array in a training step of a language model. For example, for
     32 texts of 1,024 tokens and GPT-2's vocabulary of 50,257 tokens, the float32 logits need 6.6 GB. The gradient with
     respect to the logits needs another 6.6 GB. `linear_cross_entropy` computes at most 2^29 logits at once (2 GiB in
-    float32, enough for 10 texts of 1,024 tokens). For more logits, `linear_cross_entropy` splits the time axis into
-    chunks. The function computes the logits of one chunk, reduces them to losses, and discards them before the next
-    chunk. The backward pass recomputes the logits of each chunk, so a training step computes four matrix products of
-    the size of x @ kernel instead of three. Sums over the vocabulary are computed in float32 for every input dtype.
-    Forward-mode and reverse-mode derivatives of any order are supported.
+    float32, enough for 10 texts of 1,024 tokens). If the batch has more than 2^29 logits, `linear_cross_entropy` splits
+    the time axis into chunks. The function computes the logits of one chunk, reduces them to losses, and discards them
+    before the next chunk. The backward pass recomputes the logits of each chunk, so a training step computes four
+    matrix products of the size of x @ kernel instead of three. Sums over the vocabulary are computed in float32 for
+    every input dtype. Forward-mode and reverse-mode derivatives of any order are supported.
 
     Args:
         x: [..., time, features], floating point. The axes before the time axis are not split into chunks, so they can
@@ -35,10 +35,10 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
         bias: [vocab_size]. Default None: no bias.
         softcap: a bound on the logits. The logits are replaced by softcap * tanh(logits / softcap), as in Gemma 2.
             Default None: no bound.
-        chunk_size: maximum number of positions of the time axis in a chunk. Default: the number for which a chunk has
-            2^29 logits, but at least 64. If one chunk contains all positions, no logits are recomputed. If the shape
-            of x contains a symbolic size (see `jax.export`), the default is one chunk; for a large vocabulary, set
-            chunk_size.
+        chunk_size: maximum number of positions of the time axis in a chunk. Default: the largest number of positions
+            for which a chunk has at most 2^29 logits, but at least 64 positions. If one chunk contains all positions,
+            no logits are recomputed. If the shape of x contains a symbolic size (see `jax.export`), the default is one
+            chunk; for a large vocabulary, set chunk_size.
 
     Returns:
         Losses [..., time] in nats, float32. Padded positions have losses too; multiply the losses of these positions
@@ -94,8 +94,11 @@ def _losses(x, kernel, labels, bias, softcap):
 
 
 def _count(time, chunk_size):
-    """Returns the smallest number of chunks of at most `chunk_size` positions that divides `time` without padding. If a
-    number without padding would exceed 1.5 times ceil(time / chunk_size), returns ceil(time / chunk_size)."""
+    """Returns the number of chunks into which a time axis of length `time` is split.
+
+    With n = ceil(time / chunk_size), the function returns the smallest number from n to 1.5 n that divides `time`
+    (which avoids padding), or n if there is no such number.
+    """
     fewest = -(-time // chunk_size)
     return next((count for count in range(fewest, min(fewest + fewest // 2, time) + 1) if time % count == 0), fewest)
 

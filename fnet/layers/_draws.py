@@ -3,7 +3,7 @@
 Most of the compile time of `he_normal(key, (3, 3, 64, 64))` is spent on the random bits. In JAX's threefry, a random
 bit depends on the key and on the index of the bit, not on the number of bits. Therefore one compiled program draws the
 random bits for many shapes. Only the conversion of the random bits to values is compiled separately for each shape. The
-values are bit-identical to those that the initializer draws when it is compiled for its shape.
+values are bit-identical to the result of `jax.jit(init)(key, shape, dtype)`, where `init` is the initializer.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ def compiled(init, key, shape, dtype):
 
 @functools.lru_cache(1024)
 def _size(init, shape, dtype, x64):
-    """Rounds the number of 32-bit random words that the initializer draws up to the next number in `_SIZES`.
+    """Returns the number of random 32-bit integers to generate for the initializer `init`, a number in `_SIZES`.
 
-    Returns None if all numbers in `_SIZES` are too small, if the initializer does not use its key, or if it uses the
-    key for anything except drawing 32-bit words.
+    The function returns None in three cases: the initializer draws more random integers than the largest number in
+    `_SIZES`; the initializer does not use its random key; or the initializer uses the key for anything other than
+    drawing 32-bit integers, for example for `jax.random.split`.
     """
     uses = list(_uses(jax.make_jaxpr(init, static_argnums=(1, 2))(jax.random.key(0), shape, dtype)))
     if not uses or any(eqn.primitive.name != "random_bits" or jaxpr.random_bits(eqn)[0] != 32
@@ -62,8 +63,7 @@ def _numbers(init, shape, dtype, bits):
 
 @functools.cache
 def _drawn(size):
-    """Returns a PRNG implementation for random bits that are already drawn. Each key of the implementation contains
-    random bits, and drawing from the key returns these bits."""
+    """Returns a PRNG implementation whose keys contain random bits, which `jax.random.bits(key, shape)` returns."""
     def draw(bits, width, shape):
         return bits[:math.prod(shape)].reshape(shape)
 

@@ -23,9 +23,10 @@ class Dropout(Layer):
         broadcast: axes along which all elements share one random decision; `(1, 2)` drops whole channels of images.
             Default (): each element has its own random decision.
 
-    Input and output: a floating-point array of any shape with at least one axis. If a call passes `rate=`, this rate
-    replaces the rate of the layer. The rate in the call may be a scalar array, such as a hyperparameter of
-    `fnet.search.population`. If the rate is an array, values outside [0, 1] are not detected.
+    Input and output: a floating-point array of any shape with at least one axis. If a call of the layer passes `rate=`,
+    a number or a scalar array, this rate replaces the rate of the layer. For example, the dropout rate may be a
+    hyperparameter in a population of models (`fnet.search.population`). If the rate is an array, values outside [0, 1]
+    are not detected.
 
     Source: Srivastava et al. (2014), Dropout: A Simple Way to Prevent Neural Networks from Overfitting.
 

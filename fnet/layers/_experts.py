@@ -39,10 +39,10 @@ class MixtureOfExperts(Layer):
         capacity: the maximum load of an expert, as a multiple of the mean load. An expert processes at most
             ceil(capacity * tokens * top_k / experts) tokens of the batch. An expert first processes the tokens that
             have this expert as their first choice, then the tokens that have it as their second choice, and so on.
-            The expert processes tokens with the same rank of choice in the order of the batch. For tokens beyond its
-            maximum load, the output of an expert is 0. With a capacity, all experts do equal work, so they can be
-            placed on different devices, for example by `parallel.rules(spec, {"expert": "tensor"})`. Default None: no
-            maximum (dropless).
+            Tokens for which the expert has the same rank, such as first choice, are processed in batch order. If the
+            router selects an expert for more tokens than the expert may process, the output of the expert is 0 for the
+            remaining tokens. With a capacity, all experts do equal work, so they can be placed on different devices,
+            for example by `parallel.rules(spec, {"expert": "tensor"})`. Default None: no maximum (dropless).
         activation: the function that is applied to the outputs of `gate`. Default: `jax.nn.silu`.
         kernel_init: initializer of the arrays gate, up and down, each [E, in, out].
 
@@ -133,8 +133,9 @@ def load_balancing_loss(logits: jax.Array, top_k: int, *, valid: jax.Array | Non
         E * sum over experts e of  f[e] * P[e]
 
     f[e] is the number of tokens for which the expert e is among the top_k experts, divided by the number of tokens.
-    P[e] is the mean of softmax(logits)[e] over the tokens. If the router selects all experts equally often, the loss is
-    top_k. The gradient of f is zero, so only P contributes to the gradient of the loss.
+    P[e] is the mean of softmax(logits)[e] over the tokens. If the router selects all E experts equally often, each f[e]
+    is top_k / E, and the loss is equal to top_k. The loss is differentiated only through the mean probabilities P[e],
+    because the gradient of the token fractions f[e] is zero.
 
     Args:
         logits: [..., E], the outputs of the scope `router` of one or several `MixtureOfExperts`.
@@ -159,8 +160,9 @@ def load_balancing_loss(logits: jax.Array, top_k: int, *, valid: jax.Array | Non
 
 
 def router_z_loss(logits: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
-    """Computes mean(logsumexp(logits)^2). The router z-loss keeps the logits of a router small, and thus the rounding
-    errors of the logits.
+    """Computes the router z-loss, mean(logsumexp(logits)^2).
+
+    The router z-loss penalizes large logits of a router, because large logits have large rounding errors.
 
     Args:
         logits: [..., E], the outputs of the scope `router` of one or several `MixtureOfExperts`.
@@ -202,8 +204,9 @@ def _tiles(starts, sizes, pairs):
 
     Returns:
         (expert, index). `expert`, an array [tiles], contains the expert of each tile. `index`, an array [tiles, rows],
-        contains for each row the index of its pair among the sorted pairs, or `pairs` if the row is empty. The number
-        of tiles is sufficient for any distribution of the pairs among the experts.
+        contains for each row of a tile the index of a (token, expert) pair in the sorted order. For a row without a
+        (token, expert) pair, the index is `pairs`, which is out of bounds. There are enough tiles (blocks of rows of
+        one expert) for any distribution of the tokens among the experts.
     """
     experts = sizes.shape[0]
     if isinstance(pairs, int):

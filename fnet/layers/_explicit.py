@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 
 def like(x: Any, *axes: int | None) -> NamedSharding | None:
-    """Returns the sharding of an array whose axis i is sharded like axis `axes[i]` of `x`, or not sharded for None.
+    """Returns a sharding in which axis i is sharded like axis `axes[i]` of `x`, or not sharded if `axes[i]` is None.
 
-    Further axes are not sharded. Returns None, which JAX accepts as an unspecified sharding, if `x` is not on a mesh
-    with explicit axes.
+    Further axes are not sharded. If `x` is not on a mesh with explicit axes, the result is None, which JAX accepts as
+    an unspecified sharding.
     """
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
@@ -27,7 +27,7 @@ def like(x: Any, *axes: int | None) -> NamedSharding | None:
 
 
 def resharded(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
-    """Returns `x` with the given sharding, which is a result of `like`; None leaves `x` unchanged."""
+    """Reshards `x` to `sharding`. Returns `x` unchanged if `sharding` is None."""
     return x if sharding is None else jax.sharding.reshard(x, sharding)
 
 
@@ -35,7 +35,8 @@ def automatic(f: Callable, shardings: Any) -> Callable:
     """Returns a function that computes `f` with automatic axes: XLA selects the shardings inside of `f`.
 
     Args:
-        f: a function of arrays. `f` must not use arrays of the mesh that are not arguments.
+        f: a function of arrays. Arrays that are placed on the mesh must be arguments of `f`, not captured in its
+            closure.
         shardings: the sharding of each result, as returned by `like`. If the shardings are None, `f` is returned.
     """
     meshes = [sharding.mesh for sharding in jax.tree.leaves(shardings)]

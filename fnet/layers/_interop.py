@@ -33,7 +33,7 @@ def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
             training or is_training, and for deterministic, use_running_average or inference.
 
     Returns:
-        A layer that is called with the same inputs as the module.
+        A layer that accepts the same inputs as the flax.linen module.
 
     Raises:
         TypeError: `module` is a class, or not a linen module.
@@ -116,7 +116,7 @@ def from_nnx(constructor: Callable[..., nnx.Module], *args: Any, **kwargs: Any) 
         args, kwargs: the arguments of the constructor. The arguments must be hashable, like a layer's fields.
 
     Returns:
-        A layer that takes the inputs of the module.
+        A layer that accepts the same inputs as the flax.nnx module.
 
     Raises:
         TypeError: `constructor` is a module (convert its arrays with `nnx_variables`), or the module contains arrays

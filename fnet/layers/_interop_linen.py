@@ -135,9 +135,10 @@ def record_of(params, state, whole, path) -> dict[str, dict]:
     """Returns {"params": spec tree, "state": spec tree} for arrays of the given shapes.
 
     Args:
-        params, state: trees of shapes, which may be in Flax's boxes with logical axes.
+        params, state: trees of `jax.ShapeDtypeStruct`s, which may be wrapped in Flax metadata, such as
+            `linen.Partitioned`.
         whole: a function of a random key that creates all arrays and returns them as (params, state).
-        path: the beginning of paths in error messages.
+        path: the beginning of each path in error messages: the path of the Flax layer in the fnet model, or ().
     """
 
     def walk(node, names, number, kind):

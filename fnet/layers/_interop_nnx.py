@@ -171,7 +171,7 @@ def _record(layer):
 
 
 def _random(variable, path, key):
-    """Returns the initial value of a random stream's variable."""
+    """Returns the initial value of an `nnx.RngState`: 0 for an `nnx.RngCount`, or a key derived from `key`."""
     shape = variable.get_value().shape
     if isinstance(variable, nnx.RngCount):
         return jnp.zeros(shape, variable.get_value().dtype)

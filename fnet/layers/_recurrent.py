@@ -244,7 +244,7 @@ class LSTM(_Recurrent):
 
 
 class GRU(_Recurrent):
-    """Gated recurrent unit, as in PyTorch and cuDNN: the reset gate multiplies the result of the recurrent product.
+    """Gated recurrent unit, as in PyTorch and cuDNN: the reset gate is applied after the product with recurrent_kernel.
 
         r, z = split(x[t] @ kernel[:, :2f] + h[t-1] @ recurrent_kernel[:, :2f] + bias[:2f])
         n = tanh(x[t] @ kernel[:, 2f:] + bias[2f:] + sigmoid(r) * (h[t-1] @ recurrent_kernel[:, 2f:] + recurrent_bias))
@@ -256,9 +256,9 @@ class GRU(_Recurrent):
     Inputs and output: as in `RNN`. The carry is the hidden state.
 
     Parameters: kernel [i, 3 f], recurrent_kernel [f, 3 f], bias [3 f], recurrent_bias [f]. The gates have PyTorch's
-    order: reset, update, new. For the reset and update gates, bias is the sum of PyTorch's two biases. For the new
-    gate, PyTorch's two biases are separate, with recurrent_bias added to the recurrent product and bias added to the
-    projected input.
+    order: reset, update, new. For the reset and update gates, bias is the sum of PyTorch's two biases. For the new gate
+    (n in the formula), PyTorch's two biases are separate: bias is added to `x[t] @ kernel`, and recurrent_bias is added
+    to `h[t-1] @ recurrent_kernel`.
 
     Source: Cho et al. (2014), Learning Phrase Representations using RNN Encoder-Decoder. Formula: Chung et al.
     (2014), Empirical Evaluation of Gated Recurrent Neural Networks on Sequence Modeling.

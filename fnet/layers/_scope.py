@@ -37,7 +37,8 @@ class Run:
 
 
 class Place:
-    """A node of params and state during one call of a model. All scopes with the same path share one `Place`."""
+    """The parameters, the state and the random key of one layer during one call of a model. All scopes with the same
+    path share one `Place`."""
 
     __slots__ = ("_key", "children", "draws", "params", "parent", "path", "run", "state", "written")
 
@@ -158,8 +159,8 @@ class Scope:
             name: the last segment of the parameter's path in the parameter tree.
             shape: the shape of the parameter for the current input.
             init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`. Only `Layer.init` calls it.
-            axes: a logical name or None for each axis of the parameter. The names are only hints for sharding. Default:
-                no names.
+            axes: a logical name or None for each axis of the parameter. The axis names are only hints for sharding.
+                Default: no names.
 
         Returns:
             The array from the caller's `params`, without a cast. `Layer.init` creates it in float32.
@@ -186,8 +187,10 @@ class Scope:
 
     def state(self, name: str, shape: Sequence[int], init: Callable, kind: str = "stats", *,
               dtype: Any = jnp.float32) -> jax.Array | None:
-        """Returns the state `name` of this layer. If `update` has set a new value in this call of the model, the result
-        is the new value. If `update` has set no value, the result is the value that the caller of the model passed.
+        """Returns the state `name` of this layer.
+
+        The result is the array in the `state` that the caller passed to the model. If the layer has already updated
+        this state with `scope.update` during the same call of the model, the result is the updated array.
 
         Args:
             name: the last segment of the array's path in the state tree.
@@ -274,14 +277,14 @@ class Scope:
             inputs: example inputs of the layer, or of one copy of the layer if `copies` is set. Only the shapes and
                 dtypes of arrays are used.
             copies: the number of stacked copies of the layer. Every array of params, state and key has a leading axis
-                of length `copies`. The initial values of copy `i` are those of a child named `str(i)`. Default None:
-                one layer, and no leading axis.
+                of length `copies`. Copy `i` of the layer has the same initial values as the layer would have in the
+                scope `scope[str(i)]`. Default None: one layer, and no leading axis.
             options: example keyword inputs, like `inputs`.
 
         Returns:
             `(f, params, state, key)`. The function is `f(params, *inputs, state=None, key=None, train=None, **options)`
             and returns `(y, state)`. `state` is None if the caller of the model passed no state; `key` is None if the
-            caller passed no key. With `train=None`, `f` uses the `train` of the caller.
+            caller passed no key. With `train=None`, `f` uses `scope.train`.
         """
         place, run = self._place, self._place.run
         recording = run.record is not None
@@ -365,9 +368,9 @@ def _like(held, value, path):
 
 
 def written(place: Place):
-    """Returns the state of a node and of all nodes below: the caller's state, with the values that this call updated.
+    """Returns the new state of a layer and its sublayers: the state that was passed, with this call's updates.
 
-    Returns None if the caller passed no state, and {} if the caller's state does not contain this node.
+    Returns None if the caller passed no state, and {} if the caller's state does not contain the path of the layer.
     """
     if not place.run.stateful:
         return None

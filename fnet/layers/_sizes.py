@@ -1,4 +1,4 @@
-"""Checks of array sizes, which are integers, or symbolic sizes while `jax.export` traces a function."""
+"""Checks of array sizes, including the symbolic sizes of functions that `jax.export` traces."""
 
 from __future__ import annotations
 

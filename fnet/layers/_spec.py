@@ -18,14 +18,15 @@ from fnet.layers import _draws
 class ParamSpec:
     """The description of one array of a model: a leaf of a spec tree.
 
-    A ParamSpec is not a pytree node, so `jax.tree.map` over a spec tree treats it as a leaf. Because it has `shape` and
-    `dtype`, `jax.eval_shape` and similar functions accept it in place of a `jax.ShapeDtypeStruct`.
+    A ParamSpec is not a pytree node, so `jax.tree.map` over a spec tree treats it as a leaf. `jax.eval_shape` and
+    similar functions accept a ParamSpec in place of a `jax.ShapeDtypeStruct`, because a ParamSpec has a `shape` and a
+    `dtype`.
 
     Attributes:
         shape: the array's shape.
         dtype: the array's dtype.
         init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`.
-        axes: one logical name (or None) for each axis. The names are hints for sharding. None: no hints.
+        axes: one logical name (or None) for each axis. The axis names are hints for sharding. None: no hints.
 
     >>> from fnet import layers as nn
     >>> spec = nn.Dense(3).spec(jax.ShapeDtypeStruct((2, 4), "float32"))
@@ -54,11 +55,12 @@ class ParamSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Copies(ParamSpec):
-    """The spec of `shape[0]` stacked copies of an array that has the spec `each`.
+    """The spec of an array that stacks the arrays of several copies of a layer along the first axis.
 
-    The root of the copied layer is the node that is `depth` levels above the array. The initial values of the copies
-    are those of children of the root with the names "0", "1", .... Therefore stacking the parameters of unrolled layers
-    gives the parameters of the stacked layer.
+    `each` describes the array in a single copy of the layer. `depth` is the number of names in the array's path
+    relative to the copied layer, for example 2 for "dense/kernel". A stacked layer with the path "blocks" has the same
+    initial values as separate (unrolled) layers with the paths "blocks/0", "blocks/1", .... Therefore stacking the
+    parameters of the separate layers gives the parameters of the stacked layer.
     """
 
     each: ParamSpec = None
@@ -78,9 +80,10 @@ class Copies(ParamSpec):
 
 @dataclasses.dataclass(frozen=True)
 class Part(ParamSpec):
-    """The spec of one leaf of a tree whose arrays are all created at once, by the function `whole(key)`.
+    """The spec of one array of a tree. The function `whole(key)` creates all arrays of the tree in a single call.
 
-    The root of the tree is `depth` levels above the leaf.
+    `depth` is the number of names in the array's path relative to the root of the tree that `whole` returns, for
+    example 2 for "dense/kernel".
     """
 
     whole: Callable = None
@@ -95,8 +98,13 @@ class Part(ParamSpec):
 
 
 class Making(NamedTuple):
-    """The data of one `init`: whether it is traced inside a larger program, and a cache of the trees that the functions
-    `Part.whole` have created."""
+    """The data that is passed to `ParamSpec.make` for every array of a tree.
+
+    Attributes:
+        staged: whether the arrays are created while JAX traces a larger program, for example inside `jax.jit`.
+        wholes: {(function `Part.whole`, path of the tree in the model): tree}, a cache of the trees that `Part.whole`
+            has created. Each tree is created only once.
+    """
 
     staged: bool
     wholes: dict

@@ -1,10 +1,12 @@
 """Matrix products for a mixture of experts, as two primitives that are each other's transposes.
 
 The rows of each expert (one row for each of its tokens) are divided into tiles. The primitive `tile_dot` multiplies
-each tile by the kernel of its expert. `tile_dot` is a scan over the tiles, and each iteration reads one kernel without
-copying it. If JAX transposed the scan of `tile_dot`, each iteration would add an array of the size of all kernels to
-the gradient. The primitive `tile_outer`, the transpose of `tile_dot`, adds only the gradient of one kernel in each
-iteration. `lax.ragged_dot` computes the same products as `tile_dot`, but on CPUs it multiplies all rows by all kernels.
+each tile by the kernel of its expert. `tile_dot` is a scan over the tiles, and each iteration reads the kernel of the
+tile's expert without copying it. If JAX transposed the scan of `tile_dot`, each iteration would add an array of the
+size of all kernels to the gradient. Therefore, the gradient of the kernels is computed by a second primitive,
+`tile_outer`, the transpose of `tile_dot` with respect to the kernels. Each iteration of `tile_outer` adds a matrix
+product to the gradient of a single kernel. `lax.ragged_dot` computes the same products as `tile_dot`, but on CPUs it
+multiplies all rows by all kernels.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ def tile_dot(x: jax.Array, kernel: jax.Array, expert: jax.Array) -> jax.Array:
 
 
 def _dot(x, kernel, expert, *, axis, out):
-    """Computes `tile_dot`. The products sum over the axis `axis` of the kernels: 1, or 2 to multiply by the transposed
-    kernels."""
+    """Computes `tile_dot`. If `axis` is 1, the tiles are multiplied by the kernels of their experts. If `axis` is 2,
+    the tiles are multiplied by the transposed kernels."""
     dtype = max(x.dtype, kernel.dtype, key=_bits)
 
     def one(_, operands):
@@ -105,7 +107,8 @@ def _outer_transpose(cotangent, x, y, expert, *, experts, out):
 
 def _batch(primitive, f, args, axes, **params):
     """The batching rule of `tile_dot` and `tile_outer`. For `tile_dot` with kernels that have no batch axis, the tiles
-    of all examples are concatenated. In all other cases, `f` is mapped with vmap."""
+    of all examples are concatenated. For `tile_dot` with batched kernels, and for `tile_outer`, the rule applies
+    `jax.vmap` to `f`, the implementation of the primitive in JAX operations."""
     x, kernel, expert = args
     if primitive is not dot_p or axes[1] is not None:
         return jax.vmap(functools.partial(f, **params), axes)(*args), 0

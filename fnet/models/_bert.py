@@ -86,8 +86,7 @@ def heads_of(dense: str, norm: str, logits: str, bias: str, *others: str) -> tup
 
     Args:
         dense, norm, logits, bias: the keys of the layers of the masked LM head in a file.
-        others: the names of layers other than those of the masked LM head that a file may contain although the model
-            does not need them.
+        others: the keys of further layers that the model does not need, but that a file may contain.
     """
     words = (torch.dense("masked_lm/dense", dense), torch.norm("masked_lm/norm", norm), Rule("masked_lm/bias", bias),
              Tied(f"{logits}.weight", "embed/words/embedding"), Tied(f"{logits}.bias", "masked_lm/bias"))
@@ -146,12 +145,13 @@ class Bert(Model):
         hidden: number of features between the two dense layers of a block's MLP.
         context: maximum length of a text in tokens.
         segments: number of segments.
-        head: the layers after the encoder. None: no layers. "masked_lm": logits of the vocabulary for each token,
-            computed with the embedding table. "sequence": logits of the classes of a text, computed from the output of
-            the pooler. "tokens": logits of the classes of each token. "questions": for each token, one logit that an
-            answer starts at this token and one that it ends at this token. "next_sentence": two logits for a pair of
-            segments, which predict whether the second segment continues the first or is a random text. "pretraining":
-            both "masked_lm" and "next_sentence". Default: None.
+        head: the layers after the encoder, or None (default) for no such layers. The head "masked_lm" computes logits
+            of the vocabulary for each token, with the embedding table. The head "sequence" computes logits of the
+            classes of a text, from the output of the pooler. The head "tokens" computes logits of the classes of each
+            token. The head "questions" computes two logits for each token: that an answer starts at this token, and
+            that it ends at this token. The head "next_sentence" computes two logits for a pair of segments: that the
+            second segment continues the first, and that the second segment is a random text. The head "pretraining"
+            computes the logits of both "masked_lm" and "next_sentence".
         classes: number of logits of the heads "sequence" and "tokens".
         pooler: whether a model without a head has a pooler.
         dropout: dropout rate of the embeddings, the attention weights, the residual branches and the input of the head.
@@ -254,7 +254,7 @@ class Bert(Model):
         return x + bias.astype(x.dtype)[None, None]
 
     def _logits(self, scope, x):
-        """Returns the logits of the head, for all heads other than the masked LM."""
+        """Returns the logits of a head other than the masked language model."""
         if self.head in ("sequence", "next_sentence", "pretraining"):
             x = self._pooled(scope, x)
         x = nn.Dropout(self.dropout)(scope["head_drop"], x)

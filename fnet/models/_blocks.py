@@ -26,10 +26,11 @@ class Blocks(nn.Layer):
             parameter has a leading axis of length depth. If False, the copies are unrolled in the scopes "0", "1", ....
             Unrolled copies make text generation faster, about 1.5 times on a CPU, because the weights of a copy need
             not be sliced out of stacked arrays.
-        kinds: an integer for each copy, for copies whose parameters have the same shapes but which differ in constants,
-            such as the window of the attention. Copy i is called with `kind=kinds[i]`. If `stacked` is True,
-            `kinds` is split into parts that repeat one period, and each part becomes one scan. Default: (), all
-            copies are equal.
+        kinds: one integer for each copy of the block. The integer selects a variant of the block, for example with or
+            without an attention window. Copy i is called with `kind=kinds[i]`. The variants may differ in constants,
+            such as the size of the window, but not in the shapes of their parameters. If `stacked` is True, `kinds` is
+            split into periodic parts, such as (0, 0, 1, 0, 0, 1) with period 3, and each part becomes one scan.
+            Default: the block is called without `kind`.
 
     The results do not depend on `stacked`. Keyword arguments are passed to every copy.
     """
@@ -49,8 +50,8 @@ class Blocks(nn.Layer):
         return x
 
     def _periodic(self, scope, x, options):
-        """Applies the blocks with stacked parameters. Each iteration of a scan applies all blocks of one period of
-        `kinds`."""
+        """Applies the blocks with stacked parameters. If `kinds` repeats a pattern of n integers, each iteration of a
+        scan applies n consecutive blocks."""
         f, *stacks = scope.pure(self.block, x, copies=self.depth, kind=self.kinds[0], **options)
         states = []
         for start, period, count in periods(self.kinds):
@@ -77,11 +78,13 @@ class Blocks(nn.Layer):
 
 
 def periods(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Splits kinds into periodic parts, and returns (start, period, count) for each part.
+    """Splits the sequence `kinds` into parts that each repeat a pattern. Returns (start, period, count) for each part.
 
-    Part (start, period, count) begins at block `start`, and repeats a period of `period` blocks `count` times. Each
-    part is compiled as one scan, each iteration of which applies one period. Each period is selected so that few blocks
-    are compiled.
+    A part begins at block `start`, and repeats a pattern of `period` consecutive blocks `count` times. One `lax.scan`
+    applies all blocks of a part, with `count` iterations that apply `period` blocks each. XLA compiles the body of a
+    scan only once, so a scan over `count` repetitions of `period` blocks saves the compilation of period * (count - 1)
+    blocks. The function splits the sequence of blocks greedily, from the first block to the last. For each part, the
+    function selects the values of `period` and `count` that maximize period * (count - 1).
 
     >>> periods((0, 0, 1, 0, 0, 1, 0, 2, 2, 2))
     [(0, 3, 2), (6, 1, 1), (7, 1, 3)]

@@ -63,7 +63,7 @@ class ConvNeXt(Model):
         widths: number of features in each stage.
         classes: number of logits. If `classes` is None, the model has no last layer, and its output is an `Encoded`.
         patch: kernel size and stride of the first convolution.
-        epsilon: epsilon of the last norm. The epsilon of all other norms is 1e-6.
+        epsilon: epsilon of the last LayerNorm. All LayerNorms before the last one have an epsilon of 1e-6.
 
     Input: [batch, height, width, 3]. Height and width are multiples of 32. For pretrained weights, height and width are
     224.

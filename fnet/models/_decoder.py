@@ -66,10 +66,12 @@ class Decoder(LanguageModel):
 
     Each block has causal grouped-query attention and an MLP, `down(silu(gate(x)) * up(x))`. The attention and the MLP
     each have an RMSNorm before them and a residual connection around them. The default values of the options are those
-    of Llama. Other families use the options listed after `stacked`.
+    of Llama. The options listed after `stacked` are for families of models that differ from Llama, such as Gemma and
+    GPT-NeoX.
 
-    `window`, `rotary_base` and `rope_scaling` may be tuples with one value for each block. A tuple that is shorter than
-    the depth is repeated. For example, window=(4096, None) alternates blocks with and without a window.
+    `window`, `rotary_base` and `rope_scaling` may be tuples with one value for each block. If a tuple has fewer values
+    than the model has blocks, the values of the tuple are repeated. For example, window=(4096, None) alternates blocks
+    with and without a window.
 
     Args:
         vocab_size: number of tokens in the vocabulary.
@@ -91,8 +93,8 @@ class Decoder(LanguageModel):
         rope_scaling: `LinearScaling`, `Llama3Scaling`, `YarnScaling`, `DynamicScaling` or
             `LongScaling`, if the context of the model was extended after training. Default: no scaling.
         stacked: whether the parameters of all blocks are stacked and a scan applies the blocks (`nn.Stack`). See also
-            `models.unstack`. If different kinds of blocks alternate, for example blocks with and without a window, each
-            iteration of the scan applies several consecutive blocks, one repetition of the pattern.
+            `models.unstack`. If blocks of different kinds form a repeating pattern, for example five blocks with a
+            window and one block without a window, each iteration of the scan applies all blocks of the pattern.
         rotary_dim: number of features of each head to which the rotary embedding is applied, counted from the first
             feature (Phi-3, GPT-NeoX). Default: all features.
         qkv_bias, out_bias, mlp_bias: whether the projections to queries, keys and values (`qkv_bias`), the output
@@ -101,8 +103,9 @@ class Decoder(LanguageModel):
         qk_norm: how queries and keys are normalized: "head", each head separately (Qwen 3, Gemma 3); "all", all heads
             together (OLMo 2); or None, not at all.
         query_scalar: attention scores are divided by the square root of `query_scalar`. Default: head_dim.
-        attention_softcap, logit_softcap: replace each attention score and each logit x by softcap * tanh(x / softcap)
-            (Gemma 2). Default: scores and logits are not replaced.
+        attention_softcap, logit_softcap: bounds on the attention scores and on the logits. Each attention score or
+            logit x is replaced by softcap * tanh(x / softcap) (Gemma 2). Default: attention scores and logits are not
+            bounded.
         activation: activation of the MLP: "silu", "gelu", "gelu_tanh" (Gemma) or "relu".
         gated: whether the MLP has a gate. Without a gate, the MLP is `down(activation(up(x)))` (GPT-NeoX).
         layer_norm: whether the norms are LayerNorms with bias (GPT-NeoX).

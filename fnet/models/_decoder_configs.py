@@ -67,10 +67,7 @@ def biases(absent=False):
 
 
 def read_by_others(check):
-    """Returns a `Fields` entry that checks the value of a field of config.json, but sets no field of the model.
-
-    The entries of other fields read the value from config.json.
-    """
+    """Returns a `Fields` entry that checks the value of a field of config.json, but sets no field of the model."""
     return Fields(lambda value, config: (check(value), {})[1])
 
 
@@ -93,18 +90,18 @@ def head_dim(absent=None):
 
 
 def family(fields, architecture, *, irrelevant="", names=("huggingface",), sets="", **constants) -> Config:
-    """Returns the `Config` (the meaning of all fields of config.json) of a family of decoders.
+    """Returns the `Config` for a family of decoders, which states what each field of config.json means.
 
-    The entry for `model_type` in the `Config` sets the fields of `Decoder` that do not depend on other fields of
-    config.json.
+    The field `model_type` of config.json determines the fields of `Decoder` that no other field of config.json sets.
 
     Args:
         fields: {field of config.json: `Use`, `Must` or `Fields`}.
         architecture: the name of the class in transformers.
         irrelevant, names: the same as the arguments `irrelevant` and `names` of the function `transformers` in
             _config.py.
-        sets: the names of the fields of `Decoder` that the `Fields` entries in `fields` set, separated by spaces.
-        constants: the values of fields of `Decoder` that are constant in this family but differ from Llama's.
+        sets: the names, separated by spaces, of the `Decoder` fields whose values are computed from config.json by a
+            `Fields` object.
+        constants: values of `Decoder` fields that all models of a family share, if these values differ from Llama's.
     """
     taken = {entry.field for entry in fields.values() if isinstance(entry, Use)} | set(sets.split())
     values = {name: value for name, value in (PLAIN | constants).items() if name not in taken}

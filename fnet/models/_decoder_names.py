@@ -19,7 +19,7 @@ def block(ours, keys):
 
 
 def both(rules):
-    """Returns the naming rules for a model with stacked blocks, and those for a model with a path for each block."""
+    """Returns two sets of naming rules: for stacked parameters of all blocks, and for separate parameters per block."""
     return rules("blocks"), rules("blocks/{i}")
 
 

@@ -70,7 +70,7 @@ def _size(config):
 
 
 def _ratio(model):
-    """Returns the `mlp_ratio` for config.json, from which `_size` computes the model's `hidden`."""
+    """Returns the value of `mlp_ratio` for config.json: the ratio for which `_size` returns the model's `hidden`."""
     ratio = model.hidden / model.width * (1.5 if model.gated else 1)
     for each in (round(ratio), ratio):
         if _size({"hidden_size": model.width, "mlp_ratio": each, "use_swiglu_ffn": model.gated})["hidden"] \
@@ -84,12 +84,13 @@ class DINOv2(ViT):
 
     The features of DINOv2 are used for classification, retrieval and dense prediction. Unlike `ViT`, `DINOv2`
     multiplies the output of each residual branch by a learned scale for each feature (layer scale). In the largest
-    preset, the MLPs have a gate (SwiGLU). The input of the last layer is the class token concatenated with the mean of
-    the other tokens.
+    preset, the MLPs have a gate (SwiGLU). The input of the classification layer is the class token concatenated with
+    the mean of the other tokens.
 
     Args:
         width, depth, heads, patch, size, dropout, epsilon: as in `ViT`.
-        classes: number of logits. If `classes` is None, the model has no last layer, and its output is an `Encoded`.
+        classes: number of logits. If `classes` is None, the model has no classification layer, and its output is an
+            `Encoded`.
         hidden: number of features between the two dense layers of a block's MLP.
         gated: whether the MLPs have a gate with SiLU.
         interpolate: whether the model accepts images of other sizes than `size`. For images of other sizes, the

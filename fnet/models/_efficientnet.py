@@ -58,7 +58,7 @@ def _stage(index):
 
 
 def _names_of_blocks(key, expand, depthwise, squeeze, project):
-    """Returns the naming rules for files whose keys number the blocks consecutively across all stages."""
+    """Returns the naming rules for files of weights in which the blocks of all stages are numbered consecutively."""
     return (_torch("block{b}/expand", *(f"{key}.{each}" for each in expand)),
             _torch("block{b}/depthwise", *(f"{key}.{each}" for each in depthwise)),
             torch.conv("block{b}/reduce", f"{key}.{squeeze[0]}"), torch.conv("block{b}/restore", f"{key}.{squeeze[1]}"),

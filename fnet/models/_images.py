@@ -16,7 +16,7 @@ _RESAMPLE = {"bilinear": 2, "bicubic": 3}    # Pillow's constants
 
 @dataclasses.dataclass(frozen=True)
 class ImageInput:
-    """The image preprocessing with which the publishers of pretrained weights evaluated them.
+    """The image preprocessing that the publisher of pretrained weights used to evaluate the weights.
 
     Args:
         size: height and width of the network's input in pixels.
@@ -68,8 +68,8 @@ class ImageInput:
         return cls(**_fields_of(path, config, _timm))
 
     def at(self, size: int) -> ImageInput:
-        """Returns the preprocessing for the input size `size`. The center crop covers the same fraction of the photo as
-        for the size `self.size`."""
+        """Returns the preprocessing for the input size `size`. The field `resize` is scaled in proportion to `size`, so
+        that the center crop covers the same fraction of a photo."""
         resize = None if self.resize is None else max(size, round(self.resize * size / self.size))
         return dataclasses.replace(self, size=size, resize=resize)
 

@@ -42,7 +42,7 @@ def inverted_residual(scope, x, *, channels, expansion, stride):            # [b
 
 
 def _divisible(channels, by=8):
-    """Returns the multiple of `by` that is nearest to `channels`, but at least 90 % of `channels`."""
+    """Rounds `channels` to the nearest multiple of `by`, or up if rounding down would remove more than 10 %."""
     near = max(by, int(channels + by / 2) // by * by)
     return near if near >= 0.9 * channels else near + by
 

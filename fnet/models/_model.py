@@ -25,10 +25,11 @@ class Model(nn.Layer):
 
         PRESETS: {name: fields}, the published configurations.
         NAMES: {framework: Names}, the names of the arrays in other frameworks, for `pretrained.load` and `save`.
-        CONFIGS: {model_type of config.json: Config}. A `Config` states the meaning of each field of config.json, with
-            which `pretrained.load` compares the model. The key for the config.json of timm is "timm".
+        CONFIGS: {model_type of config.json: Config}. A `Config` states the meaning of each field of config.json.
+            `pretrained.load` uses the `Config` to compare the model with config.json. The key for the config.json of
+            timm is "timm".
         HUB: {preset: sources of its weights}. A source is a repository of the Hugging Face hub, or "torchvision:NAME"
-            for weights that only torchvision distributes, in a pickle file.
+            for a pickle file of weights that only torchvision distributes.
 
     >>> model = models.ResNet.preset("resnet18", classes=10)
     >>> nn.count_parameters(model.spec(model.example()).params)
@@ -62,8 +63,8 @@ class Model(nn.Layer):
 
         `pretrained.load(folder)` creates a model from config.json, and then calls `model.of_keys`. By default,
         `of_keys` returns the model unchanged. A subclass overrides `of_keys` if config.json does not determine all
-        fields of the model, such as whether a ViT has a pooler. The override sets the missing fields according to the
-        keys.
+        fields of the model. For example, if a ViT has no classifier, `ViT.of_keys` sets the field `pooler` according to
+        whether the file contains the weights of a pooler.
         """
         return self
 

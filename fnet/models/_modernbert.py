@@ -67,8 +67,8 @@ def _window_written(model):
 
 def _padding_written(model):
     """Returns the `pad_token_id` for config.json. The default of `pad_token_id` in transformers is 50283. If the
-    vocabulary of the model is too small for the token 50283, null is written, because transformers would otherwise
-    reject the file."""
+    vocabulary of the model does not contain the token 50283, `pad_token_id` is set to null, because transformers would
+    otherwise reject config.json."""
     return SKIP if model.vocab_size > 50283 else None
 
 
@@ -85,13 +85,13 @@ class ModernBert(Model):
     """ModernBERT: an encoder of texts of up to 8192 tokens, with rotary positions.
 
     Each block has bidirectional attention and an MLP with a gate, `down(gelu(gate(x)) * up(x))`. The attention and the
-    MLP each have a LayerNorm before them and a residual connection around them. By default, a token attends to the
-    whole text in every third block, beginning with the first. In the blocks with a window, a token attends only to
-    tokens near its own position. The first block has no norm before its attention, because the embeddings are already
-    normalized.
+    MLP each have a LayerNorm before them and a residual connection around them. By default, the first block and every
+    third block after it have no attention window: each token attends to the whole text. In the blocks with a window, a
+    token attends only to tokens near its own position. The first block has no norm before its attention, because the
+    embeddings are already normalized.
 
-    `window`, `rotary_base` and `rope_scaling` may be tuples with one value for each block. A tuple that is shorter than
-    the depth is repeated.
+    `window`, `rotary_base` and `rope_scaling` may be tuples with one value for each block. If a tuple has fewer values
+    than the model has blocks, its values are repeated.
 
     Args:
         vocab_size: number of tokens in the vocabulary.

@@ -40,15 +40,16 @@ class LinearScaling:
 class Llama3Scaling:
     """Llama 3.1's scaling of a rotary embedding, for texts longer than those of the original training.
 
-    The rotation rates of slow pairs of features are divided by `factor`, and the rates of fast pairs do not change. The
-    rates of pairs between slow and fast are interpolated. A pair of features is slow if it completes fewer than
-    `low_freq_factor` rotations within the original context, and fast if it completes more than `high_freq_factor`
-    rotations.
+    The rotation rate of a pair of features is divided by `factor` if the pair completes fewer than `low_freq_factor`
+    rotations within the original context. The rotation rate does not change if the pair of features completes more than
+    `high_freq_factor` rotations within the original context. If the number of rotations is between `low_freq_factor`
+    and `high_freq_factor`, the new rotation rate is interpolated between the original rate and the original rate
+    divided by `factor`.
 
     Args:
-        factor: the divisor of the rates of slow pairs, > 0.
-        low_freq_factor: a pair of features with fewer rotations over `original_context` tokens counts as slow.
-        high_freq_factor: a pair of features with more rotations over `original_context` tokens counts as fast.
+        factor: the divisor of the rotation rates, > 0.
+        low_freq_factor, high_freq_factor: the lower and the upper threshold for the number of rotations that a pair of
+            features completes within the original context.
         original_context: maximum length in tokens of the texts in the original training.
 
     Source: Grattafiori et al. (2024), The Llama 3 Herd of Models; llama-models, apply_scaling.
@@ -80,19 +81,22 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN's scaling of a rotary embedding, for texts longer than those of the original training.
 
-    The rotation rates of slow pairs of features are divided by `factor`, and the rates of fast pairs do not change. The
-    rates of pairs between slow and fast are interpolated linearly in the index of the pair. The rotated features are
-    multiplied by an amplitude.
+    The rotation rate of a pair of features is divided by `factor` if the pair completes fewer than `beta_slow`
+    rotations within the original context. The rotation rate does not change if the pair of features completes more than
+    `beta_fast` rotations within the original context. If the number of rotations is between `beta_slow` and
+    `beta_fast`, the new rotation rate is interpolated between the original rate and the original rate divided by
+    `factor`. The interpolation of the rotation rate is linear in the index of the pair of features. The rotated
+    features are multiplied by an amplitude.
 
     Args:
-        factor: the divisor of the rates of slow pairs, > 0.
+        factor: the divisor of the rotation rates, > 0.
         original_context: maximum length in tokens of the texts in the original training.
-        beta_fast, beta_slow: numbers of rotations within the original context. Pairs of features with more than
-            `beta_fast` rotations are fast, and pairs with fewer than `beta_slow` rotations are slow.
+        beta_fast, beta_slow: the upper and the lower threshold for the number of rotations that a pair of features
+            completes within the original context.
         amplitude: factor by which the rotated queries and keys are multiplied. Default: 0.1 ln(factor) + 1, or 1 if
             `factor` is at most 1.
-        truncate: whether the index of the first interpolated pair of features is rounded down to an integer, and the
-            index of the last pair is rounded up.
+        truncate: whether the index range of the pairs of features with interpolated rotation rates is rounded to
+            integers: the first index down, and the last index up.
 
     Source: Peng et al. (2023), YaRN: Efficient Context Window Extension of Large Language Models, section 3.
 
@@ -129,7 +133,7 @@ class YarnScaling:
 
 
 def growth(factor: float, strength: float = 1.0) -> float:
-    """Returns YaRN's amplitude, a factor of the rotated queries and keys, for positions that are scaled by `factor`."""
+    """Returns YaRN's amplitude for a scaling factor: the number by which rotated queries and keys are multiplied."""
     return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 
 
@@ -175,14 +179,16 @@ class DynamicScaling:
 class LongScaling:
     """LongRoPE's scaling of a rotary embedding, as in Phi-3.
 
-    The rotation rate of each pair of features is divided by a divisor of this pair. `LongScaling` has one list of
-    divisors for texts within the original context, and another list for longer texts. The list of divisors is selected
-    for each example by the length of this example, so examples of one batch are independent. The rotated features are
-    multiplied by an amplitude.
+    The rotation rate of each pair of rotated features is divided by its own divisor. `LongScaling` has two lists of
+    divisors of the rotation rates: `short` for texts within the original context, and `long` for longer texts. For each
+    example of a batch, the length of this example alone determines whether the rotation rates are divided by `short` or
+    by `long`. The rotated features are multiplied by an amplitude.
 
     Args:
-        short: the divisors for texts within the original context, one for each pair of rotated features.
-        long: the divisors for longer texts, one for each pair of rotated features.
+        short: the divisor of the rotation rate of each pair of rotated features, for texts of at most
+            `original_context` tokens.
+        long: the divisor of the rotation rate of each pair of rotated features, for texts of more than
+            `original_context` tokens.
         original_context: maximum length in tokens of the texts in the original training.
         amplitude: factor by which the rotated queries and keys are multiplied.
 

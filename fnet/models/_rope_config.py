@@ -26,7 +26,7 @@ def whole(value, least=1):
 
 
 def collapsed(values):
-    """Converts a list with one value for each layer to the value of a field of a model.
+    """Shortens a list that contains one value for each layer of a model.
 
     The result is a single value if all values are equal, and otherwise the shortest tuple whose repetition is `values`.
     """
@@ -108,7 +108,8 @@ _KINDS = {
 
 
 def written(model, base, scale, partial=None) -> dict[str, Any]:
-    """Returns transformers' `rope_parameters` for a base and a scaling. `partial` is the rotated fraction of a head."""
+    """Returns transformers' `rope_parameters` for a base and a scaling. `partial` is the fraction of each head's
+    features that is rotated."""
     fields: dict[str, Any] = {"rope_theta": base, **({} if partial is None else {"partial_rotary_factor": partial})}
     match scale:
         case None:
@@ -149,21 +150,22 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
         context: the value of `max_position_embeddings` that is used if config.json lacks this field.
         names: the names of two fields at the top level of config.json: the base of the rotary frequencies, and the
             rotated fraction of each head's features.
-        turns: whether the model family may rotate only a fraction of each head's features.
+        turns: whether the models of the family support rotating only some of each head's features.
         long: other names that the family uses for the rope_type longrope.
-        spread: function (config, base) that returns the model's field `rotary_base`, for model families in which some
-            layers have no positions.
-        original: the value of `original_max_position_embeddings` that is used if config.json lacks this field, or None
-            for model families that write the field only in `rope_parameters`.
+        spread: function (config, base) that returns the value of the model's field `rotary_base`. If some layers have
+            no position embedding, `rotary_base` is a tuple with None for these layers. By default, `rotary_base` is
+            `base`.
+        original: the default value of `original_max_position_embeddings` at the top level of config.json. If `original`
+            is None, `original_max_position_embeddings` is read only from `rope_scaling` or `rope_parameters`.
     """
     def inner(config) -> Mapping[str, Any]:
         value = config.get("rope_scaling") or config.get("rope_parameters")
         return value if isinstance(value, dict) else {}
 
     def outside(name, value, config):
-        """Whether to use the value of a field of config.json outside `rope_parameters` and `rope_scaling`. If
-        `rope_parameters` or `rope_scaling` also contains the field, the two values must be equal, and the value outside
-        is not used."""
+        """Whether to use the value of a field at the top level of config.json, such as `rope_theta`. If
+        `rope_parameters` or `rope_scaling` also contains this field, the value at the top level is not used, but must
+        be equal to the other value."""
         held = inner(config).get(name, value)
         if held != value:
             raise ValueError(f"expected {held!r}, the {name} in rope_parameters or rope_scaling")
@@ -212,13 +214,16 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
 
 
 def rope_by_type(merged: Callable, types: Callable, context: int) -> dict[str, Fields]:
-    """Returns entries for the fields that describe rotary positions, for models with two kinds of layers. In layers
-    with sliding windows, the rotary embedding has another base and another scaling than in layers without windows.
+    """Returns a dict of `Fields` objects for the fields of config.json that describe rotary positions.
+
+    The model has layers with and without sliding windows. In layers with sliding windows, the rotary embedding has
+    another base and another scaling than in layers without windows.
 
     Args:
-        merged: function of config.json that returns {type of layers: `rope_parameters`}. Like transformers, the
-            function also reads the fields of older versions of config.json.
-        types: function of config.json that returns the `layer_types` that are used if config.json lacks this field.
+        merged: function that takes the content of config.json, and returns {type of layers: `rope_parameters`}. Like
+            transformers, the function also reads the fields of older versions of config.json.
+        types: function that takes the content of config.json, and returns the `layer_types` to use if config.json lacks
+            the field `layer_types`.
         context: the value of `max_position_embeddings` that is used if config.json lacks this field.
     """
     def bases(value, config):
@@ -276,13 +281,13 @@ def layer_types(value, config, depth):
 
 
 def windows(depth, size, derived: Callable, used: Callable = lambda config: True) -> dict[str, Fields]:
-    """Returns entries for the fields of config.json that describe windows in some of the layers.
+    """Returns entries for `layer_types` and `sliding_window`, the fields of config.json for sliding-window attention.
 
     Args:
         depth, size: the values of `num_hidden_layers` and `sliding_window` that are used if config.json lacks them.
         derived: function (config, window, depth) that returns the `layer_types` that are used if config.json lacks this
             field.
-        used: function of config.json that returns whether attention windows are used.
+        used: function that takes the content of config.json, and returns whether attention windows are used.
     """
     def window(config):
         return config.get("sliding_window", size) if used(config) else None

@@ -26,8 +26,8 @@ class Trees(NamedTuple):
 
     Attributes:
         labels: integers [batch, nodes], the token of each node's label.
-        parents: integers [batch, nodes], the index of each node's parent in its tree. The element of the root and of
-            padding is `nodes`, one more than the index of the last node.
+        parents: integers [batch, nodes], the index of each node's parent in its tree. Nodes without a parent (the root
+            and padding) have the value `nodes`, the length of the node axis.
         lengths: integers [batch], the number of valid nodes of each tree. Later nodes are padding.
 
     >>> trees = models.pack_trees([("not", True)], {"not": 0, True: 1}, nodes=4)
@@ -46,7 +46,8 @@ export.register_namedtuple_serialization(Trees, serialized_name="fnet.models.Tre
 def pack_trees(trees: Sequence, vocabulary: Mapping[Hashable, int], nodes: int | None = None) -> Trees:
     """Converts trees to arrays, for `TreeLSTM`.
 
-    A tree is a tuple: the label of the root, then the subtrees. A tree with one node may also be given as its label.
+    A tree is a tuple: the label of the root, then the subtrees. A tree that has only one node may be given as the label
+    of this node, without a tuple.
 
     Args:
         trees: the trees.
@@ -103,10 +104,11 @@ class TreeLSTM(Model):
         f_k = sigmoid(x_j W_f + h_k U_f + b_f), for each child
         c_j = i * u + sum of f_k * c_k,  h_j = o * tanh(c_j)
 
-    The structure of the trees is in the input arrays, not in the program. One `lax.scan` visits the nodes in postorder.
-    The carry of the scan contains the sums of h_k and of f_k * c_k for every node. Each node adds its own h_k and f_k *
-    c_k to the sums of its parent. Therefore one compiled program with static shapes computes batches of trees of any
-    depth and any number of children.
+    The parent of each node is given by an input array, so the compiled program does not depend on the structure of the
+    trees. One `lax.scan` visits the nodes in postorder. The carry of the scan contains two sums for every node: the sum
+    of h_k and the sum of f_k * c_k over the children k that were already visited. Each node adds its own h_k and
+    f_k * c_k to the sums of its parent. Therefore one compiled program with static shapes computes batches of trees of
+    any depth and any number of children.
 
     Args:
         classes: number of logits.

@@ -44,8 +44,8 @@ SIZES = {"tiny": dict(width=192, depth=12, heads=3), "small": dict(width=384, de
 
 
 def architectures(pattern, name, sizes, **others):
-    """Returns two functions for timm's architectures such as vit_small_patch16_224. The first function maps the name of
-    an architecture to the fields of the model, or to None. The second function maps a model to the name of its
+    """Returns two functions, `read` and `write`, for timm's architectures such as vit_small_patch16_224. `read` maps
+    the name of an architecture to the fields of the model, or to None. `write` maps a model to the name of its
     architecture. In `pattern` and `name`, `{}` is the size of the model."""
     pattern = pattern.format(f"({'|'.join(sizes)})") + "_patch([0-9]{1,3})_([0-9]{1,4})"
 
@@ -123,12 +123,12 @@ class ViT(Model):
         width: number of features of a token.
         depth: number of blocks.
         heads: number of attention heads, which must divide the width.
-        classes: number of logits. If `classes` is None, the model has no last layer, and its output is an `Encoded`
-            (the features of the tokens).
+        classes: number of logits. If `classes` is None, the model has no classification layer, and its output is an
+            `Encoded` (the features of the tokens).
         patch: height and width of a patch in pixels.
         size: height and width of the images in pixels.
         hidden: number of features between the two dense layers of a block's MLP. Default: four times the width.
-        pooler: whether a model without classes has a pooler. The pooler applies a dense layer and tanh to the class
+        pooler: whether a model with `classes=None` has a pooler. The pooler applies a dense layer and tanh to the class
             token.
         dropout: dropout rate after the position embeddings, after attention and after each dense layer of the blocks.
         epsilon: epsilon of the norms.

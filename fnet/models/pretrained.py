@@ -55,11 +55,11 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
          names: str | None = None, check_config: bool = True, revision: str | None = None) -> tuple:
     """Reads pretrained weights: `(params, state)` for a model, or `(model, params, state)` for a folder or a preset.
 
-    If the weights are not given by a path, `load` looks for them in fnet's cache (~/.cache/fnet) and in Hugging Face's
-    cache. If neither cache contains the weights, `load` downloads them from Hugging Face's hub into Hugging Face's
+    If the weights are not given by a path, `load` searches fnet's cache (~/.cache/fnet) and Hugging Face's cache.
+    Weights in neither fnet's cache nor Hugging Face's cache are downloaded from Hugging Face's hub into Hugging Face's
     cache (this needs `pip install 'fnet[hub]'`). `load` downloads only config.json, generation_config.json,
     preprocessor_config.json, the files of the tokenizer and *.safetensors, never pickles or code. The next call of
-    `load` continues an interrupted download, and does not download complete files again. Each downloaded file must have
+    `load` continues an interrupted download, without downloading complete files again. Each downloaded file must have
     the checksum that the hub lists. The environment variables HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are respected.
 
     If you pass a folder or repository, its config.json (of transformers or timm) determines the model. If you pass a
@@ -69,9 +69,9 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
     Args:
         model: a model, or the source of one: a folder with a config.json, a model.bin of llama2.c, a repository of
             Hugging Face's hub ("HuggingFaceTB/SmolLM2-135M"), or the name of a preset ("resnet50").
-        path: the weights, if `model` is a model or a preset. The path is a safetensors file, a folder with a
-            safetensors file or with shards and their index, a model.bin of llama2.c, a folder name in ~/.cache/fnet, or
-            a repository of Hugging Face's hub. Required for a model; for a preset, its name is the default.
+        path: the weights for a model or a preset: a safetensors file, a folder with a safetensors file or with shards
+            and their index, a model.bin of llama2.c, a folder name in ~/.cache/fnet, or a repository of Hugging Face's
+            hub. `path` is required if `model` is a `Model` object. Default for a preset: its weights.
         dtype: the dtype to which floating-point arrays are cast. Default: the dtypes of the file.
         names: the framework whose parameter names the file contains, a key of the model's `NAMES` such as
             "torchvision". Default: the framework is detected from the names in the file.
@@ -87,8 +87,8 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
         FileNotFoundError: the weights are not on this disk and cannot be downloaded; the message says what to download.
         OSError: a download was interrupted (the next call continues it), or the checksum of a downloaded file is wrong.
         ValueError: the file is damaged, is not a file of weights, has missing or unexpected keys, or has an array of
-            another shape than in the model. The error is also raised for unknown fields of config.json, or if
-            config.json or the weights require other field values than the model has.
+            another shape than in the model. ValueError is also raised if config.json has unknown fields, or if a field
+            of the model differs from the value that config.json or the weights require.
         TypeError: `dtype` or the dtype of an array of the file is not a floating-point dtype, or JAX does not support
             the resulting dtype (float64 without jax_enable_x64).
 
@@ -148,8 +148,8 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
     """Writes the parameters and the state of a model to a file or folder that the original framework can load.
 
     `save` is the inverse of `load`. If `path` is a folder, `save` also writes a config.json, provided that the format
-    of transformers or timm can describe the model. From a folder with a config.json, `load` returns an equal model,
-    except for fields such as `dropout` that config.json does not contain. Arrays keep their dtypes.
+    of transformers or timm can describe the model. From this config.json, `load` creates a model with the same fields,
+    except those that config.json does not contain, such as `dropout`. Arrays keep their dtypes.
 
     Args:
         model: the model.
@@ -172,9 +172,9 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
         The path of the file, or of the index of the shards.
 
     Raises:
-        ValueError: the names or shapes in `params` or `state` do not match the model, or `names` is required because no
-            framework or more than one matches the model. The error is also raised if the folder contains the
-            config.json of a training run, or contains any config.json although none can describe the model.
+        ValueError: the names or shapes in `params` or `state` do not match the model. Without `names` and `like`,
+            exactly one framework must match the model's configuration. ValueError is also raised if `save` would
+            replace a training run's config.json, or if `path` has a config.json and none can describe the model.
 
     >>> import tempfile
     >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)
@@ -237,12 +237,12 @@ def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
     """Returns the model of the preset `name`, with the field values that the given weights require.
 
     Weights from different frameworks may need different field values, which the shapes of the arrays do not show. For
-    example, Keras' ResNet-50 needs an epsilon of 1e-3, and strides in other convolutions than torchvision's ResNet-50.
+    example, ResNet-50 needs an epsilon of 1e-3 for Keras' weights and of 1e-5 for torchvision's weights.
 
     Args:
         name: the preset, such as "resnet50".
         path: the weights, as in `load`. Default: the weights of the preset.
-        changes: field values that replace those of the preset and those that the weights require.
+        changes: new values of model fields, which override both the preset and the requirements of the weights.
 
     Returns:
         The model.
@@ -264,7 +264,7 @@ def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
 
 
 def names_of(model: Model, path: str | os.PathLike) -> str:
-    """Returns the framework whose parameter names a file of weights contains, a key of the model's `NAMES`.
+    """Detects the framework of the parameter names in a file of weights. Returns a key of the model's `NAMES`.
 
         image = model.NAMES[pretrained.names_of(model, path)].image       # the preprocessing for these weights
 
@@ -360,8 +360,8 @@ def _classes():
 
 
 def _beside(key_map, source):
-    """Yields the entries of the arrays that `save` writes although the model does not need them: arrays in the file
-    `source`, and arrays that are always written."""
+    """Yields an `Entry` (paths and keys) for each array that `save` writes but the model does not need. An array that
+    the model does not need is written if the file `source` contains it, or if a naming rule requires it."""
     for entry in key_map.beside:
         present = source is not None and all(key in source.arrays for key in entry.keys)
         if present or (entry.rule.write is not None and entry.rule.write is not False):
@@ -394,7 +394,7 @@ def _read(entry, tensors, dtype):
 
 
 def _written(entry, arrays):
-    """Returns {key in the file: array} for `entry`, which matches the model's arrays with keys."""
+    """Converts arrays of a model to the layout of the file. Returns {key (array name in the file): array}."""
     whole = np.concatenate(arrays, -1) if len(arrays) > 1 else arrays[0]
     return {key: entry.rule.layout.theirs(whole[copy] if copy else whole)
             for key, copy in zip(entry.keys, np.ndindex(entry.copies))}

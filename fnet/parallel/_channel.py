@@ -1,4 +1,4 @@
-"""Channel: lets the processes of a run agree on each step, within a limited time."""
+"""Channel: lets the processes of a run decide together whether to run the next step, within a limited time."""
 
 from __future__ import annotations
 
@@ -46,18 +46,19 @@ class Closed(Exception):
 
 
 class Channel:
-    """Lets the processes of a plan agree on each step.
+    """Lets several processes decide together whether to run the next step.
 
-    Before a step, each process writes its status to JAX's key-value store. The first process in `processes` reads the
-    status of every process and writes the common verdict (the decision on the next step). All processes except the
-    first wait for this decision. For each step, the first process sends at least three requests to the store, and one
-    more request to delete the entries of the previous step. Each other process sends two requests for each step.
+    Before a step, each process writes its status to JAX's key-value store. The first process in `processes` reads every
+    status, and decides whether all processes run the step, end the loop or raise an error. All other processes wait
+    until the first process has written its decision (run, end or error) to the store. For each step, the first process
+    sends at least three requests to the store, and one more request to delete the entries of the previous step. Each
+    process except the first sends at least two requests to the store for each step.
 
     Args:
         processes: the indices of all processes, including this one.
         timeout: the number of seconds that a process waits for the slowest process.
-        decide: a function that maps {process: status} to the verdict: `GO`, `END`, or the message of an error that all
-            processes raise.
+        decide: a function that maps {process: status} to the decision for all processes: `GO`, `END`, or the message of
+            an error that all processes raise.
     """
 
     def __init__(self, processes: list[int], timeout: float, decide):
@@ -69,7 +70,7 @@ class Channel:
         atexit.register(self._end)
 
     def agree(self, mine: str) -> str:
-        """Returns the common verdict of all processes on the next step.
+        """Returns the decision for all processes: to run the next step, to end the loop, or an error message.
 
         Raises:
             PeersGone: a process is late, has ended or has left the loop.
@@ -90,8 +91,8 @@ class Channel:
         return f"process {process}" + (f" ({host})" if host else "")
 
     def close(self, why: str = _LEFT) -> None:
-        """Tells the other processes that this process has left, and why. Does nothing if all processes have ended
-        together."""
+        """Tells the other processes that this process has left the loop, and why. If all processes have agreed to end
+        the loop, no message is sent."""
         if not self.closed:
             self.closed = True
             if self.over:
@@ -164,20 +165,23 @@ class Channel:
         return verdict
 
     def _behind(self, missing, late):
-        """Returns the error about the processes `missing`, which have not written a status. The error names the missing
-        processes that have left. If no missing process has left, the error names all missing processes, or the result
-        is None if `late` is False."""
+        """Returns an error if a process is late or has left the loop over batches, or None to continue waiting.
+
+        The list `missing` contains the processes for which this process waits. If processes in `missing` have left the
+        loop over batches, the error names only these processes. Otherwise, if the time limit has passed (`late` is
+        True), the error names all processes in `missing`.
+        """
         left = self._list("left")
         if early := [p for p in missing if p in left]:
             return self.gone(early, left[early[0]])
         return self.gone(missing, f"did not come within {self.timeout:g} s") if late else None
 
     def end_process(self, error: PeersGone, taken: threading.Event) -> None:
-        """Ends this process with a line on stderr if the main thread does not receive `error` in time. A main thread
-        that is blocked in a step, waiting for a missing process, cannot raise an exception.
+        """Ends this process with a message on stderr if the main thread does not raise `error` within a time limit. A
+        main thread that is blocked in a step, waiting for a missing process, cannot raise an exception.
 
-        If the missing process left the loop normally, this process is not ended, because its main thread may still run
-        a long last step.
+        If another process left the loop over batches without an exception, there is no time limit for raising `error`,
+        because the main thread of this process may still be computing its last step.
         """
         began, seconds = time.monotonic(), math.inf if _LEFT in str(error) else self.timeout
         while not taken.wait(_SLICE) and not self.closed:
@@ -222,8 +226,8 @@ class Channel:
             return None
 
     def _last(self, seconds=_LINGER, *, stay=False):
-        """Waits up to `seconds` for the other processes to end. Unless `stay` is True, only the first process waits,
-        because it runs JAX's key-value store."""
+        """Waits up to `seconds` for the other processes to end. If `stay` is False, only the first process waits for
+        the others, because the first process runs JAX's key-value store."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._set(f"ended/{self.me}", "")
             end = time.monotonic() + seconds

@@ -52,8 +52,8 @@ def state(state, out):
 
 
 def unused(inputs, jaxpr, tree) -> tuple[str, ...]:
-    """Returns the paths of the leaves of a tree that the jaxpr does not read. `inputs` are the jaxpr's input variables
-    for the leaves of the tree.
+    """Returns the paths of the unused leaves of a tree. A leaf is unused if the jaxpr does not read the input variable
+    of the leaf. `inputs` are the jaxpr's input variables for the leaves of the tree.
     """
     read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)}
     read |= {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)}

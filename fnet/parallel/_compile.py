@@ -20,7 +20,7 @@ class Compiled(NamedTuple):
         arguments: bytes of the program's arguments on each chip.
         peak: bytes that the program needs on each chip, or None if the program does not fit into memory.
         ledger: the transfers between chips, or None if the compiler does not return the text of the program.
-        said: the compiler's error message if the program does not fit into memory, otherwise "".
+        said: the error message of the compiler if the program does not fit into memory, or an empty string if it fits.
     """
 
     arguments: int
@@ -48,7 +48,7 @@ def compiled(step, state, batch) -> Compiled:
 
 def _sent(program) -> Ledger | None:
     """Returns the ledger (the transfers between chips) of a program, or None if the compiler does not return the text
-    of the program. For some large programs, libtpu returns no text."""
+    of the program. For some large programs, libtpu (the compiler for TPUs) does not return the text."""
     try:
         text = program.as_text()
     except jax.errors.JaxRuntimeError:

@@ -1,5 +1,5 @@
-"""The minimum time of a step at the chips' peak rates, the resource that limits it, and its cost in dollars and
-watt-hours."""
+"""The minimum time of a step at the peak rates of the chips, the resource that limits this time, and the cost of the
+step in dollars and watt-hours."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fnet.parallel._targets import Target
 
 
 class Time(NamedTuple):
-    """Three times of a step, in seconds, at the chips' peak rates: the time for computation, for memory traffic, and
-    for transfers over the links between chips. A time is None if it is unknown. Perfect overlap is assumed, so the
-    longest of the three times is the minimum time of the step."""
+    """The times, in seconds, that a step needs for computation, for memory traffic, and for transfers over the links
+    between chips, at the peak rates of the chips. A time is None if it is unknown. Computation, memory traffic and
+    transfers are assumed to overlap perfectly, so the longest of their times is the minimum time of the step."""
 
     compute: float | None
     memory: float | None
@@ -45,8 +45,8 @@ def time(counted: Count, target: Target, state: int, persistent: int, sent: floa
         persistent: bytes of the state in each chip's memory. Each chip is assumed to read and write the state once in a
             step.
         sent, between: bytes that a chip sends within its group (a slice or a machine), and between groups.
-        alike: the number of devices that repeat the same work, because no sharding rule uses the mesh axis along which
-            these devices lie.
+        alike: the number of devices that repeat the same work. `alike` is larger than 1 if the mesh has an axis over
+            which neither the batch nor a parameter is split. Default 1.
     """
     chip, share = target.chip, target.chip.chips_of(target.count)
     by_scope = compute_seconds(counted, chip, share / alike, None)
@@ -70,8 +70,8 @@ class Units(NamedTuple):
 
 
 def units(batch: Any) -> Units:
-    """Returns the size of a batch. The size is counted in tokens if a leaf is an integer array [rows, time], otherwise
-    in images if a leaf is an array [rows, height, width, channels], and otherwise in rows."""
+    """Returns the size of a batch. A batch that contains an integer array [rows, time] is counted in tokens. A batch
+    without tokens is counted in images if it contains an array [rows, height, width, channels], or else in rows."""
     leaves = jax.tree.leaves(batch)
     rows = max((x.shape[0] for x in leaves if x.ndim), default=1)
     tokens = max((x.size for x in leaves if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer)), default=0)

@@ -1,9 +1,9 @@
 """Estimates the memory and the transfers of a step on each chip from its jaxpr. The estimate takes seconds and needs no
 compiler.
 
-The estimate determines for each operation how its outputs are split over the chips, from how its inputs are split. A
-value is live from the operation that produces it to the last operation that reads it. Values that a compiler would fuse
-into the operations that read them are not counted.
+For each operation, the shardings of the outputs are derived from the shardings of the inputs. A value is live from the
+operation that produces it to the last operation that reads it. Values that a compiler would fuse into the operations
+that read them are not counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Estimate(NamedTuple):
 
     Attributes:
         peak: the maximum number of bytes in use on a chip, including the arguments of the step.
-        ledger: the transfers within a slice or machine.
+        ledger: the transfers between chips within a slice or machine, as a `Ledger` (a list of transfers).
         between: the transfers between slices or machines.
         largest: the largest arrays at the peak, largest first.
     """
@@ -50,7 +50,7 @@ class Estimate(NamedTuple):
 class Split(NamedTuple):
     """How an array is split over the mesh. `rows` is the batch axis, which is split over the mesh axes "slice" and
     "data". For arrays of the state, `data` is the axis that is split over the mesh axis "data". `more` contains a pair
-    (axis, mesh axis) for each axis that is split over another mesh axis."""
+    (axis, mesh axis) for each axis that is split over a mesh axis other than "slice" and "data"."""
 
     rows: int | None = None
     data: int | None = None
@@ -69,8 +69,7 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
         arguments: how each input of the jaxpr is split. The first inputs of the jaxpr are the leaves of the state.
         mesh: sizes of the mesh's axes: "data", "slice" if there are several slices, and the axes named by sharding
             rules.
-        whole: whether parameters are replicated between steps although the optimizer's state is split (ZeRO-1). Default
-            False.
+        whole: whether each chip stores all parameters but only a part of the optimizer's state (ZeRO-1). Default False.
         casts: whether the compiler casts the weights for all iterations of a loop before the loop, as compilers for
             accelerators do. Default False.
         kernels: "cuda" or "tpu" if the chip has attention kernels that never store the attention weights; otherwise
@@ -101,9 +100,12 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
 
 
 class _Loop(NamedTuple):
-    """Properties of a loop. `once` is the number of times that a step runs the loop. `same` contains the indices of the
-    inputs of the body that are equal in all iterations. `summed` contains the sizes of the loop's carries. `fused`
-    states whether the result of an elementwise operation may overwrite a product that the operation reads."""
+    """Properties of a loop. `once` is the number of times that a step starts the loop (not the number of iterations).
+    `same` contains the indices of the inputs of the body that are equal in all iterations. `summed` contains the sizes
+    (numbers of elements) of the loop's carries, except scalars. If the size of a sum over the batch is in `summed`, the
+    loop is assumed to accumulate this sum in a carry. A sum over the batch that a loop accumulates in a carry is
+    reduced over the chips only once, after the loop. `fused` states whether a matrix product is fused with the single
+    elementwise operation that reads its result."""
 
     once: int
     same: frozenset[int] = frozenset()
@@ -131,8 +133,8 @@ class _Walk:
         return math.ceil(nbytes(aval) / self.chips(split))
 
     def frame(self, frame: Frame, given: dict[int, tuple[Any, Split]], times: int, loop: _Loop, *, outermost=False):
-        """Estimates the memory of a frame, the operations of one jaxpr. Returns the peak number of bytes, without the
-        inputs of the frame, and the arrays that are live at this peak."""
+        """Estimates the peak memory of the operations of one jaxpr, without the inputs of the jaxpr. Returns the peak
+        number of bytes, and the arrays that are live at this peak."""
         kept, values, same = Kept(frame, epilogues=loop.fused), dict(given), set(loop.same)
         inner: dict[int, tuple[int, list]] = {}
         extra: dict[int, int] = {}
@@ -156,8 +158,8 @@ class _Walk:
     # Live arrays.
 
     def liveness(self, frame, kept, values, given, inner, extra, outermost):
-        """Finds the operation during which most bytes are live. Returns the number of live bytes, and the live
-        arrays."""
+        """Finds the operation during which the number of live bytes is largest. Returns the peak number of live bytes,
+        and the arrays that are live at this peak."""
         order = {id(op): at for at, op in enumerate(frame.ops)}
         last: dict[int, int] = {}
         for op in reversed(kept.real):
@@ -204,8 +206,9 @@ class _Walk:
         return peak, [*live, *deeper]
 
     def bodies(self, op, splits, found, times):
-        """Finds the body of an operation, such as a branch, that needs most memory. Returns the number of bytes that
-        the found body needs, and the arrays that are live at the peak of this body."""
+        """Estimates the peak memory of each body of an operation. Returns the highest peak in bytes, and the arrays
+        that are live at this peak. The bodies of an operation are jaxprs, for example the body of a scan or the
+        branches of a `cond`."""
         worst = 0, []
         for sub, frame in op.bodies:
             jaxpr, inputs = sub.jaxpr, list(splits)
@@ -229,7 +232,8 @@ class _Walk:
         return worst
 
     def cast(self, frame, eqn, splits, ahead) -> int:
-        """Returns the bytes of the weights that a scan slices, after their cast to a narrower dtype for products."""
+        """Returns the number of bytes that the stacked weights of a scan need on a chip after a cast to the dtype of
+        the matrix products in the scan. Only weights that become smaller by the cast are counted."""
         first, found = scan(eqn).consts + scan(eqn).carry, {}
         for op in frame.ops:
             if (multiplied := product(op.eqn)) is not None:
@@ -244,8 +248,8 @@ class _Walk:
         return self.kernels is None or refusal is None or refusal(self.kernels, eqn) is not None
 
     def stand_in(self, op, splits):
-        """Returns the bytes that a composite operation needs when it is lowered to ordinary operations, and the live
-        arrays."""
+        """Estimates the memory of a composite operation that is lowered to ordinary operations. Returns the peak number
+        of bytes, and the arrays that are live at this peak."""
         sent = self.transfers, self.between
         self.transfers, self.between = [], []
         plain = description(op.eqn.primitive).plain(op.eqn)
@@ -256,7 +260,11 @@ class _Walk:
     # Shardings and transfers.
 
     def operation(self, op, splits, weights, times, loop, gathered):
-        """Returns how the outputs of an operation are split, and the bytes of the weights that are gathered for it."""
+        """Returns the sharding of each output of an operation, and the bytes of the weights gathered for the operation.
+
+        Before a matrix product of activations and sharded weights, the weights are gathered, because each chip needs
+        the complete weights.
+        """
         eqn, scope = op.eqn, op.scope
         rows = [split.rows for split in splits]
         out_rows = batch_axes(eqn, rows)
@@ -301,8 +309,8 @@ class _Walk:
 
     def further(self, eqn, splits, out_rows, scope, times):
         """Returns how the outputs of an equation are split over the mesh axes that the user's rules name. If the
-        contracted axis of a product is split, the partial products must be summed over the chips, and this transfer is
-        recorded."""
+        contracted axis of a matrix product is split, the partial results must be summed over the chips, and this
+        transfer is recorded."""
         names = {name for split in splits for _, name in split.more}
         found = [[] for _ in eqn.outvars]
         for name in sorted(names):
@@ -322,20 +330,22 @@ class _Walk:
 
 
 def _given(jaxpr, splits) -> dict[int, tuple[Any, Split]]:
-    """Returns the type and the split of each constant and each input of a jaxpr. The constants are not split."""
+    """Returns the type and the sharding (a `Split`) of each constant and each input of a jaxpr. The constants are
+    replicated."""
     types = [v.aval for v in (*jaxpr.constvars, *jaxpr.invars)]
     return dict(enumerate(zip(types, [*[NOWHERE] * len(jaxpr.constvars), *splits])))
 
 
 def _inside(split: Split) -> Split:
-    """Returns how x[i] is split, if x is split as `split` describes."""
+    """Returns the sharding of x[i], which is `x` without its first axis. `split` is the sharding of `x`."""
     return Split(before(split.rows), before(split.data), tuple((axis - 1, name) for axis, name in split.more if axis))
 
 
 def _reshaped(eqn, axis, chips) -> int | None:
-    """Returns the axis of a reshape's result that is split if `axis` of its input is split, or None if there is no such
-    axis. The sizes of the axes before the split axis must have the same product as in the input, and the size of the
-    split axis must be a multiple of the number of chips."""
+    """Returns the index of the axis along which the result of a reshape is split over `chips` chips, or None if the
+    result is not split. `axis` is the axis along which the input of the reshape is split. The size of the split axis of
+    the result must be a multiple of the number of chips. The product of the sizes of all axes before the split axis
+    must be the same in the input and in the result."""
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     ahead = math.prod(old[:axis])
     places = [i for i in range(len(new)) if math.prod(new[:i]) == ahead and new[i] % chips == 0 and new[i] > 1]

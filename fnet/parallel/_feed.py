@@ -26,12 +26,13 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
         for batch in parallel.feed(batches, plan):
             state, metrics = step(state, batch)
 
-    Every batch that `feed` yields has the shape of the plan's batch (the batch that was passed to `parallel.plan`), so
-    the step is compiled only once. The share of a process, the number of rows on the devices of the process, is the
-    same for every batch. If a batch has fewer rows than the share of the process (its number of rows), such as the last
-    batch of an epoch, `feed` pads the batch with copies of its last row. `batch["weight"]`, a float32 array [rows], is
-    0 for the copied rows, so a mean with these weights ignores the copies. If the plan's batch has the leaf "weight"
-    and a given batch does not, `feed` adds this leaf, with the value 1 for the rows of the given batch.
+    Every batch that `feed` yields has the shape of the plan's batch, which is the batch that was passed to
+    `parallel.plan`. Therefore, the step is compiled only once. Each process provides a fixed share of the rows of every
+    batch, namely the rows that are stored on the devices of the process. If a batch has fewer rows than the process
+    must provide, such as the last batch of an epoch, `feed` pads the batch with copies of its last row.
+    `batch["weight"]`, a float32 array [rows], is 0 for the copied rows, so a mean with these weights ignores the
+    copies. If the plan's batch has the leaf "weight" and a given batch does not, `feed` adds this leaf, with the value
+    1 for the rows of the given batch.
 
     In a run of several processes, the processes tell each other whether they have a batch for the next step, while the
     current step runs. If the step reads `batch["weight"]`, a process without further batches provides rows of weight 0
@@ -44,7 +45,7 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
             same order in every run. Leaves without axes, such as a PRNG key, must be equal in all processes. The
             iterable may overwrite the arrays of a batch when its next batch is requested.
         plan: the result of `parallel.plan`. Its devices must be attached.
-        drop_remainder: if True, batches with fewer rows than the share of the process are omitted instead of padded,
+        drop_remainder: if True, batches with fewer rows than the process must provide are omitted instead of padded,
             and the iteration ends as soon as one process has no more batches. Pass True if the step does not read
             `batch["weight"]`. Default False.
         timeout: the number of seconds that a process waits for the slowest process, including the time that the
@@ -54,12 +55,13 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
         Trees of `jax.Array`s with the structure of the plan's batch and with the plan's shardings.
 
     Raises:
-        ValueError: a batch has more rows than the share of the process, or the leaves, shapes or dtypes of a batch
-            differ from those of the plan's batch. ValueError is also raised if a batch must be padded but the step does
-            not read `batch["weight"]`. The error message names the leaf, its shape and the share of the process.
-        PeersGone: another process, which the message names, did not answer within `timeout` seconds, has ended or has
-            left the loop. A process that is blocked in a step cannot raise PeersGone, and therefore prints the message
-            to stderr and exits.
+        ValueError: a batch has more rows than this process must provide, or differs in leaves, shapes or dtypes from
+            the batch that was passed to `parallel.plan`. ValueError is also raised if a batch must be padded but the
+            step does not read `batch["weight"]`. If the shape of a leaf is wrong, the error message names the leaf, its
+            shape and the number of rows that this process must provide.
+        PeersGone: another process did not answer within `timeout` seconds, has ended, or has left the loop over the
+            batches. The error message names the other process. A process that is blocked in a step cannot raise
+            PeersGone, and therefore prints the message to stderr and exits.
         TypeError: `batches` is not iterable.
 
     Source: `jax.make_array_from_process_local_data`. If processes have unequal numbers of rows, PyTorch's

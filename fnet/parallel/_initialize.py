@@ -37,9 +37,9 @@ def initialize(coordinator_address: str | None = None, num_processes: int | None
         shutdown_timeout: the number of seconds that a finished process waits for the other processes. Default 300.
 
     Raises:
-        ValueError: only one or two of `coordinator_address`, `num_processes` and `process_id` are given and JAX cannot
-            detect the missing ones, `process_id` is out of range, the address is not host:port, or a timeout is less
-            than 1.
+        ValueError: `process_id` is out of range, the address is not host:port, or a timeout is less than 1. ValueError
+            is also raised if only one or two of `coordinator_address`, `num_processes` and `process_id` are given, and
+            JAX cannot detect the missing values.
         RuntimeError: the process has already used JAX, or JAX cannot connect to process 0.
         TimeoutError: not all processes connected within `initialization_timeout`. The error message names this process
             and the address of process 0. If a timeout occurs in `jax.distributed.initialize`, JAX ends the process

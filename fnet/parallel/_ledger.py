@@ -60,8 +60,8 @@ class Transfer(NamedTuple):
 
 
 class Ledger(NamedTuple):
-    """All collectives of a program, for example the result of `ledger`. `str()` returns a table of the collectives by
-    kind and scope.
+    """All collectives (transfers between chips) of a program, for example the result of `ledger`. `str()` returns a
+    table of the collectives by kind and scope.
 
     Attributes:
         transfers: a `Transfer` for each collective.
@@ -80,8 +80,8 @@ class Ledger(NamedTuple):
 
     @property
     def bytes(self) -> dict[str, int]:
-        """A dict {kind of collective: bytes}. The bytes of a kind are the sizes of the results on one chip, summed over
-        all collectives of this kind in one run of the program."""
+        """A dict {kind of collective: bytes}. For each kind of collective, the dict contains the total size of the
+        results on one chip in one run of the program."""
         found = collections.Counter()
         for transfer in self.transfers:
             found[transfer.collective] += transfer.bytes * transfer.times

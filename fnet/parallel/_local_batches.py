@@ -21,8 +21,8 @@ class LocalBatches:
         weighted: whether the step reads `batch["weight"]`. Short batches can be padded only if the step reads
             `batch["weight"]`.
         drop: whether short batches are omitted instead of padded.
-        why: the reason why batches cannot be padded, a part of error messages.
-        choices: what the user can do if batches cannot be padded, a part of error messages.
+        why: a text for error messages that states why batches cannot be padded.
+        choices: a text for error messages that states what the user can do if batches cannot be padded.
     """
 
     def __init__(self, plan: Any, drop: bool):
@@ -57,7 +57,8 @@ class LocalBatches:
             batch: the batch.
             at: the number of the batch, for error messages.
             whole: whether the batch may contain the rows of all processes instead of only those of this process. If
-                `whole` is True, the rows of this process are selected. Default False.
+                `whole` is True and the batch contains the rows of all processes, `fill` selects the rows of this
+                process. Default False.
 
         Raises:
             ValueError: the batch does not match the plan's batch, or the batch is short and cannot be padded.
@@ -104,8 +105,8 @@ class LocalBatches:
         return leaves
 
     def nothing(self) -> list:
-        """Returns a batch in which every row has weight 0. The batch contains the rows of the previous batch, or zeros
-        if no batch came before."""
+        """Returns a batch in which every row has weight 0. Except for `batch["weight"]`, the leaves of the returned
+        batch are those of the previous batch, or zeros if there is no previous batch."""
         leaves = self.last or [np.zeros(x.shape if share is None else (share, *x.shape[1:]), _dtype(x))
                                for x, share in zip(self.wanted, self.shares)]
         return [np.zeros_like(x) if i == self.at else x for i, x in enumerate(leaves)]
@@ -121,8 +122,9 @@ class LocalBatches:
         return jax.tree.unflatten(self.structure, placed)
 
     def _leaves(self, batch):
-        """Returns the leaves of a batch in the order of the plan's batch. If the batch has no "weight" and `fill` must
-        add it, the leaf "weight" is None."""
+        """Returns the leaves of a batch in the order of the plan's batch. If the plan's batch has the leaf "weight" and
+        the given batch does not, the result contains None for this leaf, and `fill` replaces None by an array of
+        ones."""
         leaves, structure = jax.tree.flatten(batch)
         if structure == self.structure:
             return leaves
@@ -165,8 +167,9 @@ def _dtype(x):
 
 
 def _own(x, wanted, place):
-    """Copies an array if it is aligned. Without a copy, a CPU device may use the memory of an aligned array, which the
-    user may overwrite."""
+    """Copies an array `x` if a CPU device could share its memory, because the user may overwrite `x` later. A CPU
+    device can share the memory of a NumPy array only if this memory is aligned. An array whose memory is not aligned is
+    returned without a copy."""
     if not isinstance(x, np.ndarray) or not x.size:
         return x
     part = math.prod(place.shard_shape(wanted.shape)) * x.itemsize

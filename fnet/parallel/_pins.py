@@ -1,13 +1,13 @@
-"""Activation pins: sharding constraints that keep the activations of a step split over the batch.
+"""Sharding constraints (pins) that keep the activations of a training step split along the batch axis.
 
 If parameters are sharded and activations are unconstrained, XLA may gather activations and sum them over all chips,
 although gathering the parameters would send far fewer bytes. This module determines the batch axis of each value in the
-jaxpr. The module adds sharding constraints to the results of products, convolutions and gathers. The model's code does
-not change.
+jaxpr. The module adds sharding constraints to the results of matrix products, convolutions and gathers. The model's
+code does not change.
 
-In a loop, XLA also reduces a sum over the batch in every iteration, for example the gradient of a weight that all
-iterations use. This module accumulates sums over the batch on each chip, and reduces them over the chips once, after
-the loop.
+If a loop accumulates a sum over the batch, such as the gradient of a weight that all iterations use, XLA reduces the
+sum over the chips in every iteration. This module accumulates a partial sum on each chip, and reduces the partial sums
+over the chips once, after the loop.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ _CALLS = jaxpr.INLINED | {"remat2", "checkpoint"}
 
 def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, batch: int = 1,
         activations: bool = True) -> Callable:
-    """Constrains the activations of a step to the mesh axis of the batch, and reduces batch sums after loops.
+    """Returns a training step with sharding constraints that keep its activations split along the batch axis.
 
-    The constrained activations are the results of products, convolutions and gathers. Sums over the batch that a loop
-    accumulates are reduced over the chips once, after the loop.
+    The sharding constraints are added to the results of matrix products, convolutions and gathers. If a loop
+    accumulates sums over the batch, each chip accumulates the sums over its own rows, and these sums are reduced over
+    the chips once, after the loop.
 
     Args:
-        step: a complete training step, a function of arrays. The step contains the backward pass, so that this pass is
-            constrained as well.
+        step: a complete training step, a function of arrays. Sharding constraints are added in the forward pass and in
+            the backward pass of the step.
         mesh: a mesh with axes of type Auto.
         axis: the mesh axis or axes over which the batch is split. Default "data".
         batch: the index of the positional argument that is the batch. The first axis of each leaf of the batch is
@@ -58,8 +59,9 @@ def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, bat
 
 
 class _Pins(Interpreter):
-    """Evaluates a jaxpr and adds a note to each value. The note of a value is the index of the batch axis, `PARTIAL` if
-    the value is a partial sum, or None."""
+    """Evaluates a jaxpr, and adds sharding constraints that keep activations split along the batch axis. The attribute
+    `note` of each value in the jaxpr is the index of its batch axis, `PARTIAL` for a partial sum over the batch, or
+    None."""
 
     def __init__(self, mesh, axis, activations):
         super().__init__()
@@ -104,9 +106,11 @@ class _Pins(Interpreter):
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*free)))
 
     def gathered(self, product, inputs):
-        """Replicates the operands of a convolution with `batch_group_count`, the gradient of a grouped convolution's
-        kernel. On a mesh with an axis over which the batch is not split, XLA (jaxlib 0.10 to 0.12) would gather the
-        batch and sum the gradient over the other mesh axes, too."""
+        """Replicates the operands of the convolution (with `batch_group_count` > 1) that computes the gradient of a
+        grouped convolution's kernel. If the operands are not replicated, XLA (jaxlib 0.10 to 0.12) also sums the
+        gradient of the kernel over mesh axes over which the batch is not split, so the gradient is wrong. The
+        replication of the operands causes no additional transfers, because XLA gathers the operands of convolutions
+        with `batch_group_count` > 1 in any case."""
         if product is None or product.op is not jaxpr.CONVOLUTION or product.groups[1] == 1:
             return inputs
         whole = NamedSharding(self.mesh, P())
@@ -162,7 +166,8 @@ class _Pins(Interpreter):
         return [Value(y, note) for y, note in zip([*carried, *stacked], notes)]
 
     def ready(self, x, note, program, i):
-        """Returns a constant of a scan, gathered on all chips before the loop if it is a weight for a product."""
+        """Returns the constant `x` of a scan. If `x` is a weight of a matrix product, convolution or gather, `x` is
+        gathered on all chips before the scan."""
         if note is not None or not self.activations or not self.alone or x.ndim < 2 or self.chips == 1:
             return x
         if not _taken(program, program.invars[i]):
@@ -211,8 +216,9 @@ class _Pins(Interpreter):
         return found
 
     def partial(self, eqn, inputs) -> Value | None:
-        """Evaluates an equation that creates a partial sum, or that is linear in partial sums, and returns its output.
-        Returns None for other equations."""
+        """Returns the output of an equation if this output is a partial sum over the batch, and None otherwise. The
+        output can be a partial sum if the equation contracts the batch axis, or if the equation is linear and its
+        inputs are partial sums."""
         name, notes = eqn.primitive.name, [value.note for value in inputs]
         if name in ("add", "add_any") and notes == [PARTIAL, PARTIAL]:
             return Value(inputs[0].x + inputs[1].x, PARTIAL)
@@ -226,8 +232,9 @@ class _Pins(Interpreter):
         return None
 
     def product(self, found, inputs) -> Value | None:
-        """Computes a product that contracts the batch axis as a partial sum: each chip contracts only its own rows.
-        Returns None for other products."""
+        """Computes a matrix product that contracts the batch axis. Each chip contracts only its own rows, so each chip
+        has a partial sum. Returns None if the matrix product does not contract the batch axis, if the dtype of its
+        result has fewer than 32 bits, or if the number of rows is not a multiple of the number of chips."""
         eqn, ((left, right), (left_batch, right_batch)) = found.eqn, found.dimensions
         rows = tuple(value.note for value in inputs[:2])
         if rows not in zip(left, right):
@@ -267,7 +274,7 @@ def _linear(eqn) -> bool:
 
 
 def _only_added_to(program, before, after) -> bool:
-    """Whether the only use of a carry is an addition to it."""
+    """Whether the body of a scan only adds a value to a carry, and does not use the carry in any other way."""
     readers = [eqn for eqn in program.eqns for v in eqn.invars if v is before]    # c + c reads c twice
     return (len(readers) == 1 and readers[0].primitive.name in ("add", "add_any") and readers[0].outvars[0] is after
             and not any(v is after for eqn in program.eqns for v in eqn.invars)
@@ -276,7 +283,7 @@ def _only_added_to(program, before, after) -> bool:
 
 
 def _taken(program, v) -> bool:
-    """Whether a product, convolution or gather reads a value, directly or after a cast or transpose."""
+    """Whether a matrix product, convolution or gather reads a value, directly or after a cast or transpose."""
     for eqn in program.eqns:
         where = [i for i, each in enumerate(eqn.invars) if each is v]
         if not where:

@@ -22,7 +22,7 @@ from fnet.parallel._targets import Target
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A strategy that `parallel.plan` compared, with the memory, transfers and time that a step needs with it.
+    """A strategy that `parallel.plan` compared, and the memory, transfers and time of a step under this strategy.
 
     Attributes:
         options: the strategy, a `Strategy` object. The property `strategy` is the name of the strategy.
@@ -32,7 +32,7 @@ class Candidate:
         estimate: the peak memory and the transfers, estimated from the jaxpr of the step.
         compiled: the peak memory and the transfers of the compiled program, or None if the step was not compiled with
             the candidate's strategy.
-        time: the times of a step at the chips' peak rates. `time.seconds` is the minimum time of the step.
+        time: the times of a step at the chips' peak rates. `time.seconds` is a lower bound on the time of a step.
         verdict: for the selected strategy, a text that begins with "chosen"; for another strategy, the reason why it
             was not selected.
 
@@ -176,9 +176,9 @@ class Plan:
 
         Returns:
             The compiled step, a function with the methods `lower` and `trace` of a `jax.jit` function. The batches that
-            are passed to the compiled step may be NumPy arrays. A call of the compiled step raises ValueError if the
-            devices are not attached, if the number of rows is not a multiple of the number of devices that share the
-            batch, or if the sharding of an array differs from the plan's sharding.
+            are passed to the compiled step may be NumPy arrays. The compiled step raises ValueError if the devices are
+            not attached, or if the sharding of an array differs from the plan's sharding. ValueError is also raised if
+            the number of rows is not a multiple of the number of devices that share the batch.
         """
         compiled = jax.jit(self.options.applied(step, self.mesh, self.axes), in_shardings=(self.state, self.batch),
                            out_shardings=(self.state, NamedSharding(self.mesh, P())), donate_argnums=0)

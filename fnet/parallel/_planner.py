@@ -41,14 +41,15 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
         step = plan.jit(step)
 
     `plan` estimates from the jaxpr of the step how much memory each strategy needs, and how many bytes the chips send
-    to each other. If the step can be compiled for the devices, `plan` takes the memory and the transfers from the
-    compiled program instead. The devices need not be attached, and no arrays are allocated.
+    to each other. If the step can be compiled for the devices, `plan` instead reads the needed memory and the number of
+    sent bytes from the compiled program. The devices need not be attached, and no arrays are allocated.
 
-    Of the strategies that fit into memory, `plan` first keeps those that send at most 5 % more bytes than the strategy
-    that sends the fewest bytes. Of the kept strategies, `plan` then keeps those whose estimated time is
-    at most 5 % longer than the shortest estimated time. Finally, `plan` selects the simplest remaining strategy that
-    leaves at least half of the memory free. If no remaining strategy leaves half of the memory free, `plan` selects the
-    one with the most free memory.
+    `plan` first discards the strategies that do not fit into memory. Second, `plan` discards each strategy that sends
+    over 5 % more bytes than the remaining strategy that sends the fewest bytes. Third, `plan` discards each strategy
+    whose estimated time is over 5 % longer than the shortest estimated time of the remaining strategies. Finally,
+    `plan` selects the simplest remaining strategy that needs at most half of the memory of a device. If all remaining
+    strategies need more than half of the memory of a device, `plan` selects the remaining strategy that needs the least
+    memory.
 
     The strategies are:
 
@@ -60,15 +61,15 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
     - "fsdp": the parameters and the optimizer's state are split over the devices, and a parameter is gathered each time
       the step uses it (ZeRO, stage 3; Zhao et al., 2023, PyTorch FSDP).
 
-    - "fsdp+pins": as with "fsdp", the whole state is split. In addition, sharding constraints (pins) keep the
-      activations split along the batch axis. Without sharding constraints on the activations, XLA may sum activations
-      over all chips instead of gathering weights.
+    - "fsdp+pins": the whole state is split as with "fsdp", and sharding constraints (pins) keep the activations split
+      along the batch axis. Without sharding constraints on the activations, XLA may sum activations over all chips
+      instead of gathering weights.
 
     Whether "fsdp" or "fsdp+pins" sends fewer bytes depends on the model, so the step is compiled with both. If no
     strategy fits into memory, `plan` tries each strategy with "+remat": the backward pass recomputes activations, as
-    with `ft.rematerialize`. If no strategy with "+remat" fits either, `plan` adds "+microbatches=N", where N is 2, 4 or
-    a larger power of two. With N microbatches, the batch is processed in N slices, one after another. For microbatches,
-    the step must have a keyword argument `microbatches` that it passes to `ft.microbatch`.
+    with `ft.rematerialize`. If no strategy with "+remat" fits into memory, `plan` also adds "+microbatches=N", where N
+    is 2, 4 or a larger power of two. With N microbatches, the batch is processed in N slices, one after another. For
+    microbatches, the step must have a keyword argument `microbatches` that it passes to `ft.microbatch`.
 
     Args:
         step: a function `step(state, batch) -> (state, metrics)`, written for one device.
@@ -79,18 +80,19 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
         devices: "local", a list of devices, or the name of devices that need not be attached. "local" means all devices
             of this run. A name specifies a slice of TPUs ("v5e:16x16", or "v5p:4x4x4*2" for two slices), GPUs
             ("h100:4x8" for four machines with eight GPUs each), a chip ("RTX 3080"), or a system ("dgx-1"). Default
-            "local". To compile for TPUs that are not attached, install libtpu (`pip install 'fnet[tpu-plan]'`). JAX's
-            CUDA plugin can compile for some GPUs. If the step cannot be compiled for the devices, the returned plan
-            contains only estimates, and the printed plan states this.
+            "local". To compile for TPUs that are not attached, install libtpu (`pip install 'fnet[tpu-plan]'`). With
+            JAX's CUDA plugin, `plan` can also compile for two types of GPUs that are not attached: A100 SXM4 80GB and
+            H100 SXM5 80GB. If the step cannot be compiled for the devices, the returned plan contains only estimates,
+            and the printed plan states this.
         strategy: "auto", or one of `parallel.STRATEGIES`, optionally followed by "+remat" and "+microbatches=N". If
             `strategy` is "auto", all strategies are compared. If `strategy` is "fsdp", the strategies "fsdp" and
             "fsdp+pins" are compared. Default "auto".
         mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}. The batch is split over the axis
-            "data". One length may be -1, which means that the length is computed from the number of devices. If the
-            axis "data" is omitted, its length is -1. By default, all devices of a TPU slice or GPU machine lie along
-            "data", and the slices or machines lie along another axis, "slice". The state is split over the devices of a
-            slice or machine, and each slice or machine has a complete state. Between slices or machines, only sums over
-            the batch, such as gradients, are sent.
+            "data". One length may be -1, which means that the length is computed from the number of devices. If `mesh`
+            lacks the axis "data", the length of this axis is computed from the number of devices. By default, all
+            devices of a TPU slice or GPU machine lie along "data", and the slices or machines lie along another axis,
+            "slice". The state is split over the devices of a slice or machine, and each slice or machine has a complete
+            state. Between slices or machines, only sums over the batch, such as gradients, are sent.
         rules: rules for tensor parallelism, a dict. A key is a regular expression that matches the complete path of a
             parameter, such as "blocks/fc/kernel". A value is a tuple that contains, for each axis of the parameter, the
             name of the mesh axis over which this axis is split, or None. `parallel.rules` creates the dict `rules` from
@@ -219,8 +221,8 @@ class Drafts:
                                                          between, alike=self.alike))
 
     def compared(self, rung: list[Strategy], compile: bool) -> list[Candidate]:
-        """Returns a candidate (a strategy with its costs) for each strategy of the list `rung`. The field `verdict` of
-        a candidate is "" if `plan` may select the candidate."""
+        """Compares the strategies in the list `rung`, and returns a candidate (a strategy with its costs) for each
+        strategy. The field `verdict` of a candidate is "" if `plan` may select the candidate."""
         estimated = [self.candidate(option) for option in rung]
         if not compile or self.chips.devices is None:
             free = lambda option: option.state == "fsdp" and not option.pins

@@ -19,11 +19,10 @@ def rules(spec: Any, axes: Mapping[str, str]) -> dict[str, tuple[str | None, ...
                              rules=parallel.rules(model.spec(x)[0], {"heads": "tensor", "mlp": "tensor"}))
 
     Args:
-        spec: the tree of `ParamSpec`s that describes the parameters of the model. `model.spec(x)` returns this tree as
-            its first result.
-        axes: {logical axis name: mesh axis}. An axis of a parameter whose logical name is a key of `axes` is split over
-            the corresponding mesh axis. If several axes of a parameter would be split over the same mesh axis, only the
-            first of these axes is split.
+        spec: the first result of `model.spec(x)`, a tree of `ParamSpec`s that describe the parameters of the model.
+        axes: {logical axis name: mesh axis}. If the logical name of a parameter's axis is a key of `axes`, this axis is
+            split over the corresponding mesh axis. If several axes of a parameter would be split over the same mesh
+            axis, only the first of these axes is split.
 
     Returns:
         A dict with a rule for each parameter that has an axis with one of the names in `axes`. A key is the path of a

@@ -23,8 +23,8 @@ _OPTIONS = Strategy("data"), Strategy("data", remat=True)
 
 
 class Figure(NamedTuple):
-    """A value as text, and its basis, which states how the value is known. The basis of a value is "exact",
-    "published", "derived", "estimated" or "unverified", or "" if the value is not a number."""
+    """A value as text, and its basis, which states how the value is known: "exact", "published", "derived", "estimated"
+    or "unverified". If the value is not a number, `basis` is ""."""
 
     text: str
     basis: str = ""
@@ -39,7 +39,7 @@ class OnChips:
         target: the kind and the number of the chips.
         policy: the dtypes that `hardware.policy` selects for the chips, a `hardware.Policy`.
         count: the FLOPs and bytes of the step, a `hardware.Count`.
-        time: the times of a step at the chips' peak rates. `time.seconds` is the minimum time of the step.
+        time: the times of a step at the chips' peak rates. `time.seconds` is a lower bound on the time of a step.
         peak: the estimated number of bytes that the step needs on each JAX device.
         memory: the bytes of memory of each JAX device, or None if unknown.
         rows: two estimates of the largest number of rows in a batch with which the step fits into memory: without and
@@ -76,15 +76,16 @@ class OnChips:
         return None if self.memory is None else self.peak <= ROOM * self.memory
 
     def watt_hours(self, steps: float) -> float | None:
-        """Returns the energy of `steps` steps in watt-hours. Each step is assumed to take the minimum time, and the
-        chips are assumed to use their full power. The result is None if the power or the time is unknown."""
+        """Returns the energy of `steps` steps in watt-hours. Each step is assumed to take `time.seconds` (a lower
+        bound), and the chips are assumed to use their full power. The result is None if the power or the time is
+        unknown."""
         if self.watts is None or not self.time.seconds:
             return None
         return self.watts * self.time.seconds * steps / 3600
 
     def dollars(self, steps: float) -> float | None:
-        """Returns the rent for `steps` steps in dollars. Each step is assumed to take the minimum time. The result is
-        None if the price per hour or the time is unknown."""
+        """Returns the cost of renting the chips for `steps` steps, in dollars. Each step is assumed to take
+        `time.seconds`, a lower bound on its time. The result is None if the price per hour or the time is unknown."""
         hourly = next((value.price.usd for value in self.values if value.price.per == "hour"), None)
         if hourly is None or not self.time.seconds:
             return None
@@ -98,10 +99,10 @@ class OnChips:
             self.target.count)
 
     def figures(self, steps: float, period: str) -> dict[str, Figure]:
-        """Returns the column of the comparison table for one kind of chips, as a dict {quantity: figure}. A figure is a
-        tuple (text, basis). The basis of a figure states how the figure is known, such as "estimated". The figures for
-        energy and rent are for `steps` steps. `period` is the text with which the table describes the number of steps,
-        such as "1,000 steps"."""
+        """Returns the column of the comparison table for one kind of chips, as a dict {quantity: `Figure`}. Each
+        `Figure` contains the value of the quantity as text, and a word that states how this value is known, such as
+        "estimated". Energy and rental cost are given for `steps` steps. `period` is the text with which the table
+        describes the number of steps, such as "1,000 steps"."""
         chip, time = self.target.chip, self.time
         peak = chip.peak(self.count.dtype) if self.count.dtype else None
         names = ("as written", "recomputed")
@@ -138,7 +139,7 @@ class SideBySide:
     Attributes:
         columns: a tuple with an `OnChips` (the estimates for one kind of chips) for each name that was passed to
             `compare`.
-        steps: the number of steps for which the table states energy and rent.
+        steps: the number of steps for which the table states the energy and the rental cost of the chips.
         period: the text with which the table describes `steps`, "1,000 steps" or "epoch".
 
     >>> def step(w, batch):
@@ -204,8 +205,9 @@ def compare(step: Callable, init: Callable, batch: Any, chips: Sequence[str], *,
         precision: the dtypes of the step. With "auto" (default), `ft.autocast` casts the step to the dtypes that
             `hardware.policy` selects for each chip. With "float32", "bfloat16" or "float16", `ft.autocast` casts the
             step to this dtype for all chips. With "as written", the step is not changed.
-        examples: the number of rows in an epoch. If `examples` is given, energy and rent are stated for an epoch.
-            Default None: energy and rent are stated for 1,000 steps.
+        examples: the number of rows in an epoch. If `examples` is given, the table states the energy and the rental
+            cost of an epoch. If `examples` is None (default), the table states the energy and the rental cost of 1,000
+            steps.
 
     Returns:
         A `SideBySide`, a table in which each number is marked as exact, published, derived, estimated or unverified.

@@ -39,7 +39,8 @@ class Target(NamedTuple):
         name: the name that the user passed for the devices, or a text that describes a list of devices.
         chip: the chip, with its peaks and memory.
         count: number of JAX devices.
-        groups: number of slices or machines that contain the devices. A slower network connects the slices or machines.
+        groups: number of slices or machines that contain the devices. The network between slices or machines is slower
+            than the links within a slice or machine.
         devices: devices to compile for, or None if this process cannot compile programs for the target.
         attached: whether the devices are attached, so that a program can run.
         why: the reason why `devices` is None, or "".
@@ -190,9 +191,9 @@ def _environment(variables: dict[str, str]):
 def _rates(chip, axes, group, ring=4) -> tuple[float | None, float | None]:
     """Returns the bytes/s that a device can send within its slice or machine, and to other slices or machines.
 
-    In a torus, a chip has two links along each axis, or one link if the axis has only two chips. An axis of a torus
-    that is too short to be a ring is treated as a ring, because only the two chips at its ends have fewer links. If a
-    chip has several devices, they share its links.
+    In a torus of TPU chips, a chip has two links along each axis, or one link along an axis of two chips. Every axis of
+    more than two chips is treated as a closed ring. A short axis of a TPU slice is in fact an open line of chips, in
+    which only the two chips at the ends have one link fewer. If a chip has several devices, they share its links.
     """
     links = chip.links
     if links is None:

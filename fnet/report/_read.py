@@ -32,8 +32,9 @@ class Run:
         name: the name of the folder.
         metrics: a dict {name: (steps, values)}, in which a value that is not finite is None.
         config: the hyperparameters, a dict; {} if no hyperparameters were recorded.
-        facts: a dict of facts about the run, which `training.fit` stores as the notes of the newest checkpoint.
-            `facts` may contain the chip, the precision policy, the sharding plan and the versions of libraries.
+        facts: properties of the run, a dict. `facts` may contain the chip, the precision policy, the sharding plan and
+            the versions of libraries. `training.fit` stores this dict in each checkpoint, under "notes" in
+            manifest.json; `facts` is read from the newest checkpoint.
         checkpoints: a list of (step, metrics, size in bytes), in the order of the steps.
         damaged: the names of damaged checkpoints, which were renamed.
         events: a list of (step, time, text). The time is a Unix time, or None if it is unknown.
@@ -41,8 +42,8 @@ class Run:
         summary: a list of the rows of `introspect.summary`, which is empty if no summary was saved.
         samples: the text samples, a dict {file name: text}.
         plan: the text of `parallel.Plan.explain`, which compares sharding strategies, or "" if the run had no plan.
-        profiles: a dict of the profiles. A key of `profiles` is the range of the profiled steps, such as "100-105". A
-            value of `profiles` is the list of rows that `introspect.profile` has returned.
+        profiles: the measured times of profiled steps, a dict {range of the steps, such as "100-105": list of rows}.
+            The rows are those that `introspect.profile` has returned.
         notes: messages about files and values that could not be used.
 
     >>> import tempfile
@@ -149,7 +150,7 @@ def _json(run: Run, path: Path, limit: int = _FILE) -> Any:
 
 
 def _lines(run: Run, name: str, use: Callable[[int, dict], None]) -> None:
-    """Calls `use` with the number and the content of each line of a file that is a JSON object."""
+    """Reads a file with one JSON object in each line, and calls `use(line number, object)` for each object."""
     raw, wrong = _raw(run, run.path / name, _LOG), []
     lines = (raw or b"").split(b"\n")
     for number, line in enumerate(lines, 1):

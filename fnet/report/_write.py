@@ -119,8 +119,8 @@ def unique_names(runs: Sequence[Run]) -> list[str]:
 
 
 def seed_groups(runs: Sequence[Run]) -> list[int]:
-    """Returns a group number for each run. Runs whose configurations differ only in seed, data_dir or workdir are in
-    the same group."""
+    """Returns a group number for each run, to combine the curves of runs with different seeds. Runs whose
+    configurations differ only in seed, data_dir or workdir are in the same group."""
     keys: dict[Any, int] = {}
     found = []
     for i, run in enumerate(runs):

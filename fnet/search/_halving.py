@@ -22,11 +22,12 @@ class Halving:
 
     Attributes:
       state: the population of the m members that were trained to the end, best first.
-      scores: the scores of the members in `state`, an array [m].
-      indices: the indices of the members in `state`, as positions in the hyperparameters that were passed to
-        `halving`, an array [m].
-      rungs: a tuple (members, steps, best score) for each rung (stage of the search).
-      member_steps: the total number of training steps, summed over all members and rungs.
+      scores: the scores of the members (training runs) in `state`, an array [m].
+      indices: an array [m], which contains for each member (training run) in `state` the index of its hyperparameters
+        in the argument `hyper` of `halving`.
+      rungs: for each rung (stage of the search), a tuple of the number of training runs, the number of their steps up
+        to the end of the rung, and the best score.
+      member_steps: the total number of training steps of all training runs in all stages of the search.
 
     >>> print(search.Halving(None, np.array([0.9]), np.array([3]), ((4, 10, 0.8), (1, 40, 0.9)), 70))
     members  steps  best score
@@ -48,22 +49,23 @@ class Halving:
 def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, score: Callable, *, steps: int,
             first: int, eta: int = 3, key: jax.Array, workdir: str | os.PathLike | None = None,
             **options: Any) -> Halving:
-    """Successive halving: trains all members for a few steps, the best 1 / eta of the members for longer, and so on.
+    """Successive halving: starts many training runs, and repeatedly stops all but the best of them.
 
-    A member is a training run of a population, see `population`. The first rung (stage of the search) trains all n
-    members up to step `first`. Each further stage keeps the best 1 / eta of the members, and trains these members up to
-    a step that is eta times the last step of the previous stage. The last stage of the search ends at step `steps`.
+    A member is a training run of a population, see `population`. The search consists of several stages, which are also
+    called rungs. The first stage of the search trains all n members (training runs) of the population for `first`
+    steps. Each further stage keeps the best 1 / eta of the training runs, and continues these runs up to a step that is
+    eta times the last step of the previous stage. The last stage of the search ends at step `steps`.
 
     Args:
       init_n, step_n: the results of `population`.
-      hyper: the hyperparameters of the n members, a tree whose leaves have a leading axis [n].
+      hyper: the hyperparameters of the n members of the population, a tree whose leaves have a leading axis [n].
       batches: the batches, as for `tr.fit`.
       score: a function `score(state)` that returns the scores of the members of a population, an array [members]. A
         larger score is better; NaN is the worst score.
-      steps: the total number of steps of a member that reaches the last stage.
+      steps: the total number of steps of a training run that is not stopped early.
       first: the number of steps of the first stage.
-      eta: the factor between two rungs (stages). From one stage to the next, the number of members is divided by eta,
-        and the number of steps is multiplied by eta.
+      eta: the factor between two stages (rungs) of the search. From one stage to the next, the number of training runs
+        is divided by eta, and the number of steps is multiplied by eta.
       key: the PRNG key for `init_n`.
       workdir: a folder for the checkpoints of each stage, or None. If `workdir` is a folder, an interrupted search can
         be continued.
@@ -109,24 +111,24 @@ def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, s
 def hyperband(init_n: Callable, step_n: Callable, space: Space, batches: Callable, score: Callable, *, steps: int,
               eta: int = 3, seed: int = 0, most: int | None = None, fixed: Mapping[str, Any] | None = None,
               workdir: str | os.PathLike | None = None, **options: Any) -> list[Halving]:
-    """Hyperband: runs successive halving (see `halving`) several times, with different first rungs (stages).
+    """Hyperband: runs successive halving (see `halving`) several times, with different numbers of training runs.
 
-    Each run of successive halving is called a bracket. The first bracket starts with many members that are trained for
-    a few steps. The last bracket starts with few members, all of which are trained for all steps.
+    Each run of successive halving is called a bracket. The first bracket starts many training runs, and stops most of
+    them after a few steps. The last bracket starts only a few training runs, and trains all of them for all steps.
 
     Args:
       init_n, step_n, batches, score, steps, eta, options: as for `halving`.
       space: the space of the hyperparameters, all of which must be numbers. Each bracket (run of successive halving)
         uses different random points of `space`.
-      seed: the seed of the random points and of the PRNG keys of the members.
-      most: the largest number of brackets. Default None: as many as possible. The number of brackets is limited,
-        because the first stage of each bracket must have at least one step.
-      fixed: a dict of further hyperparameters that have the same value for all members, or None.
+      seed: the seed of the random points of `space` and of the PRNG keys of the training runs.
+      most: the largest number of brackets (runs of successive halving). Default None: as many as possible. The number
+        of brackets is limited, because the first stage of each bracket must have at least one step.
+      fixed: a dict of further hyperparameters that have the same value for all training runs, or None.
       workdir: a folder for the checkpoints, with one subfolder for each bracket, or None.
 
     Returns:
-      A list that contains a `Halving` for each bracket. In each `Halving`, the best member is first. The best of all
-      members is the first member of the bracket with the highest score.
+      A list that contains a `Halving` for each bracket. In each `Halving`, the training runs are sorted by score, best
+      first. To find the best training run of all brackets, compare the first element of `scores` of each `Halving`.
 
     Source: Li et al. (2018), Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization.
 

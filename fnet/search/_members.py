@@ -18,13 +18,13 @@ _FIELDS = ("step", "members", "hyper", "diverged")
 class Population:
     """The state of a population of n members (training runs). A `Population` is a state for `tr.fit`, and is immutable.
 
-    With the method "loop" (see `population`), each member has its own arrays between the steps. When `members` or the
-    leaves of the population are read, for example for an evaluation or a checkpoint, the arrays of the members are
-    copied to arrays with a leading axis of members.
+    With the method "loop" (see `population`), a step returns a `Population` that stores the state of each member in
+    separate arrays. When the field `members` or the leaves of the `Population` are read, for example for an evaluation
+    or a checkpoint, the arrays of all members are copied to new arrays, as by `jnp.stack`.
 
     Fields:
       step: the number of completed steps, an int32 scalar.
-      members: the states of the members, each leaf with a leading axis [n].
+      members: the states of all members of the population in one tree, whose leaves have the shape [n, ...].
       hyper: the hyperparameters, a tree of arrays [n, ...].
       diverged: a bool array [n], True for each member that has had a NaN or infinite metric.
 
@@ -70,13 +70,14 @@ jax.tree_util.register_pytree_with_keys(Population, _named, lambda _, fields: Po
 
 
 class Separate:
-    """The states of members in separate arrays.
+    """The states of the members of a population, in separate arrays for each member.
 
     Attributes:
-      states: the states, a sequence with one tree for each member.
-      hypers: the hyperparameters, a sequence with one tree for each member.
-      hyper: the hyperparameters of all members in one tree, each leaf with a leading axis of members.
-      mesh: the mesh of the devices over which the members are distributed, or None if all members are on one device.
+      states: the training states, a sequence with one tree for each member of the population.
+      hypers: the hyperparameters, a sequence with one tree for each member of the population.
+      hyper: the hyperparameters of all n members of the population in one tree, whose leaves have the shape [n, ...].
+      mesh: the mesh of the devices over which the members of the population are distributed, or None if the whole
+        population is on one device.
     """
 
     def __init__(self, states: Sequence[Any], hypers: Sequence[Any], hyper: Any, mesh: Mesh | None):
@@ -95,7 +96,7 @@ class Separate:
 
 
 def separate(population: Population, mesh: Mesh | None) -> Separate:
-    """Copies the members of a population to separate arrays. The combined arrays of the members' states are deleted."""
+    """Copies the state of each member to separate arrays, and deletes the arrays with the states of all members."""
     found, hyper, n = population._members, population.hyper, population.diverged.shape[0]
     if not isinstance(found, Separate):
         states, hypers = zip(*parts((found, hyper), n, mesh))
@@ -111,7 +112,8 @@ def separate(population: Population, mesh: Mesh | None) -> Separate:
 
 
 def parts(tree: Any, n: int, mesh: Mesh | None) -> list[Any]:
-    """Splits a tree whose leaves have a leading axis of n members into n trees, each on the device of its member."""
+    """Splits a tree of arrays [n, ...], where n is the number of members of a population, into one tree for each
+    member. The tree of a member is on the device that trains this member."""
     if mesh is None:
         return _parts(tree, n)
     tree = jax.device_put(tree, NamedSharding(mesh, P(mesh.axis_names[0])))
@@ -120,8 +122,8 @@ def parts(tree: Any, n: int, mesh: Mesh | None) -> list[Any]:
 
 
 def stacked(parts: Sequence[Any], mesh: Mesh | None) -> Any:
-    """Combines the trees of all members into one tree, whose leaves have a leading axis of members. The inverse of
-    `parts`."""
+    """Combines the trees of the n members of a population into one tree, whose leaves have the shape [n, ...].
+    `stacked` is the inverse of `parts`."""
     if mesh is None:
         return _stacked(parts)
     each, place = len(parts) // len(mesh.local_devices), NamedSharding(mesh, P(mesh.axis_names[0]))

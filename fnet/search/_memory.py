@@ -1,4 +1,4 @@
-"""Estimates how many members of a population fit into the memory of a device."""
+"""Estimates how many members (training runs) of a population fit into the memory of a device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ class Fits:
     """The number of members of a population that fit into the memory of one device. `str()` returns one line.
 
     Attributes:
-      state: the exact size of the state and the hyperparameters of one member, in bytes.
-      working: the estimated size of gradients and activations during the step of one member, in bytes.
+      state: the exact size of the state and the hyperparameters of one member of the population, in bytes.
+      working: the estimated size of gradients and activations during the step of one member of the population, in
+        bytes.
       memory: the memory of the device, in bytes.
-      vmap: the number of members that fit if all members run at the same time (methods vmap and split).
-      loop: the number of members that fit if they run one after another.
+      vmap: the number of members of the population that fit into the memory if all of them run at the same time
+        (methods vmap and split).
+      loop: the number of members of the population whose states fit into the memory if only one member is trained at a
+        time (method loop).
 
     >>> print(search.Fits(4 << 20, 12 << 20, 1 << 30, 57, 202))
     57 members with vmap, 202 one by one (1.0 GiB of memory; each 4.0 MiB of state, 12.0 MiB of activations)
@@ -44,8 +47,8 @@ def fits(init: Callable, step: Callable, hyper: Any, batch: Any, *, devices: Any
     runtime and for fragmentation.
 
     Args:
-      init, step: the functions of one member, as for `population`.
-      hyper: the hyperparameters of one member, a tree of arrays or `jax.ShapeDtypeStruct`s.
+      init, step: the functions that initialize and train one member of the population, as for `population`.
+      hyper: the hyperparameters of one member of the population, a tree of arrays or `jax.ShapeDtypeStruct`s.
       batch: the batch of one step.
       devices: "local" for this device, or the name of a chip, such as "v5e:1x1" or "T4". The chip does not have to be
         attached.

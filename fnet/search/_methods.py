@@ -60,7 +60,7 @@ class Step:
     """The step of a population, `step_n(state, batch) -> (state, metrics)`. It donates the state.
 
     Attributes:
-      plain: the step of all members as one function that JAX can trace.
+      plain: the step of all members of the population as one function that JAX can trace.
       separate: True if a step calls several compiled programs. The value of `separate` is valid after the first call of
         the step, or after `prepare`.
     """
@@ -88,7 +88,8 @@ class Step:
         return any(each.chosen == "loop" for each in self._methods.values())
 
     def prepare(self, state: Any, batch: Any, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Selects the method (vmap, split or loop) for the number of members in `state`, by measurement if necessary.
+        """Selects the method (vmap, split or loop) that trains the population `state`, by timing the methods if
+        necessary.
 
         Args:
           state, batch: the arguments of a step. The state is not donated.
@@ -154,7 +155,7 @@ class Step:
         return self._programs[name]
 
     def _traceable(self, name: str) -> Callable:
-        """Returns the step of all members as one function that JAX can trace."""
+        """Returns the step of all members of the population as one function that JAX can trace."""
         step = checked(split_convolutions(self._step) if name == "split" else self._step)
 
         def over(members, hyper, diverged, batch):
@@ -169,8 +170,8 @@ class Step:
         return step_n
 
     def _separate(self) -> Callable:
-        """Returns a step that calls one program for each member. Between steps, each member of the population has its
-        own arrays."""
+        """Returns a step that calls the same compiled program once for each member of the population. Between two
+        steps, the arrays of the population's members are stored separately instead of stacked along a leading axis."""
         one, mesh = ft.tune(jax.jit(checked(self._step), donate_argnums=0)), self._mesh
         rows = None if mesh is None else NamedSharding(mesh, P(mesh.axis_names[0]))
 
@@ -183,7 +184,7 @@ class Step:
                       out_shardings=None if mesh is None else (NamedSharding(mesh, P()), rows, rows))
 
         def placed(batch, n, here):
-            """Returns a list with one batch for each member on the devices of this process."""
+            """Returns a list of batches, one for each member of the population on this process's devices."""
             if self._own:
                 return _state.parts(batch, n, mesh)
             if mesh is None:
@@ -207,7 +208,7 @@ class Step:
         return step_n
 
     def _shards(self, f: Callable) -> Callable:
-        """Returns a version of f(members, hyper, diverged, batch) that each device applies to its own members."""
+        """Returns the function `f`, sharded with `jax.shard_map` over the members of the population."""
         if self._mesh is None:
             return f
         rows = P(self._mesh.axis_names[0])
@@ -216,9 +217,10 @@ class Step:
 
 
 def checked(step: Callable) -> Callable:
-    """Returns the step of one member, `(state, hyper, batch) -> (state, metrics)`, with checks of the results.
+    """Returns a function `(state, hyper, batch) -> (state, metrics)` that calls `step` and checks its results.
 
-    Each `Mean` in the metrics is converted to a `MemberMean`, which can have an axis of members.
+    Each `Mean` in the metrics is converted to a `MemberMean`, which can contain one mean for each member of a
+    population.
 
     Raises:
       TypeError: the step does not return (state, metrics), or the structure of the returned state differs from that of
@@ -238,13 +240,14 @@ def checked(step: Callable) -> Callable:
 
 
 def marked(diverged: jax.Array, metrics: Any) -> tuple[jax.Array, Any]:
-    """Marks members that have diverged. Returns (diverged, metrics). In the returned metrics, the values and weights of
-    diverged members are 0.
+    """Marks the members of a population that have diverged. Returns (diverged, metrics). In the returned metrics, the
+    values and weights of the diverged members of the population are 0.
 
-    A member has diverged if one of its metrics is or has been NaN or infinite. The leaves of `metrics` have a leading
-    axis of members. The states of the members are not checked for NaN, because this check would take a third of the
-    time of a small MLP's step. A check of the states is not necessary either, because a member with NaN or infinite
-    values does not affect the other members.
+    A member of a population has diverged if one of its metrics was NaN or infinite in this step or in an earlier step.
+    The leaves of `metrics` have the shape [n, ...], where n is the number of members of the population. The states of
+    the population's members are not checked for NaN, because such a check is slow: for a small MLP, it would take a
+    third of the time of a step. NaN or infinite values in the state of one member do not affect the other members of
+    the population, so no check of the states is needed.
     """
     for leaf in jax.tree.leaves(metrics):
         diverged = diverged | ~jnp.isfinite(leaf).reshape(len(leaf), -1).all(1)
@@ -253,7 +256,7 @@ def marked(diverged: jax.Array, metrics: Any) -> tuple[jax.Array, Any]:
 
 
 def as_members(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts each mean in metrics to a `MemberMean`, whose leading axis is the axis of members."""
+    """Converts each `Mean` in metrics to a `MemberMean`, whose leading axis is the axis of a population's members."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"each_member: expected a function that returns a dict of metrics; got a "
                         f"{type(metrics).__name__}")
@@ -266,10 +269,11 @@ def of_members(metrics):
 
 
 def split_convolutions(step: Callable) -> Callable:
-    """Returns the step of one member with another vmap rule for convolutions whose input and kernel are both batched.
+    """Returns `step` with a custom vmap rule for convolutions whose input and kernel are both batched.
 
     By default, vmap converts convolutions with a batched input and a batched kernel to one grouped convolution, for
-    which XLA has slow kernels. With the new vmap rule, a separate convolution is computed for each member.
+    which XLA has slow kernels. With the custom vmap rule, a separate convolution is computed for each index of the
+    batched axis.
     """
     def rule(primitive, scope, inputs, equation):
         if primitive != "conv_general_dilated":
@@ -292,7 +296,7 @@ def split_convolutions(step: Callable) -> Callable:
 
 
 def _convolves(step, state, batch, own) -> bool:
-    """Whether the program of one member contains convolutions."""
+    """Whether the training step contains convolutions."""
     seen = []
 
     def rule(primitive, scope, inputs, equation):

@@ -16,25 +16,28 @@ def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, frac
            factors: tuple[float, float] = (0.8, 1.2), resample: float = 0.25) -> Population:
     """Returns the population after one generation of population-based training (PBT).
 
-    The m members with the lowest scores are replaced (truncation selection). Each replaced member becomes a copy of a
-    member that is drawn at random from the m best members. The parameters, the optimizer state and the hyperparameters
-    are copied. After copying a member, each hyperparameter of the copy is changed. With probability `resample`, the new
-    value of a hyperparameter is drawn from `space`. Otherwise, the value of the hyperparameter is multiplied by one of
-    the two `factors` and clipped to its range. A member that has diverged counts as a member with the lowest score.
+    The m members of the population with the lowest scores are replaced (truncation selection). Each replaced member
+    becomes a copy of one of the population's m best members, drawn at random. The parameters, the optimizer state and
+    the hyperparameters are copied. After a member is copied, each hyperparameter of the copy that is in `space` is
+    changed at random. With probability `resample`, the new value of a hyperparameter is drawn from `space`. Otherwise,
+    the value of the hyperparameter is multiplied by one of the two `factors` and clipped to its range. If a member of
+    the population has diverged (NaN or infinite metrics), it is treated as if it had the lowest score.
 
     Args:
       state: a population, whose `hyper` is a dict.
-      scores: the scores of the members, an array [n]. A larger score is better; NaN is the worst score.
-      space: the ranges of the hyperparameters that change. Hyperparameters that are not in the space, such as seeds,
-        are copied unchanged.
+      scores: the scores of the n members of the population, an array [n]. A larger score is better; NaN is the worst
+        score.
+      space: a `Space`, which contains a range for each hyperparameter that `evolve` changes at random. Hyperparameters
+        that are not in the space, such as seeds, are copied unchanged.
       key: a PRNG key. Pass a different key for each generation.
-      fraction: the fraction of the members that are replaced, in (0, 0.5].
-      factors: the two factors, one of which multiplies a hyperparameter that is not drawn from the space.
+      fraction: the fraction of the population's members that are replaced by copies of better members, in (0, 0.5].
+      factors: two numbers. A hyperparameter whose new value is not drawn from `space` is multiplied by one of the two
+        `factors`, selected at random.
       resample: the probability of drawing a new value from the space, in [0, 1].
 
     Raises:
-      ValueError: a hyperparameter of the space is not in the population or is a `Choice`, or `fraction`, `resample` or
-        the number of members is out of range.
+      ValueError: `fraction` or `resample` is out of range, or the population has fewer than two members. ValueError is
+        also raised if a hyperparameter in `space` is a `Choice`, or is not a hyperparameter of the population.
 
     Source: Jaderberg et al. (2017), Population Based Training of Neural Networks.
 
@@ -86,10 +89,11 @@ def pbt(step_n: Callable, score: Callable, space: Space, *, interval: int, seed:
 
     Args:
       step_n: the step that `population` returns.
-      score: a JAX function `score(state)` that returns the scores of all members, an array [n], for example the
-        accuracies on validation data. A larger score is better. `score` is called at the end of each generation.
+      score: a JAX function `score(state)` that returns the scores of all n members of the population, an array [n], for
+        example the accuracies on validation data. A larger score is better. `score` is called at the end of each
+        generation.
       space: the ranges of the hyperparameters, as for `evolve`.
-      interval: the number of steps of a generation.
+      interval: the number of steps between two calls of `evolve`.
       seed: the seed of the random choices of `evolve`.
       **options: options of `evolve`.
 
@@ -126,8 +130,10 @@ class PBT:
 
     @property
     def separate(self) -> bool:
-        """The value is True, because a step of population-based training calls several compiled programs. Therefore
-        `fit` does not compile the step of `pbt` as one program."""
+        """Returns True, so that `fit` does not compile a step of population-based training as one program.
+
+        A step of population-based training calls several compiled programs.
+        """
         return True
 
     def plain(self, state, batch):
@@ -135,7 +141,7 @@ class PBT:
         return jax.lax.cond(new.step % self._interval == 0, self._evolve, lambda same: same, new), metrics
 
     def prepare(self, state, batch, known=None):
-        """Selects the method (vmap, split or loop) by which the members of the population run."""
+        """Selects the method (vmap, split or loop) that trains the members of the population."""
         return self._step.prepare(state, batch, known)
 
     def explained(self, state, batch):

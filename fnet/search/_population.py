@@ -41,28 +41,31 @@ def population(init: Callable, step: Callable, *, method: str = "auto", devices:
     single training run that starts from `init(jax.random.fold_in(key, i), h)`, where h contains the i-th value of each
     hyperparameter.
 
-    The members of a population can run by three methods. The method "vmap" runs the step under `jax.vmap`. The method
-    "split" is like "vmap", but convolutions with a kernel for each member are computed one by one. The method "loop"
-    runs one compiled program for one member after another.
+    There are three methods to run the members (training runs) of a population: "vmap", "split" and "loop". The method
+    "vmap" runs the step under `jax.vmap`. The method "split" is like "vmap", but if each member has its own convolution
+    kernel, a separate convolution is computed for each member. The method "loop" runs one compiled program for one
+    member after another.
 
     Which of the methods vmap, split and loop is the fastest depends on the model and the device. For example, if each
-    member has its own convolution kernels, `vmap` on a CPU is several times slower than `loop`. With the method "auto",
-    the first call of `step_n` times the methods on copies of the state, and selects the fastest method.
-    `ft.explain(step_n, state, batch)` shows the measured times of the methods. `tr.fit` stores the selected method in
-    its checkpoints, so a resumed run uses the same method.
+    member of the population has its own convolution kernels, `vmap` on a CPU is several times slower than `loop`. With
+    the method "auto", the first call of `step_n` times the methods on copies of the state, and selects the fastest
+    method. `ft.explain(step_n, state, batch)` shows the measured times of the methods. `tr.fit` stores the selected
+    method in its checkpoints, so a resumed run uses the same method.
 
-    If a metric of a member is NaN or infinite, the member is marked in `state.diverged`, and the later metrics of this
-    member are ignored. A member with NaN or infinite metrics does not affect the other members, and `tr.fit` continues.
+    If a metric of a member of the population is NaN or infinite, the member is marked in `state.diverged`, and its
+    later metrics are ignored. A member of the population with NaN or infinite metrics does not affect the other
+    members, and `tr.fit` continues.
 
     Args:
-      init: the init function of one member, `init(key, hyper) -> state`.
-      step: the step of one member, `step(state, batch, hyper) -> (state, metrics)`.
+      init: the function that initializes one member of the population, `init(key, hyper) -> state`.
+      step: the training step of one member of the population, `step(state, batch, hyper) -> (state, metrics)`.
       method: "auto" (the fastest method), "vmap", "split" or "loop".
       devices: the devices over which the members (training runs) of the population are distributed. The number of
-        members must be a multiple of the number of devices. If `devices` is None, all members run on the default
-        device.
-      own_batches: if True, each member has its own batch, and the leaves of a batch must have a leading axis for the
-        members. If `own_batches` is False, all members receive the same batch.
+        members of the population must be a multiple of the number of devices. If `devices` is None, the whole
+        population runs on the default device.
+      own_batches: whether each member of the population receives its own batch. If `own_batches` is True, the leaves of
+        a batch must have the shape [n, ...], where n is the number of members of the population. If `own_batches` is
+        False, all members of the population receive the same batch.
 
     Returns:
       Two functions, (init_n, step_n). `init_n(key, hyper)` returns a `Population`. The leaves of `hyper` must have a
@@ -116,13 +119,13 @@ def _init(init, mesh):
 
 
 def placement(shapes: Population, mesh: Mesh) -> Population:
-    """Returns the sharding of each leaf: the members are sharded over the devices, the step counter is replicated."""
+    """Returns the shardings of a population: the members are sharded over devices, the step counter is replicated."""
     place = lambda tree: jax.tree.map(lambda x: NamedSharding(mesh, P(AXIS)), tree)
     return Population(NamedSharding(mesh, P()), place(shapes.members), place(shapes.hyper), place(shapes.diverged))
 
 
 def members_of(hyper: Any) -> int:
-    """Returns the number of members in a tree of hyperparameters.
+    """Returns the number of members of a population, which is the length of each leaf of its hyperparameters.
 
     Raises:
       ValueError: the tree has no leaves, a leaf has no axis, or the leaves have different lengths.
@@ -154,7 +157,7 @@ def take(state: Population, indices: Any) -> Population:
 
     Args:
       state: a population.
-      indices: the indices of the members, an integer array [m]. An index may be repeated.
+      indices: the indices of the selected members of the population, an integer array [m]. An index may be repeated.
 
     >>> init_n, step_n = population(lambda key, hyper: {"w": 2 * hyper}, lambda state, batch, hyper: (state, {}))
     >>> search.take(init_n(jax.random.key(0), jnp.array([1.0, 3.0])), [1, 1]).members["w"].tolist()
@@ -166,18 +169,18 @@ def take(state: Population, indices: Any) -> Population:
 
 
 def each_member(measure: Callable) -> Callable:
-    """Converts a function of one member to a function of the whole population, for example for `tr.evaluator`.
+    """Returns a function that applies `measure` to each member of a population, for example for `tr.evaluator`.
 
         evaluate = {"validation": tr.evaluator(search.each_member(measure), data, 500)}
         tr.fit(step_n, state, batches, steps=1000, evaluate=evaluate, best="validation/accuracy/max", ...)
 
     Args:
-      measure: a function of the state of one member, `measure(state, batch) -> metrics`.
+      measure: a function of the state of one member of the population, `measure(state, batch) -> metrics`.
 
     Returns:
       A function of a `Population` and a batch. Each `tr.mean` in the metrics becomes a `tr.MemberMean`, which is logged
-      as name/mean, name/max, name/min and name/0, name/1, ... Other results of `measure` have a leading axis [n] of
-      members.
+      as name/mean, name/max, name/min and name/0, name/1, ... Results of `measure` that are not a `tr.mean` have the
+      shape [n, ...], where n is the number of members of the population.
 
     >>> measure = search.each_member(lambda state, batch: {"error": tr.mean(jnp.abs(state["w"] - batch))})
     >>> init_n, step_n = population(lambda key, hyper: {"w": hyper}, lambda state, batch, hyper: (state, {}))

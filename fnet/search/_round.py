@@ -27,9 +27,9 @@ class Round:
     stay in the CPU's cache.
 
     Attributes:
-      plain: the round as one function that JAX can trace.
-      separate: True, because a round of federated averaging calls several compiled programs. Therefore `tr.fit` does
-          not compile a round as one program.
+      plain: the round of federated averaging as one function that JAX can trace.
+      separate: True, which tells `tr.fit` not to compile a round of federated averaging as one program. A round calls
+          several compiled programs.
     """
 
     separate = True
@@ -83,7 +83,7 @@ class Round:
         return self._end(state, self._close(clients, answers, metrics, state.params, data[1]))
 
     def prepare(self, state: Any, batch: Any = None, known: Any = None) -> dict[str, Any]:
-        """Selects the method (vmap, split or loop) by which the clients run, as for the members of a population."""
+        """Selects the method that runs the clients of a round: vmap, split or loop, as in `search.population`."""
         self._chosen = self._step.prepare(*self._first(state), known)
         return self._chosen
 
@@ -92,15 +92,19 @@ class Round:
         return self._step.explained(*self._first(state))
 
     def _first(self, state):
-        """Returns the clients of one device of this process, and the batch of their first step."""
+        """Returns the arguments of the first local training step on the first device of this process: the `Population`
+        of the device's clients, and the batch."""
         first, device, data = self._places[0]
         server = _put((state.params, state.key, state.step), device)
         return self._begin_jit(server, data[1], np.int32(first), self._each)[0], (np.int32(0), data, server[0])
 
     def _begin(self, server, sizes, first, count):
-        """Returns (clients, answers) for `count` of the clients that are drawn for a round. `clients` is a population
-        in its initial state. `answers` is a bool array that states which of the `count` clients will return their
-        results."""
+        """Returns the initial states of `count` clients of a federated averaging round, beginning with client `first`.
+
+        The result is (clients, answers). `clients` is a `Population` that contains one member for each client, with the
+        initial state of the client. `answers` is a bool array [count] that is False for each client that will not
+        answer.
+        """
         params, key, step = server
         keys, rows = jax.random.split(jax.random.fold_in(key, step), 3), first + jnp.arange(count, dtype=jnp.int32)
         answers = jax.random.uniform(keys[1], (self._sampled,)) >= self._dropout
@@ -129,8 +133,8 @@ class Round:
         return jax.tree.map(keep, new, carry), metrics
 
     def _close(self, clients, answers, metrics, server, sizes):
-        """Returns four values: the sum of the clients' weighted changes of the parameters, the sum of the clients'
-        weights, the number of answers, and the sum of the clients' metrics."""
+        """Returns four values: the weighted sum of the clients' changes of the parameters, the sum of the clients'
+        weights, the number of clients that answered, and the sum of the clients' metrics."""
         answers = answers & ~clients.diverged
         weights = jnp.where(answers, sizes[clients.hyper["client"]], 0).astype(jnp.float32)
 

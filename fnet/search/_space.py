@@ -26,9 +26,10 @@ def sobol(n: int, dimensions: int, *, seed: int | None = None, start: int = 0) -
     """Returns points of the Sobol sequence in [0, 1), which cover the unit cube more evenly than random points.
 
     Args:
-      n: the number of points. Powers of 2 give the most even coverage.
+      n: the number of points. The points cover the unit cube most evenly if `n` is a power of 2.
       dimensions: the number of dimensions, from 1 to 21.
-      seed: the seed of a random digital shift (a randomization that preserves the even coverage). None: no shift.
+      seed: the seed of a random digital shift, which XORs the binary digits of the coordinates with random digits. The
+        shifted points are still evenly distributed. None: no shift.
       start: the index of the first point.
 
     Returns:
@@ -150,7 +151,10 @@ class Space(dict):
     """
 
     def random(self, n: int, *, seed: int) -> list[dict[str, Any]]:
-        """Returns n independent random points (sets of hyperparameters). Point i does not depend on the number n."""
+        """Returns n independent random points, each a dict of hyperparameters.
+
+        The i-th point depends only on `seed` and i, so a larger `n` adds points and does not change the other points.
+        """
         points = [np.random.default_rng([seed, i]).random(len(self)) for i in range(n)]
         return [self.at(point) for point in points]
 
@@ -183,7 +187,7 @@ class Space(dict):
 
     @classmethod
     def read(cls, source: str | os.PathLike | Mapping[str, Any]) -> Space:
-        """Reads a space from a JSON file, or from a dict with the content of such a file.
+        """Reads a space of hyperparameters from a JSON file, or from a dict with the content of such a file.
 
         Raises:
           ValueError: the content is not a space of hyperparameters; the message names the invalid hyperparameter.

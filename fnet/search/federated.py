@@ -30,7 +30,8 @@ __all__ = ["Clients", "FederatedState", "Local", "clients", "fedavg", "init", "l
 
 @struct.dataclass
 class FederatedState:
-    """The state of the server, which is a state for `tr.fit`. One step of `tr.fit` is one round of federated averaging.
+    """The state of the server in federated averaging, which is a state for `tr.fit`. One step of `tr.fit` is one round
+    of federated averaging.
 
     Fields:
       step: the number of completed rounds, an int32 scalar.
@@ -57,7 +58,8 @@ class Clients:
     """The data of all clients, padded to the same length.
 
     Attributes:
-      data: the examples, a tree of arrays [clients, longest, ...].
+      data: the examples, a tree of arrays [clients, longest, ...], where `longest` is the largest number of examples of
+        a client.
       sizes: the number of examples of each client, an int32 array [clients].
 
     >>> search.federated.clients([{"x": np.zeros((3, 2))}, {"x": np.ones((5, 2))}]).sizes.tolist()
@@ -197,28 +199,30 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
     """Returns one round of federated averaging as a step for `tr.fit`.
 
     A round draws `sampled` different clients at random, and each of these clients receives the parameters w of the
-    server. The clients train for their local epochs as the members of a `search.population`. After the local training,
-    client k has the parameters w_k. The server's optimizer uses the mean of the differences w_k - w, weighted with the
-    number of examples n_k of each client:
+    server. Each of the drawn clients trains for `epochs` epochs on its own data. The clients run like the training runs
+    of a `search.population`. After the local training, client k has the parameters w_k. The server's optimizer uses the
+    mean of the differences w_k - w, weighted with the number of examples n_k of each client:
 
         delta = sum_k n_k (w_k - w) / sum_k n_k,        w = w + server.update(-delta)
 
     The server's optimizer determines the algorithm: `optax.sgd(1.0)` is FedAvg, `optax.sgd(1.0, momentum=0.9)` is
     FedAvgM, and `optax.adam(...)` is FedAdam. For FedProx, use `local(..., proximal=mu)`. The server's optimizer can be
-    chained with other Optax transformations, which are then applied to the mean difference. If all clients take part,
-    with one epoch and `batch_size=None`, a round is FedSGD: it equals one step on a batch that contains the examples of
-    all clients.
+    chained with other Optax transformations, which are then applied to the mean of the clients' parameter changes.
+    FedSGD is the special case in which all clients take part, with `epochs=1` and `batch_size=None`. A round of FedSGD
+    equals one step on a batch that contains the examples of all clients.
 
     Args:
       local_step: the result of `local`, a `Local`, or a function `(params, batch, weight, key) -> (params, metrics)`.
       data: the data of all clients.
-      server: the server's optimizer, an Optax optimizer that receives the negative mean difference as the gradient.
+      server: an Optax optimizer, which updates the server's parameters. The optimizer receives -delta as the gradient,
+        the negative weighted mean of the clients' parameter changes.
       sampled: the number of clients in a round.
       epochs: the number of local passes over a client's data. Each pass over the data has a different random order.
       batch_size: the number of examples in a local batch; None: all examples of a client.
       dropout: the probability that a client receives the parameters but does not answer. If no client answers, the
         parameters do not change. A client with a NaN or infinite loss is ignored like a client that does not answer.
-      method: the method by which the clients of a round run, as for `search.population`.
+      method: how to run the clients of a round on a device: "auto", "vmap", "split" or "loop", as in
+        `search.population`.
       devices: the devices over which the clients of a round are distributed; None: the default device. `sampled` must
         be a multiple of the number of devices. The devices may belong to several processes (`parallel.initialize`). If
         the devices belong to several processes, each process must call the round with the same data and the same state.

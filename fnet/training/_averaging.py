@@ -34,14 +34,14 @@ def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformati
         params = tr.averaged_weights(state.opt_state)
         stats = tr.batch_statistics(model, params, state.state, batches)
 
-    The updates of the parameters are numbered from 1. The average is the mean of the parameters after update `start`
-    and after each further interval of `every` updates. The transformation returns the updates of the optimizer
+    The updates of the parameters are numbered from 1. The average is the mean of the parameters after the updates
+    `start`, `start + every`, `start + 2 * every` and so on. The transformation returns the updates of the optimizer
     unchanged.
 
     Args:
         start: the number of the update after which the parameters are averaged for the first time.
-        every: the number of updates between two parameter trees in the average. Usually, `every` is the number of
-            updates in an epoch, or in a cycle of the learning-rate schedule. Default 1.
+        every: the interval, in updates, at which the parameters are added to the average. Usually, `every` is the
+            number of updates in an epoch, or in a cycle of the learning-rate schedule. Default 1.
 
     Raises:
         ValueError: `start` or `every` is less than 1.

@@ -41,8 +41,8 @@ def from_dict(cls: type[Config], values: Mapping[str, Any], *, source: str = "")
       source: the origin of the values, such as a file name, for error messages. Default "".
 
     Raises:
-      ConfigError: `cls` has no field of a given name, a value does not have the type of its field, or `values` contains
-        no value for a field without a default.
+      ConfigError: `values` contains a name that is not a field of `cls`, or a value that does not have the type of its
+        field. A ConfigError is also raised if `values` contains no value for a field without a default.
 
     Example:
       >>> @dataclasses.dataclass(frozen=True)
@@ -134,8 +134,9 @@ def same_config(config: Any, workdir: str | os.PathLike, *, but: tuple[str, ...]
     Args:
       config: the current configuration, a dataclass.
       workdir: the folder of the run. If the folder of the run contains no config.json, no error is raised.
-      but: the names of fields that may differ. Fields that were declared with `compare=False` may also differ, and the
-        values of the fields `steps` and `epochs` may be larger than before. Default ().
+      but: the names of fields whose values may differ between `config` and the run in `workdir`. Fields that were
+        declared with `compare=False` may also differ, and the values of the fields `steps` and `epochs` may be larger
+        than before. Default ().
 
     Raises:
       ConfigError: a field differs. The error message lists each field that differs, with its old and new values.

@@ -38,8 +38,8 @@ def option(default: Any, help: str, *, within: str | None = None, choices: Seque
       help: the help text of the flag.
       within: the interval of allowed values, such as "[0, 1)" or "(0, 100]". Default None: any value.
       choices: the allowed values, a sequence of strings. Default None: any value.
-      decides: whether the value of the field affects the result of a run. If `decides` is True, a run can be resumed
-        only with the same value of the field. Default True.
+      decides: whether the value of the field affects the result of a run. With `decides=True`, an interrupted run can
+        be resumed only if this configuration field has the same value as before. Default True.
 
     >>> import dataclasses
     >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,8 @@ def check_within(name: str, value: float, interval: str) -> None:
     Args:
       name: the name of the flag, for the message.
       value: the number.
-      interval: the bounds of the interval. A square bracket includes a bound, and a parenthesis excludes it.
+      interval: the lower and the upper bound of `value` as a string, such as "(0, 1]". A square bracket includes a
+        bound, and a parenthesis excludes it.
 
     >>> tr.flags.check_within("rate", 0.5, "(0, 1]")    # no error
     """

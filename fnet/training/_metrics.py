@@ -48,10 +48,11 @@ class Mean:
 class MemberMean(Mean):
     """The mean of a metric for each member of a population, which is a set of models that are trained together.
 
-    The fields `total` and `count` are arrays [members], and the means are `total / count`. If a step returns a
-    `MemberMean` as the metric `name`, the log contains one value for each member (name/0, name/1, ...), and name/mean,
-    name/min and name/max over all members. If a member of the population has diverged, its value is NaN, which
-    name/mean, name/min and name/max ignore.
+    The fields `total` and `count` are arrays with one number for each member of the population, and the means are
+    `total / count`. If a step returns a `MemberMean` as the metric `name`, the log contains the mean of each member of
+    the population as name/0, name/1, and so on. The log also contains the mean, the minimum and the maximum over all
+    members of the population as name/mean, name/min and name/max. If a member of the population has diverged, its
+    logged value is NaN. NaN values are not included in name/mean, name/min and name/max.
 
     >>> means = tr.MemberMean(jnp.array([2.0, 6.0]), jnp.array([2.0, 2.0]))
     >>> (means + means).result().tolist()
@@ -78,7 +79,8 @@ def logged_names(metrics: Mapping[str, Any]) -> list[str]:
 class Total:
     """An array that is summed over all batches, such as a confusion matrix.
 
-    The array may have any shape. The operator `+` adds the sums of two sets of batches.
+    The array may have any shape. The operator `+` adds the arrays of two `Total`s, so the result is the sum over the
+    batches of both `Total`s.
 
     >>> both = tr.confusion(jnp.array([0]), jnp.array([1]), 2) + tr.confusion(jnp.array([1]), jnp.array([1]), 2)
     >>> both.total.tolist()
@@ -197,8 +199,7 @@ def add(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zeros(shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a dict of metrics with the given shapes whose values are all zero. The zero metrics are the initial
-    values of sums that `add` computes."""
+    """Returns a dict of metrics with the given shapes, filled with zeros, as the initial value for sums of metrics."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), dict(shapes))
 
 
@@ -230,8 +231,8 @@ def evaluator(
 
     Args:
       metrics: a pure function, `metrics(state, batch) -> dict`. The values of the dict must be `Mean`s or `Total`s that
-        ignore the padding, such as `mean(values, batch["weight"])`. A plain scalar raises an error, because it would
-        include the padding.
+        ignore the padding, such as `mean(values, batch["weight"])`. A metric that is a plain scalar raises an error,
+        because its mean would include the padded examples.
       data: the arrays of the data set, with one of the structures that `Batches` accepts. If `data` is a dict, a batch
         is a dict with the additional key "weight". If `data` is a tuple (x, y), a batch is (x, y, weight). If `data` is
         a single array x, a batch is (x, weight).

@@ -35,8 +35,8 @@ SCHEDULES = ("constant", "cosine", "linear", "step", "one_cycle")
 
 
 def _usual_promotion(function: Schedule) -> Schedule:
-    """Returns a schedule with the values of `function`, which is evaluated with standard dtype promotion. Optax's
-    schedules divide integers by floats, which is an error under strict dtype promotion."""
+    """Returns a schedule that evaluates `function` with standard dtype promotion. Optax's schedules divide integers by
+    floats, which is an error under strict dtype promotion."""
 
     def rate(count):
         with jax.numpy_dtype_promotion("standard"):
@@ -111,8 +111,8 @@ def decays(params: Any) -> Any:
     """Returns a tree of bools that states to which leaves of `params` weight decay applies.
 
     The result is False for a leaf that is named `bias` or `scale`, or that has fewer than two axes. For all other
-    leaves of `params`, the result is True. The function checks the names of the leaves, because the scale of a norm has
-    two axes if the parameters of several layers are stacked.
+    leaves of `params`, the result is True. The number of axes alone does not identify biases and normalization scales,
+    because these parameters have two axes if the parameters of several layers are stacked.
 
     >>> tr.decays({"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)})
     {'bias': False, 'kernel': True}
@@ -148,8 +148,8 @@ def optimizer(
       **options: keyword arguments of the Optax optimizer, such as `b1=`, `momentum=` or `eps=`.
 
     Raises:
-      ValueError: the name is unknown, the optimizer does not have one of the `options`, or `name` is "adam" and
-        `weight_decay` is not 0.
+      ValueError: the name is unknown, or `options` contains an argument that the optimizer does not have. A ValueError
+        is also raised for "adam" with a `weight_decay` other than 0.
 
     Example:
       >>> tx = optimizer("adamw", schedule("cosine", 1e-3, 1000, warmup=0.05), weight_decay=0.01)

@@ -15,7 +15,7 @@ class SVRGState(NamedTuple):
 
     Attributes:
         anchor: the parameters at which the full gradient was computed.
-        full: the full gradient at the anchor, that is, the gradient over all data.
+        full: the full gradient, that is, the gradient over all data, computed at the parameters `anchor`.
         inner: the state of the wrapped optimizer.
 
     >>> tr.svrg(optax.sgd(0.1)).init({"w": jnp.ones(2)}).anchor["w"].tolist()
@@ -35,8 +35,8 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
 
         g = grad f_batch(w) - grad f_batch(anchor) + full,        full = grad f(anchor) over all data
 
-    The anchor is an earlier value of the parameters w. For example, the following loop sets a new anchor every 200
-    steps:
+    The anchor is an earlier value of the parameters w. For example, the following loop replaces the anchor (the stored
+    earlier parameters) by the current parameters every 200 steps:
 
         tx = tr.svrg(optax.sgd(0.1))
         state = tx.init(params)
@@ -49,9 +49,9 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
 
     The estimate g of the full gradient is unbiased. The variance of the estimate g vanishes as the parameters w and the
     anchor approach the optimum. Therefore, if the loss f is strongly convex, SVRG converges linearly with a constant
-    step size. With n examples and batches of b examples, the anchor is usually refreshed every 2n / b steps for a
-    convex loss, and every 5n / b steps otherwise. SVRG does not improve the training of deep networks (Defazio and
-    Bottou 2019).
+    step size. With n examples and batches of b examples, the anchor (the stored earlier parameters) is usually replaced
+    every 2n / b steps for a convex loss, and every 5n / b steps otherwise. SVRG does not improve the training of deep
+    networks (Defazio and Bottou 2019).
 
     Call `refresh_anchor` before the first update. Before the first call of `refresh_anchor`, the stored full gradient
     is zero, and the wrapped optimizer receives zero gradients.
@@ -98,7 +98,8 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
 def refresh_anchor(state: SVRGState, params: Any, full_gradient: Callable[[Any], Any]) -> SVRGState:
     """Returns the state of `svrg` with `params` as the new anchor, and with the full gradient at this anchor.
 
-    To refresh the anchor only in some steps of a jitted loop, call `refresh_anchor` in a branch of `jax.lax.cond`.
+    To replace the anchor (an earlier value of the parameters) only in some steps of a jitted loop, call
+    `refresh_anchor` in a branch of `jax.lax.cond`.
 
     Args:
         state: the state of `svrg`.

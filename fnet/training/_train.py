@@ -53,8 +53,8 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
 
     Raises:
       TypeError: `model` has no `init`, `data` is not a function of the step, or a batch has no inputs and targets.
-      ValueError: both or none of `epochs` and `steps` are given, `epochs` is given but the length of an epoch is
-        unknown, or the loss or a metric does not have one value for each example.
+      ValueError: `epochs` and `steps` are both given or both missing, or `epochs` is given but the length of an epoch
+        is unknown. A ValueError is also raised if the loss or a metric does not return one value for each example.
       Other errors: `train` also raises the errors of `fit`.
 
     Example:

@@ -37,11 +37,12 @@ def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, 
         step = ft.autocast(ft.value_and_grad(loss))                 # the dtype depends on the chip
         step = ft.autocast(ft.value_and_grad(loss), "bfloat16", rules={"head": "float32"})
 
-    The operands of products are cast to the policy's dtype, and products are summed in float32. Reshapes and simple
-    arithmetic run in the dtype of their inputs. exp, log, powers, sums over axes, norms, softmax and unknown operations
-    run in float32. A value that is used only in float32 is computed in float32. Loop carries, branches and the outputs
-    of `f` keep their dtypes, and gradients of float32 parameters are float32. Explicit casts and products with an
-    explicit `precision=` do not change. Apply `autocast` to a loss or to its `value_and_grad`, with the same results.
+    Matrix products and convolutions cast their operands to the policy's dtype and accumulate in float32. Reshapes and
+    simple arithmetic run in the dtype of their inputs. exp, log, powers, sums over axes, norms, softmax and unknown
+    operations run in float32. A value has the dtype float32 if all operations that read it run in float32. Loop
+    carries, branches and the outputs of `f` keep their dtypes, and gradients of float32 parameters are float32.
+    `autocast` changes neither the casts in `f` nor matrix products and convolutions that are called with `precision=`.
+    Apply `autocast` to a loss or to its `value_and_grad`, with the same results.
 
     Args:
         f: any JAX function: a model, a loss, a gradient or a complete step, written with any library.
@@ -115,8 +116,7 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
 
 
 class _Autocast(Interpreter):
-    """The interpreter of autocast, which evaluates a jaxpr equation by equation. The note (a known property) of a value
-    is None, a `Size`, VECTOR, PRODUCT or BRANCH."""
+    """Evaluates a jaxpr equation by equation for autocast. `_autocast_notes` describes the values of `Value.note`."""
 
     def __init__(self, policy, rules, rows=None):
         super().__init__()
@@ -134,7 +134,7 @@ class _Autocast(Interpreter):
         return policy if policy is None or isinstance(policy, Saveable) else Saveable(policy)
 
     def compute(self, scope) -> np.dtype:
-        """Returns the dtype of the operands of products in the named scope `scope`."""
+        """Returns the dtype to which matrix products and convolutions in the scope `scope` cast their operands."""
         if scope not in self.scopes:
             self.scopes[scope] = self.policy.compute
             parts = scope.split("/")
@@ -172,9 +172,10 @@ class _Autocast(Interpreter):
         return (True,) * len(program.outvars)
 
     def plan(self, jaxpr, wanted):
-        """Returns a dict for variables and equations. The value for a variable is whether all uses of the variable need
-        float32. The value for an equation, with id(equation) as its key, is (kind, whether all uses of the outputs need
-        float32, whether the outputs are only operands of low-precision products)."""
+        """Returns a dict that describes how the values in a jaxpr are used. `dict[variable]` is True if the variable is
+        used only in float32. `dict[id(equation)]` is a tuple (kind, wide, operand). `wide` is True if the outputs of
+        the equation are used only in float32. `operand` is True if the outputs are used only as operands of
+        low-precision matrix products or convolutions."""
         kept = self.demands.setdefault(jaxpr, {})
         if wanted not in kept:
             kept[wanted] = self._demand(jaxpr, wanted)
@@ -225,8 +226,8 @@ class _Autocast(Interpreter):
         return (True,) * len(outs) if eqn.primitive.name in ("while", "cond", "custom_vmap_call") else outs
 
     def kind(self, eqn) -> str:
-        """Returns the kind of an equation, which states how autocast evaluates the equation. `Row` describes the kinds.
-        This method does not return "author", because the kind "author" depends on the scope of the equation."""
+        """Returns the kind of an equation, which states how autocast evaluates it. `Row` describes the kinds. The kind
+        "author" is never returned, because it depends on the scope of the equation."""
         name = eqn.primitive.name
         if name in jaxpr.BILINEAR:
             product = jaxpr.product(eqn)
@@ -351,11 +352,11 @@ def _marked(eqn) -> bool:
 
 
 def _activation(eqn, at) -> bool:
-    """Whether a product computes a large activation: a result of the forward pass, or the gradient of one.
+    """Whether the result of a matrix product is large, and is an activation or the gradient of an activation.
 
-    A product for a weight gradient sums over the examples, which are the first axis of both operands. In the backward
-    pass, a product of a matrix and an array with three or more axes is the gradient of an activation if it sums over
-    one axis that is not the first axis of the array.
+    A weight gradient is a matrix product that sums over the examples, on axis 0 of both operands. In the backward pass,
+    the product of a matrix and an array with three or more axes is the gradient of an activation if it sums over a
+    single axis of the array, other than axis 0.
     """
     product, shape = jaxpr.product(eqn), eqn.outvars[0].aval.shape
     if product.op is not jaxpr.DOT or any(product.dimensions[1]) or not all(isinstance(size, int) for size in shape):
@@ -375,10 +376,10 @@ def _to(x, dtype):
 class Row(NamedTuple):
     """The result of autocast for one equation: scope, primitive, kind, dtype and reason.
 
-    The kind states how the equation is evaluated: with low-precision operands and float32 sums ("lower"), in the dtype
-    of its inputs ("follow"), as a mask, which is exact in any dtype ("cast"), in the dtype in which it was traced
-    ("float32"), in float32 because of the policy ("convolution"), or unchanged because of a rule or `full_precision`
-    ("author")."""
+    The field `kind` states how the equation is evaluated: with low-precision operands and float32 sums ("lower"), in
+    the dtype of its inputs ("follow"), or in the dtype in which it was traced ("float32"). `kind` is "cast" for a cast
+    from bool to float32 (exact in any dtype), and "convolution" for a convolution that the policy keeps in float32. If
+    a rule or `full_precision` excludes the equation from autocast, `kind` is "author" (as written)."""
 
     scope: str
     primitive: str

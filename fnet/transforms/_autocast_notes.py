@@ -1,4 +1,4 @@
-"""Notes that autocast attaches to values while it evaluates a jaxpr."""
+"""The information (`Value.note`) that autocast attaches to each value while it evaluates a jaxpr."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BRANCH = "branch"    # a value of the forward pass that is the result of a produ
 
 
 def branch(eqn, inputs) -> bool:
-    """Whether an equation only scales the result of a product, adds to it, or changes its layout. An equation that
-    reads only a part of the result, such as the shift with which BatchNorm computes the mean, does not count."""
+    """Whether an equation scales, shifts, masks, reshapes or transposes the result of a matrix product or convolution.
+    Returns False for an equation that reads only a slice of the result of a matrix product or convolution."""
     size = math.prod(eqn.outvars[0].aval.shape)
     results = [value for value in inputs if value.note in (PRODUCT, BRANCH) and math.prod(value.x.shape) == size]
     layout = traits(eqn.primitive.name).kind in ("layout", "alias")
@@ -40,10 +40,13 @@ class Size(NamedTuple):
 
 @functools.cache
 def fits(name: str, magnitude: Size, dtype) -> bool:
-    """Whether a constant may be converted to `dtype` as an operand of the primitive `name`. `magnitude` is the size of
-    the constant, which must be a normal number of `dtype`. As a term of a sum, the constant must not be so large that
-    the other term is lost. As a factor, the constant must not make the product overflow or underflow. In float16, the
-    product must be between 6e-5 and 65504."""
+    """Whether a constant operand of the primitive `name` may be converted to the low-precision dtype `dtype`.
+
+    `magnitude` contains the smallest and the largest magnitude of the constant's elements, which must be normal numbers
+    of `dtype`. The normal numbers of float16 have magnitudes between 6e-5 and 65504. A constant that is added or
+    subtracted must not be so large that the other operand is lost when the result is rounded to `dtype`. In a
+    multiplication or division, the constant must not make the result overflow or underflow.
+    """
     info, (smallest, largest) = jnp.finfo(dtype), magnitude
     if smallest < float(info.tiny) or largest > float(info.max):
         return False

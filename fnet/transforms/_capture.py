@@ -26,19 +26,20 @@ def sites(f: Callable) -> Callable:
         print(ft.sites(model)(params, x))
 
     A site is the output of a layer, the output of any other named scope, a value named with `tag`, or the attention
-    weights of an attention layer. The site of a layer's output has the path of the layer as its name. Flax linen, Haiku
-    and Equinox also name the scopes of their layers; Equinox uses types as names, such as `eqx.nn.Linear#1`. For
-    flax.nnx, apply `name_scopes` first. If a path is used several times, the names of its sites are `path#0`, `path#1`
-    and so on. If a site is inside a scan, its value has a leading axis, whose length is the number of iterations.
-    `layers.Stack` runs its blocks in a scan. If `path` is the path of a `Stack`, the site `path[:]` contains the
-    outputs of all its blocks.
+    weights of an attention layer. The name of a layer's output is the path of the layer. Flax linen, Haiku and Equinox
+    also name the scopes of their layers; Equinox uses types as names, such as `eqx.nn.Linear#1`. For flax.nnx, apply
+    `name_scopes` first. If several named values have the same path, their names are `path#0`, `path#1` and so on. If a
+    site (a named value) is inside a scan, the captured value has a leading axis whose length is the number of
+    iterations. `layers.Stack` runs its blocks in a scan. If `path` is the path of a `layers.Stack`, the site (named
+    value) `path[:]` contains the outputs of all blocks of the stack.
 
     Args:
         f: any function.
 
     Returns:
-        A function with f's arguments that returns `Sites`, a tuple of `SiteInfo` in the order of computation. `sites`
-        only traces f, so the arguments may be `jax.ShapeDtypeStruct`s.
+        A function that takes the arguments of f and returns a `Sites` object. A `Sites` object is a tuple with one
+        `SiteInfo` for each named value, in the order of computation. `sites` only traces f, so the arguments may be
+        `jax.ShapeDtypeStruct`s.
 
     >>> def f(x):
     ...     with jax.named_scope("double"):
@@ -58,12 +59,12 @@ def sites(f: Callable) -> Callable:
 
 @dataclasses.dataclass(frozen=True)
 class SiteInfo:
-    """A site of a function: a named value, as described in `sites`.
+    """Describes a named value of a function, such as the output of a layer (see `sites`).
 
     Attributes:
-        name: the name of the site.
+        name: the name of the value, such as "blocks/attention".
         value: a tree of `jax.ShapeDtypeStruct` with the shapes and dtypes of the captured value.
-        scans: a tuple of the lengths of the scans around the site, which are the sizes of the first axes of the
+        scans: a tuple of the lengths of the scans around the value, which are the sizes of the first axes of the
             captured value.
         inside: the construct that prevents capturing the value ("a while loop", "a branch of cond", ...), or None.
 
@@ -83,7 +84,7 @@ class SiteInfo:
 
 
 class Sites(tuple):
-    """The sites (named values) of a function. `str()` returns one line for each site.
+    """The named values (sites) of a function. `str()` returns one line for each named value.
 
     >>> ft.sites(lambda x: ft.tag(2 * x, "double").sum())(jnp.ones(3)).names
     ('double',)
@@ -100,26 +101,26 @@ class Sites(tuple):
 
 
 def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
-    """Returns a function that computes `f`, and also returns the values of sites (named values, see `sites`) of `f`.
+    """Returns a function that computes `f`, and also returns named intermediate values of `f` (see `sites`).
 
         logits, seen = ft.capture(model, "blocks/attention")(params, x)
 
     Args:
         f: any function: a model, a loss, a gradient, a training step.
-        pattern: the name of a site (named value), a regular expression that matches whole names, or a sequence of names
-            and regular expressions. "blocks[3]/mlp" is the site "mlp" in layer 3 of the `layers.Stack` "blocks". The
-            function `sites` lists the names of all named values.
+        pattern: the name of a value, a regular expression that matches whole names, or a sequence of names and regular
+            expressions. "blocks[3]/mlp" is the value "mlp" in layer 3 of the `layers.Stack` "blocks". The function
+            `sites` lists the names of all named values.
 
     Returns:
         A function with f's arguments that returns (f's result, {name: value}). For a layer, the value is exactly the
-        output of the layer. If a site is in a scan, its value has a leading axis for the iterations. If f contains a
-        `vmap`, a value that depends on the mapped arguments has a leading axis for the batch. If f computes
-        derivatives, the captured values are those of the forward pass. In a compiled program, sites that are not
-        requested need neither time nor memory.
+        output of the layer. If a named value is in a scan, the captured value has a leading axis for the iterations. If
+        f contains a `vmap`, a value that depends on the mapped arguments has a leading axis for the batch. If f
+        computes derivatives, the captured values are those of the forward pass. In a compiled program, named values
+        that `pattern` does not match cause no additional cost.
 
     Raises:
-        ValueError: a pattern matches no site, or it matches a site inside a while loop, a branch of cond or a
-            shard_map.
+        ValueError: a pattern matches no named value, or matches a named value inside a while loop, a branch of cond or
+            a shard_map.
 
     >>> model = nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2))
     >>> params, _ = model.init(jax.random.key(0), jnp.ones((3, 5)))
@@ -143,31 +144,31 @@ def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
 
 
 def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
-    """Returns a function that computes `f` with other values at some sites (named values, see `sites`).
+    """Returns a function that computes `f`, but replaces some of its named intermediate values (see `sites`).
 
         y = ft.intervene(model, {"blocks[3]/mlp": lambda value, index: 0 * value})(params, x)
 
-    All operations that read a changed value read the new value. In a compiled program, operations that are needed only
-    for the old value of a site are not executed. In `vmap(intervene(f, ...))`, the functions in `changes` receive the
-    value of one example. In `intervene(vmap(f), ...)`, the functions in `changes` receive the value of the whole batch.
+    All operations that read a changed value read the new value. If no operation reads the original value, a compiled
+    program does not compute it. In `vmap(intervene(f, ...))`, the functions in `changes` receive the value of one
+    example. In `intervene(vmap(f), ...)`, the functions in `changes` receive the value of the whole batch.
 
     Args:
         f: any function. For the gradient of the changed function, use `grad(intervene(f, changes))`, not
             `intervene(grad(f), changes)`.
         changes: {pattern: change}, with patterns as in `capture`. `change(value, index)` returns a tree with the
             structure, shapes and dtypes of `value`. `index` is a tuple with the index of the iteration of each scan
-            around the site, the outermost scan first. In a stack of layers, `index` is (layer,); outside of scans,
-            `index` is (). If several patterns match a site (a named value), their changes are applied in the order of
-            the dict.
+            around the value, the outermost scan first. In a stack of layers, `index` is (layer,); outside of scans,
+            `index` is (). If several patterns match the same value, the functions `change` of these patterns are
+            applied in the order of the dict.
 
     Returns:
         A function with f's arguments and results.
 
     Raises:
-        ValueError: a pattern matches no site, or it matches a site inside a while loop, a branch of cond or a
-            shard_map. A ValueError is also raised if a site is in a differentiated part of `f`, or in a function with a
-            custom derivative, because the derivative would be computed for the original value.
-        TypeError: the new value of a site (a named value) has another structure, shape or dtype.
+        ValueError: a pattern matches no named value, or matches a named value inside a while loop, a branch of cond or
+            a shard_map. A ValueError is also raised for a named value inside a function with a custom derivative, or
+            inside a function that `f` itself differentiates, because the derivative would still use the original value.
+        TypeError: a new value differs from the original value in structure, shape or dtype.
 
     >>> def f(x):
     ...     return jnp.sin(tag(x * 2, "doubled"))
@@ -194,9 +195,9 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
 
 
 def capture_cotangents(f: Callable, pattern: str | Sequence[str], *, has_aux: bool = False) -> Callable:
-    """Returns a function that computes a scalar function `f`, and also its derivatives with respect to sites of `f`.
+    """Returns a function that computes a scalar function `f`, and its derivatives with respect to intermediate values.
 
-    Sites are named values, see `sites`.
+    The intermediate values are selected by their names, which `sites` lists.
 
         loss, cotangents = ft.capture_cotangents(loss, "blocks/attention")(params, batch)
 
@@ -242,7 +243,7 @@ def capture_cotangents(f: Callable, pattern: str | Sequence[str], *, has_aux: bo
 
 
 class _Program:
-    """A traced function whose jaxpr marks its sites (named values) with tags."""
+    """A traced function whose jaxpr marks the named values of the function with tags."""
 
     def __init__(self, f, args, kwargs):
         with tagging(True):
@@ -271,8 +272,8 @@ def _patterns(who, pattern) -> list[str]:
 
 
 def _value(match, leaves, indices) -> Any:
-    """Returns the value of a site (a named value) as a tree. `indices` selects iterations of the scans around the
-    site."""
+    """Returns a captured named value as a tree. If the value was computed inside scans, `indices` selects iterations of
+    these scans."""
     site, rest = match.site, iter(leaves)
     where = tuple(slice(None) if i is None else i for i in indices)
     whole = all(i is None for i in indices)
@@ -281,8 +282,8 @@ def _value(match, leaves, indices) -> Any:
 
 
 def _numbers(site) -> bool:
-    """Whether the value of a site (a named value) contains no PRNG keys. If the value contains PRNG keys, a single
-    iteration cannot be selected inside the scan."""
+    """Returns False if a named value contains PRNG keys. A value that is captured in a single iteration of a scan
+    becomes a part of the scan's carry. This carry is initialized with zeros, which do not exist for PRNG keys."""
     return not any(t is not None and jax.dtypes.issubdtype(t.dtype, jax.dtypes.extended) for t in site.types)
 
 
@@ -310,8 +311,11 @@ def _check_original(who, site) -> None:
 
 
 def _changed(site, steps) -> Callable:
-    """Returns the function `change(leaves, indices)`. The returned function applies all changes of a site (a named
-    value), in order, to the leaves of its value at the iterations `indices`, and returns the new leaves."""
+    """Returns a function `change(leaves, indices)` that applies the user's changes to a named value, in order.
+
+    `leaves` are the leaves of the named value in one iteration of the scans that contain it. `indices` are the indices
+    of this iteration, one for each scan. `change` returns the new leaves.
+    """
 
     def change(leaves, indices):
         rest = iter(leaves)
@@ -344,7 +348,7 @@ def _check_same(match, old, new) -> None:
 
 @jax.custom_jvp
 def _shifted(x, offset):
-    """Returns x, but has the derivatives of x + offset. `offset` is zero."""
+    """Returns x, with the derivatives of x + offset. The array `offset` contains only zeros."""
     return x
 
 
@@ -358,8 +362,9 @@ def _shift(leaves, indices, offsets):
 
 
 def _offsets(site) -> list:
-    """Returns zeros to add to the values of a site (a named value). The zeros vary over the same mesh axes of a
-    shard_map as the values, because JAX would otherwise sum the cotangents of the zeros over these axes."""
+    """Returns arrays of zeros (offsets) with the shapes of a captured value, including the axes of scans. The gradient
+    with respect to the offsets, which are added to the value, is the cotangent of the value. In a shard_map, an offset
+    must vary over the same mesh axes as the value; otherwise, JAX would sum the cotangent over these axes."""
     lengths = tuple(length for _, length in site.scans)
     return [_jax.zeros((*lengths, *t.shape), t.dtype, _jax.varies_over(t)) if jnp.issubdtype(t.dtype, jnp.inexact)
             else None for t in (site.types[i] for i in site.leaves)]

@@ -50,7 +50,7 @@ def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) ->
     Row i of the result is the output of `f` for row i of every batched argument. `f` receives each row as a batch of
     length 1, so that a loss written for batches can be used unchanged. If a batched argument is a scalar
     `jax.random.key`, the index of the row is folded into the key, so that each row gets different random numbers.
-    Scalars that are not keys, and leaves that are not arrays, are passed to every row unchanged.
+    Scalars that are not keys, and leaves that are not arrays, are passed to `f` unchanged.
 
     Args:
         f: a function of parameters and batched arguments.

@@ -20,7 +20,8 @@ from fnet.transforms._tuner import Fired, Tuner
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What autocast does in a function. `str()` returns a table.
+    """The result of `explain` for `autocast`: the dtype of each floating-point equation, with the reason. `str()`
+    returns a table.
 
     Attributes:
         policy: the policy of autocast.
@@ -47,7 +48,8 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What tune does in a step. `str()` returns a table.
+    """The result of `explain` for `tune`: the equations that rewrite rules change, and the compiler options. `str()`
+    returns a table.
 
     Attributes:
         rows: one `Fired` for each equation that a rewrite rule changed, with the fields scope, primitive, rule and
@@ -80,12 +82,12 @@ class Tuning:
 
 
 def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Uses:
-    """Explains what autocast, tune, fold or use_implicit_arrays does in a function. The function is traced, but not
-    run.
+    """Explains what autocast, tune, fold or use_implicit_arrays does in a function. The function is traced, but
+    normally not run.
 
-    The result of `tune(measure=True)` and a step of `search.population` may be run on copies of their arguments,
-    because their fastest form is selected by timing. The explanation of a population states with which method its
-    members (the models that are trained together) are run.
+    To select the fastest implementation, `explain` may time a step of `search.population`, or a step tuned with
+    `measure=True`, on copies of the arguments. The explanation of a population states with which method its members
+    (the models that are trained together) are run.
 
         step = ft.jit(ft.autocast(ft.value_and_grad(loss)))
         print(ft.explain(step, params, batch))

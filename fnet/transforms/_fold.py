@@ -1,4 +1,4 @@
-"""fold: fixes the parameters of a function. Values that depend only on the parameters are computed once."""
+"""fold: treats the parameters of a function as constants, and precomputes the values that depend on no other input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fnet.transforms._tune import tune
 
 
 class Folded:
-    """A function with fixed parameters, the result of `fold`."""
+    """The result of `fold`: a function whose parameters are constants."""
 
     def __init__(self, f: Callable, params: Any, state: Any):
         self._f, self._params, self._state = f, params, state
@@ -51,7 +51,7 @@ class Folded:
         return tune(jax.jit(Folder.program(closed))), closed.consts, traced.result
 
     def explained(self, *args, **kwargs) -> Folds:
-        """Returns the `Folds` of f for the given arguments: the products into whose kernels affine maps were folded."""
+        """Returns a `Folds` object, which lists the matrix products and convolutions that `fold` changed."""
         folder = Folder()
         jax.eval_shape(lambda: self._traced(args, kwargs, folder))
         return Folds(tuple(folder.folds))
@@ -59,12 +59,12 @@ class Folded:
 
 @dataclasses.dataclass(frozen=True)
 class Folds:
-    """The result of `ft.explain` for a folded function: the products into which affine maps were folded. `str()`
-    returns a table.
+    """The result of `ft.explain` for a folded function: the matrix products and convolutions that `fold` changed.
+    `str()` returns a table.
 
     Attributes:
-        rows: one `Fold` for each product, with the fields path (the product's scope), primitive, and folded (the
-            primitives of the affine map).
+        rows: one `Fold` for each changed matrix product or convolution, with the fields path (its named scope),
+            primitive, and folded (the primitives of the operations that were merged with it).
     """
 
     rows: tuple[jaxpr.Fold, ...]
@@ -77,21 +77,22 @@ class Folds:
 
 
 def fold(f: Callable, params: Any, state: Any = None) -> Callable:
-    """Fixes the parameters of f. Values that depend only on the parameters are computed once. Affine maps after matrix
-    products and convolutions are merged into the kernels of these products.
+    """Treats the parameters of f as constants. Values that depend only on the parameters are computed once. Constant
+    scales and shifts after a matrix product or convolution are merged into its kernel and bias.
 
         predict = ft.fold(model, params, state)
         logits = predict(x)                         # model(params, x, state=state)[0]
 
-    A product or convolution with a fixed kernel is often followed by additions and multiplications with fixed values
-    for each output feature. Examples are biases, scales, and BatchNorm with its running statistics. `fold` replaces the
-    product and the operations after it by one product with a new kernel, and one addition:
+    A matrix product or convolution with a constant kernel is often followed by additions and multiplications with
+    constants for each output feature, such as biases, scales, and the running statistics of BatchNorm. `fold`
+    multiplies the kernel by the scale factors, and combines all additions into one:
 
         ((x * kernel) - mean) * rate + bias  =  x * (kernel rate) + (bias - mean rate)
 
-    `ft.explain(predict, x)` lists the products that `fold` changed. `fold` does not change products in 16-bit dtypes,
-    because the new kernels would have to be rounded. `fold` also does not change products inside loops. The folded
-    function returns the results of f up to rounding, about 1e-6.
+    `ft.explain(predict, x)` lists the matrix products and convolutions that `fold` changed. `fold` does not change
+    16-bit matrix products and convolutions, because the new kernels would have to be rounded to 16 bits. Matrix
+    products and convolutions inside loops also stay unchanged. The folded function returns the results of f up to
+    rounding, about 1e-6.
 
     Args:
         f: any function `f(params, *args, **kwargs)`, such as a model of any library.

@@ -20,11 +20,12 @@ def use_implicit_arrays(f: Callable) -> Callable:
         logits = ft.use_implicit_arrays(model)(params, x)
 
     An implicit array is a parameter that is computed from several arrays (its components), for example from 8-bit codes
-    and scales. f itself is traced with plain arrays. Products, convolutions and lookups that read an implicit array are
-    computed directly from its components. An implicit array may pass through transposes, reshapes, casts, jit, scans,
-    remat, branches and loops before a product, convolution or lookup reads it. An operation that cannot use the
-    components reads a plain array, to which the implicit array is first converted (materialized). `ft.explain` lists
-    all operations that read an implicit array:
+    and scales. f itself is traced with plain arrays. Matrix products, convolutions and lookups with an implicit array
+    are computed directly from its components. Before a matrix product, convolution or lookup, an implicit array (for
+    example a quantized parameter) may be transposed, reshaped or cast, and passed through jit, scans, remat, branches
+    and loops. If an operation cannot use the components of an implicit array, the implicit array is first converted to
+    a plain array (materialized). `ft.explain` lists all operations that read an implicit array, such as a quantized
+    parameter:
 
         print(ft.explain(ft.use_implicit_arrays(model), params, x))
 
@@ -35,8 +36,8 @@ def use_implicit_arrays(f: Callable) -> Callable:
         A function with the arguments of f. Any leaf of the arguments may be an implicit array, such as a quantized
         array. The returned function can be compiled, batched, and differentiated with respect to the floating-point
         leaves of implicit arrays. `nn.partition` separates the floating-point leaves of implicit arrays from the other
-        leaves. If f returns an implicit array unchanged, the returned function also returns the implicit array. If no
-        argument contains an implicit array (such as a quantized array), f is called unchanged.
+        leaves. If f returns an implicit array (such as a quantized array) unchanged, so does the transformed function.
+        If no argument contains an implicit array (such as a quantized array), f is called unchanged.
 
     >>> import jax.numpy as jnp
     >>> from fnet import compress
@@ -77,7 +78,7 @@ class Uses:
     """The uses of implicit arrays (such as quantized arrays) in a function. `str()` returns a table.
 
     Attributes:
-        uses: one `Use` for each pair of an implicit array and an equation that reads it.
+        uses: for each equation, one `Use` for each implicit array (such as a quantized array) that the equation reads.
     """
 
     uses: tuple[Use, ...]

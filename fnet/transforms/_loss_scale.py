@@ -61,8 +61,8 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
 
     Args:
         inner: an Optax transformation.
-        policy: a `hardware.Policy`. If `policy.loss_scale` is None, `inner` is returned unchanged. Default None: the
-            optimizer is wrapped with the default scale.
+        policy: a `hardware.Policy`. If `policy.loss_scale` is None, `inner` is returned unchanged. Default None:
+            `inner` is wrapped, and the loss scale starts at `initial`.
         initial: the first scale. Default None: the `loss_scale` of the policy, or 2^15 without a policy.
         growth: the factor by which the scale is multiplied after `interval` steps with finite gradients. Default 2.
         interval: the number of consecutive steps with finite gradients after which the scale grows. Default 2,000.
@@ -78,8 +78,8 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
         TypeError: `inner` is not an Optax transformation, or `policy` is not a `hardware.Policy`.
         ValueError: an option such as `initial` or `growth` is out of range.
 
-    Source: Micikevicius et al. (2018), Mixed Precision Training, section 3.2. The default growth, interval, backoff and
-    initial scale are those of PyTorch or Keras.
+    Source: Micikevicius et al. (2018), Mixed Precision Training, section 3.2. The defaults of `growth`, `interval` and
+    `backoff` are those of PyTorch's GradScaler. The initial scale of 2^15 is the default of Keras's LossScaleOptimizer.
 
     >>> tx = ft.loss_scale(optax.sgd(0.1), hw.policy("Tesla T4"))
     >>> float(ft.loss_scale_state(tx.init({"w": jnp.ones(3)})).scale)
@@ -161,7 +161,7 @@ def _states(tree) -> list[LossScaleState]:
 
 
 def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False) -> Callable:
-    """Returns a function like `jax.value_and_grad`, whose gradients are multiplied by the scale in `opt_state`.
+    """Returns a function like `jax.value_and_grad` that multiplies the gradients by the loss scale in `opt_state`.
 
         value, grads = scaled_value_and_grad(loss)(opt_state, params, batch)
 

@@ -1,11 +1,12 @@
 """A primitive for bilinear operations in low precision. The derivatives of every order of the primitive also use low
 precision.
 
-If JAX's dot_general has bfloat16 operands and a float32 result, the products in its backward pass have one float32
-operand. If dot_general has a bfloat16 result, weight gradients are rounded to bfloat16. The primitive `lowered` casts
-its operands itself, so the operands and the result may have any floating-point dtype. `lowered` computes products in
-the low dtype and sums in float32. The gradient of each operand has the dtype of the operand, so that the gradient of a
-float32 weight is summed in float32.
+If JAX's dot_general has bfloat16 operands and a float32 result, the cotangent of the result is float32. This float32
+cotangent is an operand of each matrix product in the backward pass, so the backward pass is not computed in bfloat16.
+If dot_general has a bfloat16 result, weight gradients are rounded to bfloat16. The primitive `lowered` casts its
+operands itself, so the operands and the result may have any floating-point dtype. `lowered` multiplies in the
+low-precision dtype and accumulates in float32. The gradient of each operand has the dtype of the operand, so that the
+gradient of a float32 weight is summed in float32.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ lowered_p = Primitive("lowered")
 
 
 def lowered(op, x, y, params: dict, *, compute, out, stored=None) -> jax.Array:
-    """Computes `op(x, y)` with operands cast to the dtype `compute`, sums in float32, and a result of dtype `out`.
+    """Computes `op(x, y)` with operands cast to the dtype `compute`, float32 accumulation, and a result of dtype `out`.
 
     Args:
         op: a bilinear primitive that has the parameter `preferred_element_type`, such as dot_general.
@@ -70,8 +71,8 @@ class _Params:
 
 @dataclasses.dataclass(frozen=True)
 class Saveable:
-    """Wraps a policy of `jax.checkpoint`, so that the policy treats a low-precision product like the original
-    product."""
+    """Wraps a policy of `jax.checkpoint`. If the primitive of an equation was replaced by the primitive `lowered`, the
+    policy is called with the original primitive, such as dot_general."""
 
     policy: Callable
 
@@ -133,12 +134,12 @@ def _on_cpu(x, y, *, op, params, compute, out, stored):
 
 
 def as_matrices(x, y, dimension_numbers, out) -> jax.Array:
-    """Computes a dot_general with operands cast to bfloat16, sums in float32 and a result of dtype `out`, in a form
-    that is fast on XLA:CPU.
+    """Computes a dot_general in bfloat16 with float32 accumulation, in a form that is fast on XLA:CPU.
 
-    The fast forms of a product on XLA:CPU are [batch, m, k] x [batch, k, n] and [batch, m, k] x [batch, n, k]. If XLA
-    moved a transpose into a product, the product would have another form, and the program would fail at run time
-    ("DotThunk: BF16 x BF16 = F32"). The optimization barriers prevent this.
+    The operands are cast to bfloat16, and the result has the dtype `out`. XLA:CPU computes a matrix product fast if the
+    operands have the shapes [batch, m, k] and [batch, k, n], or [batch, m, k] and [batch, n, k]. Optimization barriers
+    prevent XLA from merging a transpose into the matrix product, because the merged operation would fail at run time
+    ("DotThunk: BF16 x BF16 = F32").
     """
     contract, batch = dimension_numbers
     free = [[i for i in range(a.ndim) if i not in (*c, *b)] for a, c, b in zip((x, y), contract, batch)]
@@ -159,7 +160,7 @@ def as_matrices(x, y, dimension_numbers, out) -> jax.Array:
 
 def _matrices(x, axes):
     """Casts x to bfloat16 and reshapes it to three axes. `axes` is three groups of axes of x, and each group becomes
-    one axis. The cast runs once for all products that read x."""
+    one axis. An optimization barrier makes XLA cast x only once, even if several matrix products use x."""
     order, shape = [i for group in axes for i in group], [math.prod(x.shape[i] for i in group) for group in axes]
     x = lax.optimization_barrier(lax.convert_element_type(x, jnp.bfloat16))
     if order == list(range(x.ndim)):
@@ -187,8 +188,9 @@ def _evaluated(closed, x, y, compute, dtype, stored=None):
 
 @functools.lru_cache(4096)
 def _transposed(side, op, params, like, mesh):
-    """Returns the jaxpr that computes the cotangent of operand `side` (0 or 1) from the cotangent of the result and the
-    other operand."""
+    """Returns the jaxpr that computes the cotangent of one operand of the bilinear primitive `op`. `side` is the index
+    (0 or 1) of the operand whose cotangent is computed. The jaxpr has two inputs: the cotangent of the result of `op`,
+    and the other operand of `op`."""
     product = functools.partial(op.bind, **params(jnp.dtype(jnp.float32)))
 
     def transposed(g, other):
@@ -206,7 +208,8 @@ def _batched(op, params, like, axes, mesh):
 
 def _like(*avals):
     """Returns a float32 `jax.ShapeDtypeStruct` for each abstract value, with the same shape. On a mesh with explicit
-    axes, the sharding is kept as well, even of replicated arrays, because it is the sharding of their gradients."""
+    axes, the `jax.ShapeDtypeStruct` of a sharded or replicated array also has the sharding of the array, because the
+    gradient of the array must have the same sharding."""
     return tuple(jax.ShapeDtypeStruct(aval.shape, jnp.float32, sharding=aval.sharding if _on_explicit_mesh(aval)
                                       else None) for aval in avals)
 

@@ -20,18 +20,19 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
 
         microbatch(f, n)(params, batch) = sum_i w_i f(params, batch_i) / sum_i w_i
 
-    w_i is the weight of slice i. Only the intermediate values of one slice are in memory at a time. With equal weights,
-    the result equals f on the full batch if f is a mean over rows, or the gradient of a mean over rows. f must not use
-    statistics across rows, as batch normalization does. If f is a weighted mean, pass a function `weight` that returns
-    the sum of the weights in a slice.
+    w_i is the weight of slice i. Only the intermediate values of one slice are in memory at a time. With equal weights
+    (the default), the result equals f(params, batch) if f computes a mean over the rows of the batch, or the gradient
+    of such a mean. The function f must not use statistics across rows, as batch normalization does. If f is a weighted
+    mean, pass a function `weight` that returns the sum of the weights in a slice.
 
         step = ft.microbatch(ft.value_and_grad(loss), 8)
         step = ft.microbatch(ft.value_and_grad(loss), 8, weight=lambda params, batch: batch["weight"].sum())
 
-    Weights may be negative and may depend on the parameters. A slice whose weight is exactly 0 has no effect on any
-    value, count or derivative of any order, even if f or a derivative of f is NaN or infinite on this slice. If the
-    positive and negative weights in a slice add up to 0, the slice has no effect, because the weighted mean of its rows
-    does not exist. If the weights of all slices add up to 0, floating-point results are NaN or infinite.
+    Weights may be negative and may depend on the parameters. A slice whose weight is exactly 0 has no effect on the
+    results or on their derivatives of any order. If f or a derivative of f is NaN or infinite on a slice with weight 0,
+    this value is ignored. If the positive and negative weights in a slice add up to 0, the slice has no effect, because
+    the weighted mean of its rows does not exist. If the weights of all slices add up to 0, floating-point results are
+    NaN or infinite.
 
     Slice i contains rows i, i + n, i + 2n, ..., so that no row is moved to another device if the batch is sharded. If a
     batched argument is a scalar `jax.random.key`, the index of the slice is folded into the key, so that slices have
@@ -40,7 +41,7 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
 
     Args:
         f: a function of parameters and batched arguments. Floating-point outputs are averaged: they are summed in at
-            least float32 and returned in their own dtype. Integer outputs, such as counts, are summed.
+            least float32 and returned in their own dtype. Integer outputs, such as counts, are summed over the slices.
         n: the number of slices, a divisor of the number of rows.
         argnums: the positions of the arguments that are batched along the first axis of their leaves. Default None:
             all arguments except the first.
@@ -52,9 +53,9 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
 
     Raises:
         TypeError: a batched argument is a `jax.Ref`, or `weight` is not a function.
-        ValueError: the batched arguments have no common number of rows, n does not divide this number, an output is
-            neither floating point nor integer, a weight is not a real scalar, or the computation of a weight has side
-            effects.
+        ValueError: the batched arguments contain no arrays or have different numbers of rows, n does not divide the
+            number of rows, or an output is neither floating point nor integer. A ValueError is also raised if the
+            function `weight` does not return a real scalar, or has side effects.
 
     >>> f = lambda w, x: jnp.mean(w * x)
     >>> float(ft.microbatch(f, 2)(2.0, jnp.arange(4.0)))
@@ -127,8 +128,8 @@ def _traced(f, first):
 
     Returns:
         (run, shapes, effects, values). `run(i, slice, gate)` evaluates f after applying the function `gate` to every
-        floating-point value that f reads, including values in the closure of f. `shapes` are the shapes of the outputs,
-        `effects` the side effects, and `values` the values to which `gate` is applied.
+        floating-point value that f reads, including values in the closure of f. `shapes` are the shapes of f's outputs.
+        `effects` are the side effects of f. `values` is a list of the floating-point values that f reads.
     """
     traced, closed = jax.closure_convert(f, jnp.int32(0), first)
     program, shapes = jax.make_jaxpr(traced, return_shape=True)(jnp.int32(0), first, *closed)
@@ -147,9 +148,9 @@ def _differentiable(x) -> bool:
 
 
 def _gate(live, x):
-    """Returns x. If `live` is False, the derivative of the result is 0. Selecting among the outputs of f would
-    not be sufficient, because in reverse mode, a cotangent of 0 may become NaN inside f, for example in a division by
-    0."""
+    """Returns x. If `live` is False, the derivative of the result is 0. `microbatch` applies `_gate` to the inputs of
+    f. It would not be sufficient to set the cotangents of f's outputs to 0: a division by 0 inside f, for example,
+    would turn the cotangent 0 into NaN."""
     return jnp.where(live, x, lax.stop_gradient(x))
 
 
@@ -206,8 +207,12 @@ def _slices(args, where, n):
 
 
 def batch_leaves(args, where):
-    """Returns the leaves of the batched arguments that have rows, and a function `rebuild(i, leaves)` that returns the
-    arguments with these leaves replaced by `leaves`. `rebuild` folds the integer i into random keys."""
+    """Returns the batched arrays, and a function `rebuild` that replaces the batched arrays in the arguments.
+
+    The batched arrays are the leaves of the batched arguments that are not scalars. `rebuild(i, arrays)` returns all
+    arguments of the call with `arrays` in place of the batched arrays, and with the integer i folded into the scalar
+    random keys.
+    """
     leaves, structure = jax.tree.flatten([args[i] for i in where])
 
     def rebuild(i, arrays):
@@ -221,14 +226,14 @@ def batch_leaves(args, where):
 
 
 def _fold_key(scalar, i):
-    """Folds the integer i into a random key. Returns scalars that are not keys, and leaves that are not arrays,
+    """Folds the integer i into a random key. Scalars that are not keys, and leaves that are not arrays, are returned
     unchanged."""
     key = isinstance(scalar, jax.Array) and jnp.issubdtype(scalar.dtype, jax.dtypes.prng_key)
     return jax.random.fold_in(scalar, i) if key else scalar
 
 
 def _wide(y):
-    """Returns the dtype in which an output is summed."""
+    """Returns the dtype in which `microbatch` accumulates an output of f over the slices."""
     if jnp.issubdtype(y.dtype, jnp.inexact):
         return jnp.float32 if jnp.finfo(y.dtype).bits < 32 else y.dtype
     if jnp.issubdtype(y.dtype, jnp.integer):
@@ -238,8 +243,8 @@ def _wide(y):
 
 
 def _strong(y):
-    """Returns an output as an array without weak type. Raises an error if the dtype of the output is not supported, so
-    that one slice has the same requirements as several slices."""
+    """Returns an output of f as an array without weak type. Raises an error if `microbatch` can neither average nor sum
+    outputs of this dtype."""
     y = jnp.asarray(y, jnp.result_type(y))
     _wide(y)
     return y

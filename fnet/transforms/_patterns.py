@@ -16,10 +16,10 @@ class Match(NamedTuple):
     """A site (a named value of a function) that a pattern matches.
 
     Attributes:
-        site: the site.
-        name: the name of the site. If the pattern contains indices, such as [3], the name of the site contains the
-            indices, too.
-        indices: for each scan around the site, the index of the selected iteration, or None for all iterations.
+        site: the named value.
+        name: the name of the value. If the pattern selects iterations of scans, the name of the value contains the
+            indices of these iterations, as in "blocks[3]/mlp".
+        indices: for each scan around the value, the index of the selected iteration, or None for all iterations.
     """
 
     site: Site
@@ -40,17 +40,18 @@ def compiled(who: str, pattern: str) -> re.Pattern:
 
 
 def matches(who: str, pattern: str, sites: Iterable[Site]) -> list[Match]:
-    """Returns the sites (named values) that a pattern matches.
+    """Returns the named values that a pattern matches, as a list of `Match` objects.
 
     Args:
         who: the name of the calling function, for error messages.
         pattern: the pattern.
-        sites: the sites of the function.
+        sites: all named values of the user's function.
 
     Raises:
         TypeError: the pattern is not a string.
-        ValueError: the pattern matches nothing, matches a site inside a while loop or a branch of cond, or has
-            brackets that can be read both as an index and as a regular expression.
+        ValueError: the pattern matches nothing, or matches a named value inside a while loop or a branch of cond. A
+            ValueError is also raised for an ambiguous pattern. For example, "mlp[12]" may mean iteration 12 of "mlp",
+            or a regular expression for "mlp1" and "mlp2".
     """
     if not isinstance(pattern, str):
         raise TypeError(f"{who}: a pattern must be a string, such as 'blocks/attention'; got a "
@@ -109,9 +110,10 @@ def _indexed(who, pattern, sites) -> list[Match]:
 
 
 def _assigned(given, site) -> tuple | None:
-    """Assigns the indices in a pattern to the scans around a site (a named value). For each scan around the site,
-    returns the index that is assigned to the scan, or None. Returns None instead of a tuple if an index cannot be
-    assigned to a scan."""
+    """Finds the scan to which each index in a pattern refers. For example, the index 3 in "blocks[3]/mlp" refers to the
+    scan with the path "blocks". Returns a tuple with one element for each scan that contains the named value: the index
+    of the selected iteration, or None for all iterations. Returns None if an index in the pattern cannot be assigned to
+    a scan around the named value."""
     indices: list[int | None] = [None] * len(site.scans)
     for before, index in given:
         depth = before.count("/") + 1
@@ -126,8 +128,12 @@ def _assigned(given, site) -> tuple | None:
 
 
 def _written(name, site, indices) -> str:
-    """Returns the name of a site (a named value) with the indices inserted. An index is inserted after the path of its
-    scan if the name contains this path, otherwise at the end."""
+    """Returns the name of a site (a named value) with the indices of the selected scan iterations.
+
+    In the name "blocks[3]/mlp", for example, the iteration index 3 is inserted after "blocks", the path of the scan. If
+    the scan is outside of all named scopes, the iteration index is appended to the name of the value. The iteration
+    index is also appended if the path of the scan has more components than the name of the value.
+    """
     parts, rest = name.split("/"), ""
     behind = [""] * len(parts)
     for (path, _), index in zip(site.scans, indices):

@@ -38,9 +38,9 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
         axis_name: the axis name for collectives. Default "devices".
         in_axes: the axis of each positional argument along which the argument is split. The length of the split axis
             must be the number of devices. If `in_axes` is an integer or None, it applies to all arguments; None means
-            that every device gets the whole argument. If `in_axes` is a tuple, it has one entry for each argument,
-            which is an integer, None or a tree of integers and None. Negative axes count from the end of the shape, as
-            in `jax.vmap`. Keyword arguments are split along axis 0. Default 0.
+            that every device gets the whole argument. If `in_axes` is a tuple, it contains one element for each
+            positional argument: an integer, None, or a tree of integers and None. Negative axes count from the end of
+            the shape, as in `jax.vmap`. Keyword arguments are split along axis 0. Default 0.
         out_axes: the axis along which each result is stacked: an integer, None or a tree of integers and None, as in
             `in_axes`. Negative axes count from the end of the stacked result. Use None for results that are equal on
             every device, such as the results of `psum` and `all_gather`; such a result is returned once. Default 0.
@@ -54,8 +54,9 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
 
     Raises:
         TypeError: in_axes or out_axes contain anything but integers and None.
-        ValueError: in a call, the length of an argument's axis is not the number of devices, out_axes is out of range,
-            a result with out_axes=None may differ between devices, or the call is inside another pmap or shard_map.
+        ValueError: in a call, the length of the split axis of an argument is not the number of devices, or out_axes is
+            out of range. A ValueError is also raised if a result with out_axes=None may differ between devices, or if
+            the call is inside another pmap or shard_map.
 
     >>> pmap(lambda x: lax.psum(x, "devices"), out_axes=None, devices=jax.devices()[:1])(jnp.ones((1, 3)))
     Array([1., 1., 1.], dtype=float32)
@@ -197,7 +198,8 @@ class _Mapped:
         return _broadcast(axes, args[i], f"pmap: in_axes={self.in_axes!r} is not a tree prefix of argument {i}")
 
     def over(self, g, results):
-        """Applies g to every leaf of the results of f. The second argument of g is the leaf's axis in out_axes."""
+        """Applies `g(leaf, axis)` to every leaf of the results of `f`. `axis` is the element of `out_axes` for the
+        leaf."""
         leaves, structure = jax.tree.flatten(results)
         return jax.tree.unflatten(structure, [g(y, axis) for y, axis in zip(leaves, self.out_axes_of(results))])
 
@@ -253,8 +255,8 @@ def _positions(name, positions) -> tuple[int, ...]:
 
 
 def _broadcast(prefix, tree, message) -> list:
-    """Returns the axis of each leaf of `tree`. `prefix` is a tree of axes, whose structure is a prefix of that of
-    `tree`."""
+    """Returns a list with the mapped axis (or None) of each leaf of `tree`. `prefix` is a tree of axes, whose structure
+    is a prefix of that of `tree`."""
     count = len(jax.tree.leaves(tree))
     if prefix is None or isinstance(prefix, int):
         return [prefix] * count

@@ -28,11 +28,11 @@ def rematerialize(step: Callable) -> Callable:
         step = ft.rematerialize(step)
 
     The results do not change; the time of the step grows by up to a third. A scan over layers stores the inputs of each
-    layer, and no values inside the layers. Code without loops, such as a ResNet, is split into pieces at points where
-    few activations are live. The step stores only the activations at the points between two pieces of code. The pieces
-    of code are chosen so that the recomputed activations of one piece need about as much memory as all stored
-    activations together. A piece of code is recomputed when the backward pass reaches the piece. If `rematerialize`
-    would save little memory, it does not change the step.
+    layer, and no values inside the layers. Code without loops, such as a ResNet, is split into segments at points where
+    few activations are live. The step stores only the activations that are live between two segments. The segments are
+    chosen so that the recomputed activations of one segment need about as much memory as all stored activations
+    together. A segment is recomputed when the backward pass reaches the segment. If `rematerialize` would save little
+    memory, it does not change the step.
 
     Args:
         step: a function that computes derivatives, such as a training step. For a function that is differentiated
@@ -56,8 +56,8 @@ class _Rematerialize(Interpreter):
         return None
 
     def opened(self, closed):
-        """Inlines jitted parts, because the residuals between two parts are visible only if both parts are in one
-        jaxpr."""
+        """Inlines the calls of jitted functions. `rematerialize` can remove a residual only if the equation that
+        computes it and the equations that read it are in the same jaxpr."""
         return inlined(closed, unless=has_shardings)
 
     def plan(self, jaxpr, wanted):
@@ -81,7 +81,7 @@ class _Rematerialize(Interpreter):
         return outputs
 
     def again(self, v, value, plan):
-        """Returns a value of the forward pass. Recomputes the value if it was not stored."""
+        """Returns the value of the variable `v` for the backward pass, and recomputes it if it is not stored."""
         piece = None if isinstance(v, _jax.Literal) else plan.cut.get(v)
         if piece is None:
             return value
@@ -105,7 +105,7 @@ class _Rematerialize(Interpreter):
 
     def source(self, eqn, at, inputs, plan):
         """Evaluates the scan of a forward pass. The forward loop is changed to store the inputs of its iterations
-        instead of inner values."""
+        instead of the intermediate values."""
         pair, parts = plan.sources[eqn], scan(eqn)
         carry = parts.carry
         plan.seen(eqn, inputs)
@@ -161,9 +161,10 @@ class _Piece:
 class _Pair:
     """A scan of the forward pass, and the scan of the backward pass that reads its stacked outputs.
 
-    `dropped` are the indices of the stacked outputs that are not stored, but recomputed by `piece`. `places` are the
-    positions of the dropped outputs among the scanned inputs of the backward scan. `saved` are the indices of the
-    carries that are stored instead of the dropped outputs.
+    `dropped` contains the indices of the stacked outputs that the forward scan does not store, because the backward
+    scan recomputes them with the equations in `piece`. The backward scan reads the recomputed values as scanned inputs,
+    and `places` contains the indices of these scanned inputs. `saved` contains the indices of the carries that the
+    forward scan stores for every iteration, because the equations in `piece` read them.
     """
 
     def __init__(self, source, piece, dropped, places, saved):
@@ -175,13 +176,14 @@ class _Plan:
     """The values of a jaxpr that are recomputed instead of stored.
 
     Attributes:
-        backward: a dict whose keys are the equations of the backward pass, in their order.
+        backward: the equations of the backward pass in their order, as the keys of a dict whose values are None.
         pairs: a dict {equation of a backward scan: the `_Pair` of this scan and its forward scan}.
         sources: a dict {equation of a forward scan: the `_Pair` of this scan and its backward scan}.
         cut: a dict {variable: the `_Piece` (a list of equations) that recomputes the variable}.
-        env: a dict {variable: its value} for the inputs of the pieces in `cut`. A value is None until it is computed.
-        latest: the last array that the backward pass computed. The next `_Piece` is not recomputed before `latest` has
-            been computed.
+        env: a dict {variable: its value} for the variables from which other variables are recomputed. A value is None
+            until it is computed.
+        latest: the last array that the backward pass computed. An optimization barrier makes each recomputation of
+            activations depend on the array `latest`, so that XLA does not recompute the activations too early.
     """
 
     def __init__(self, jaxpr, names):
@@ -212,8 +214,10 @@ def _forward(eqn) -> bool:
 
 
 def _uses(jaxpr) -> dict:
-    """Returns {variable: the list of equations that read it}. For an output of the jaxpr, the list of equations also
-    contains None."""
+    """Returns a dict {variable: the list of equations in the jaxpr that read the variable}.
+
+    If a variable is an output of the jaxpr, None is appended to the list of the equations that read the variable.
+    """
     found = collections.defaultdict(list)
     for eqn, read in (*((eqn, eqn.invars) for eqn in jaxpr.eqns), (None, jaxpr.outvars)):
         for v in read:
@@ -223,8 +227,8 @@ def _uses(jaxpr) -> dict:
 
 
 def _pair(jaxpr, sink, uses):
-    """Returns the pair of the backward scan `sink` and the forward scan whose stacked outputs `sink` reads, or None if
-    recomputing these outputs saves no memory."""
+    """Finds the forward scan that computes scanned inputs of the backward scan `sink`. Returns a `_Pair` of the forward
+    scan and the backward scan, or None if recomputation would not reduce the stored activations by more than 20 %."""
     makers = {v: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan" and _forward(eqn) for v in eqn.outvars}
     xs, length = scan(sink).split(sink.invars)[2], scan(sink).length
     by_source = collections.defaultdict(list)
@@ -275,8 +279,10 @@ class _Cut(NamedTuple):
 
 
 def _cuts(jaxpr, plan, uses) -> dict:
-    """Splits the forward pass outside of loops into pieces (lists of equations). Returns a dict {variable: the piece
-    that recomputes the variable}."""
+    """Splits the equations of the forward pass that are outside of scans into pieces (lists of equations).
+
+    Returns a dict that maps each variable that is not stored to the `_Piece` (a list of equations) that recomputes it.
+    """
     # The forward equations between the scans above, of one forward pass. If a step has several forward passes, the next
     # one uses results of the previous backward pass.
     runs, run = [], []
@@ -329,8 +335,9 @@ def _cut_run(eqns, uses, backward) -> dict:
 
 
 def _spread(weight, crossing, size) -> _Cut:
-    """Returns cuts such that about `size` bytes of activations lie between two cuts, at positions where few bytes are
-    live. Also returns an upper bound of the memory that the stored and recomputed activations need."""
+    """Splits equations into segments, each with about `size` bytes of activations. The equations are split at positions
+    where few bytes of activations are live. Returns the positions of the splits, and an upper bound of the memory that
+    the stored and recomputed activations need."""
     ends, inside, cheapest, largest, kept = [], 0, None, 0, 0
     total = 0
     for i, bytes_ in enumerate(weight[:-1]):

@@ -31,30 +31,32 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
 
     On a CPU, `tune` makes these changes:
 
-    - Operands of large matrix products are computed before the product, because XLA would otherwise compute the
-      operands inside strided copies.
+    - Optimization barriers before large matrix products prevent XLA from fusing a strided copy of an operand with the
+      elementwise operations that compute the operand.
 
     - Transposes introduced by vmap are undone.
 
-    - A weight gradient becomes a product of two matrices, the first of which is the smaller one.
+    - For a weight gradient, both operands of the matrix product are reshaped to matrices, and the smaller operand
+      becomes the first one.
 
-    - Products of bfloat16 arrays, including arrays that the user cast to bfloat16, get float32 sums and a form that XLA
-      computes fast.
+    - Matrix products of bfloat16 arrays (including arrays that the user cast to bfloat16) are rewritten so that XLA
+      computes them fast and accumulates in float32.
 
     - Poolings whose windows do not overlap, and their gradients, become elementwise operations. The gradient of a max
       pooling goes to the same element of the window as in XLA, even if several elements are equal to the maximum.
 
-    - Weight gradients of convolutions get the array layout of a forward convolution.
+    - For the weight gradient of a convolution, which is also a convolution, the operands are transposed to the layouts
+      of a forward convolution (NHWC and HWIO).
 
-    - Depthwise convolutions and their gradients become sums of products with shifted arrays.
+    - Depthwise convolutions and their gradients become elementwise products and sums of shifted arrays.
 
     - Convolutions with up to 32 groups become one convolution for each group.
 
     - Gradients of transposed convolutions get the form of gradients of strided convolutions.
 
-    - If most of the FLOPs are in convolutions, compiler options select the library that computes the convolutions. For
-      bfloat16 convolutions, the library is oneDNN, which requires jaxlib 0.12 or later and a CPU with AMX or AVX-512
-      products of bfloat16.
+    - If most of the FLOPs are in convolutions, compiler options select the library that computes the convolutions. The
+      library for bfloat16 convolutions is oneDNN, if jaxlib is 0.12 or later and the CPU has bfloat16 instructions (AMX
+      or AVX-512).
 
     On a GPU or TPU, `tune` makes these changes:
 
@@ -73,8 +75,8 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
 
     - On TPUs, a scatter that overwrites up to 16 slices, as in text generation, becomes an elementwise selection.
 
-    - On GPUs, products of one row and a matrix in 16 bits, as in text generation, are computed for two equal rows,
-      because XLA stores intermediate results of a product of one row in main memory.
+    - On GPUs, a one-row operand of a 16-bit matrix product, as in text generation, gets a second, equal row. For a
+      matrix product with a two-row operand, XLA stores no intermediate results in GPU memory.
 
     NaN and Inf occur at the same positions as without `tune`. Dtypes and named scopes do not change.
 
@@ -82,8 +84,8 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
     after all other transforms. If a tuned step is called with arrays, it is compiled with the compiler options that the
     rewrite rules of `tune` select. If the original step is jitted and donates arguments, the tuned step donates the
     same arguments. A tuned step that is called inside another transformation (jit, vmap, grad) becomes a part of the
-    outer program. The outer program is compiled with the options of the outer jit, and a warning lists the compiler
-    options of `tune` that have no effect.
+    outer program. Inside another transformation, the compiler options that `tune` selects have no effect, and a warning
+    lists these options.
 
     Args:
         step: a function of arrays, jitted or not, written with any library. The rewrite rules also apply inside loops,
@@ -95,11 +97,11 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
         rules: a dict {name of a rewrite rule: False} of the rules to disable. The rules that change a step are
             listed by `ft.explain(ft.tune(step), *args)`. Default None: no rule is disabled.
         measure: whether to select the rewrite rules by timing. With `measure=True`, the first call with arrays compiles
-            and times the program with all rules, with no rule, and with all rules except one (for each rule), on copies
-            of its arguments. The fastest selection of rules is used, and stored in FNET_CACHE or ~/.cache/fnet for
-            later processes. `ft.explain` reports the times. All rules are used without timing in four cases: the
-            program has callbacks, an argument is neither an array nor a number, copies of the arguments would need more
-            than 10 % of this machine's memory, or there are several processes. Default False.
+            and times the program on copies of the arguments: with all rules, with no rule, and with each rule disabled
+            in turn. The fastest selection of rules is used, and stored in FNET_CACHE or ~/.cache/fnet for later
+            processes. `ft.explain` reports the times. All rules are used without timing in four cases: the program has
+            callbacks, an argument is neither an array nor a number, copies of the arguments would need more than 10 %
+            of this machine's memory, or there are several processes. Default False.
 
     Returns:
         A function with step's signature and results, and with the methods `trace` and `lower` as in `jax.jit`.
@@ -119,8 +121,8 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
 
 
 class _Tuned:
-    """A tuned step. `_Tuned` is a class, because jax.jit would copy the attributes `trace` and `lower` of a
-    function."""
+    """A tuned step. `_Tuned` is a class, not a function with the attributes `trace` and `lower`: `jax.jit` would copy
+    these attributes to the jitted function and replace its own methods."""
 
     def __init__(self, step, chip, rules, measure):
         wraps(step)(self)
@@ -318,8 +320,11 @@ def _compiled(inner, tuner, args, kwargs, *, name):
 
 
 def _donated(traced) -> tuple:
-    """Returns a tree of bools: whether each leaf of the arguments is donated. If the step only calls a jitted function
-    (such as a functools.partial), the leaves that the jitted function donates are True as well."""
+    """Returns a tree of bools: whether each leaf of the arguments is donated.
+
+    If the step consists of one call of a jitted function (for example, a `functools.partial` of a jitted function), the
+    arguments that the jitted function donates also count as donated.
+    """
     leaves, structure = jax.tree.flatten(traced.args_info)
     program, donated = traced.jaxpr.jaxpr, [leaf.donated for leaf in leaves]
     if len(program.eqns) == 1 and jaxpr.call_name(program.eqns[0]) is not None:

@@ -1,9 +1,10 @@
-"""Rewrite rules of tune for GPUs and TPUs: forms for which XLA moves fewer bytes, with equal results up to rounding.
+"""Rewrite rules of tune for GPUs and TPUs, which reduce memory traffic. The results stay equal up to rounding.
 
 The rewrite rules were evaluated with roofline estimates of compiled programs (`python -m benchmarks.accelerators`). If
 a rule has a function `apply`, this function returns the outputs of an equation. If a rule has a function `prepare`,
-this function returns another equation and its inputs, which are evaluated instead. The function `finish` of the rule
-converts the outputs of the evaluated equation to another form.
+this function returns a new equation and its inputs. The new equation is evaluated instead of the original equation. If
+a rule also has a function `finish`, this function receives the outputs of the new equation and returns the final
+outputs.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ _ALIKE = ("alias", "layout", "cast")    # kinds of primitives whose output has t
 
 
 def unrolled_layers(eqn, inputs):
-    """Unrolls a loop over layers. A loop over layers is a scan in which products read slices of its inputs (the weights
-    of one layer), but no constants.
+    """Unrolls a scan over layers: each iteration uses one slice of the scanned weights in its matrix products.
 
-    The forward loop stores the results of every elementwise operation that the backward loop reads. In code without
-    loops, XLA recomputes the results of elementwise operations from the results of the products. A loop that recomputes
-    activations (`jax.checkpoint`, `rematerialize`) is not unrolled, because XLA would then store the activations.
+    A scan is not unrolled if a matrix product or convolution in its body has an operand that is the same in each
+    iteration, such as the weights of a recurrent network.
+
+    If the backward loop reads the result of an elementwise operation, the forward loop stores this result. In code
+    without loops, XLA recomputes the results of elementwise operations from the results of matrix products. A loop that
+    recomputes activations (`jax.checkpoint`, `rematerialize`) is not unrolled, because XLA would then store the
+    activations.
     """
     parts = jaxpr.scan(eqn)
     every = list(jaxpr.equations(parts.jaxpr))
@@ -59,8 +63,8 @@ def separate_layers(eqn, inputs):
 
 
 def separate_gradients(eqn, outputs):
-    """Computes the gradient of each layer's weights in an array of its own before the gradients are stacked. The
-    gradients are the stacked outputs of the scan that have the shape of stacked weights."""
+    """Computes the gradient of each layer's weights in an array of its own before the gradients are stacked. A stacked
+    output of the scan is treated as a weight gradient if it has the shape of a stack of weights."""
     parts = jaxpr.scan(eqn)
     shapes = {eqn.invars[i].aval.shape for i in _weights(parts)}
     return [Value(_separated(y.x), y.note) if i >= parts.carry and y.x.shape in shapes and _separable(y.x) else y
@@ -72,13 +76,15 @@ def _separable(x) -> bool:
 
 
 def _separated(x):
-    """Returns x, of which XLA computes x[0], x[1], ... as separate arrays."""
+    """Returns an array equal to x. Optimization barriers make XLA compute x[0], x[1], ... as separate arrays."""
     return jnp.stack([lax.optimization_barrier(x[i]) for i in range(x.shape[0])])
 
 
 def _weights(parts) -> list[int]:
-    """Returns the indices of the inputs of a scan whose slices are operands of products, such as the stacked weights of
-    layers. The list is empty if a product reads a constant of the loop, as in a recurrent network."""
+    """Returns the indices of the scanned inputs that matrix products or convolutions use, such as the stacked weights
+    of layers. Returns an empty list if the scan is not a scan over layers, that is, if a matrix product or convolution
+    in its body uses the same array in each iteration. For example, a recurrent network uses the same weights in each
+    iteration."""
     consts, _, slices = parts.split(parts.jaxpr.invars)
     first = parts.consts + parts.carry
     origins = {**dict.fromkeys(consts, CONSTANT), **{v: i for i, v in enumerate(slices, first)}}
@@ -87,8 +93,13 @@ def _weights(parts) -> list[int]:
 
 
 def _operands(program, origins):
-    """Yields the origins of the operands of each product in a jaxpr. `origins` is a dict of the known origins of the
-    jaxpr's variables; unknown origins are None."""
+    """Yields, for each matrix product or convolution in a scan, a list with the origin of each operand.
+
+    The origin of an operand is the index of a scanned input, `CONSTANT` for an array that is the same in each
+    iteration, or None for any other value. If the operand is a cast, transposed or reshaped scanned input, its origin
+    is also the index of this scanned input. The argument `origins` maps each input variable of the jaxpr to its origin
+    (an index, `CONSTANT` or None).
+    """
     origins = dict(origins)
     for eqn in program.eqns:
         known = [None if isinstance(v, _jax.Literal) else origins.get(v) for v in eqn.invars]
@@ -114,8 +125,8 @@ def hoisted_casts(eqn, inputs):
 
 
 def _read_as(program, v) -> set:
-    """Returns the dtypes to which the equations of a jaxpr cast a variable. An equation that reads the variable without
-    a cast counts as float32."""
+    """Returns the dtypes to which the equations of a jaxpr cast a float32 variable. The returned set also contains
+    float32 if an equation reads the variable without a cast."""
     found = {jnp.dtype("float32")} if any(each is v for each in program.outvars) else set()
     for eqn in program.eqns:
         places = [i for i, each in enumerate(eqn.invars) if each is v]
@@ -141,8 +152,8 @@ def _read_as(program, v) -> set:
 
 
 def _hits(x, indices):
-    """Returns a bool array with the shape of x, [..., n]. In each row, the element at the row's index is True.
-    `indices` is an array [..., 1, 1] with one index for each row."""
+    """Returns the one-hot encoding of `indices` along the last axis of x, a bool array with the shape of x. If x has
+    the shape [..., n], `indices` has the shape [..., 1, 1], with one index for each row of x."""
     return lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) == indices[..., 0]
 
 
@@ -153,8 +164,9 @@ def _holds(indices, count) -> bool:
 def comparison(eqn, inputs):
     """Selects one element of each row, such as a label's logit, by a comparison instead of a lookup.
 
-    The gradient of the selected element is also computed by a comparison. XLA fuses the comparisons with the sums over
-    the row. The gradient of a lookup would be a scatter into a separate array.
+    The rule also applies to the gradient of the lookup, which is 0 except at the selected element of each row. XLA
+    fuses a comparison with other operations on the same row, such as the sum of a softmax. Without this rule, the
+    gradient of a lookup is a scatter-add into an additional array of zeros.
     """
     mode = jaxpr.lookup_mode(eqn)
     x, indices = inputs[0].x, inputs[1].x
@@ -174,11 +186,12 @@ def comparison(eqn, inputs):
 
 
 def two_rows(eqn, inputs):
-    """Computes the product of one row and a matrix in 16 bits for two equal rows, and returns the first result.
+    """Replaces the one-row operand of a 16-bit matrix product by two copies of the row.
 
-    For the product of one row and a matrix, XLA multiplies the elements, rounds the results to 16 bits, writes them to
-    memory, and reads them again to sum them. A product of two rows is a matrix product, which reads the matrix once and
-    has float32 sums.
+    For the product of a one-row operand and a matrix, XLA multiplies the elements, rounds the results to 16 bits,
+    writes them to memory, and reads them again to sum them. For the product of a two-row operand and a matrix, XLA
+    reads the matrix once and accumulates in float32. If the operand has two equal rows, the result also has two equal
+    rows, of which `two_rows` returns the first one.
     """
     product = jaxpr.product(eqn)
     contract, batch = product.dimensions
@@ -195,12 +208,13 @@ def two_rows(eqn, inputs):
 
 
 def unshifted(eqn, inputs):
-    """Sums the values of a bfloat16 array for BatchNorm's variance without subtracting a shift.
+    """Replaces by zeros the constants that `nn.BatchNorm` subtracts from a bfloat16 array.
 
-    The shift is an element of the array, so its subtraction prevents XLA from summing the result of a convolution
-    within the kernel of the convolution. The sums are in float32. Without a shift, the relative error of the variance
-    is about 2^-24 (mean / deviation)^2. The rounding of the array's elements to bfloat16 has a larger effect, of about
-    2^-20 (mean / deviation)^2.
+    `nn.BatchNorm` subtracts the first value of each channel from the channel, and then sums the array. If BatchNorm
+    subtracts constants from the result of a convolution, XLA cannot compute the sums in the same compiled kernel as the
+    convolution. The sums are in float32. If no constants are subtracted, the relative error of the variance is about
+    2^-24 (mean / standard deviation)^2. Rounding the array to bfloat16 already causes a relative error of about 2^-20
+    (mean / standard deviation)^2 in the variance.
     """
     x = inputs[0].x
     return [jnp.zeros_like(x)] if jaxpr.value_name(eqn) == jaxpr.SHIFT and x.dtype == jnp.bfloat16 else None

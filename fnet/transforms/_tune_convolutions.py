@@ -1,11 +1,13 @@
 """Rules of tune for CPUs that rewrite convolutions for which XLA:CPU has no fast kernel.
 
 XLA:CPU computes four kinds of convolutions one element at a time: depthwise convolutions, the gradients of all
-convolutions with groups, convolutions whose window is larger than their input, and some convolutions with zeros between
-the elements of their input. A depthwise convolution is replaced by a sum over the positions of the window, which is
-elementwise over channels. The gradients of convolutions with groups are replaced by one convolution for each group,
-convolutions with large windows by a matrix product, and those with zeros by a convolution of an input that contains the
-zeros. The new forms take between a half and a hundredth of the original time (`python -m benchmarks.convolutions`).
+convolutions with groups, convolutions whose window is larger than their input, and some convolutions with a dilated
+input (an input with zeros between its elements). A depthwise convolution is replaced by a sum of elementwise products,
+one for each position of the window. The gradient of a convolution with groups is replaced by one convolution for each
+group. A convolution whose window is larger than its input is replaced by a matrix product. A convolution with a dilated
+input is changed in one of two ways: either the zeros between the elements are written to memory before the convolution,
+or the operands are exchanged, so that the dilated array becomes the window. The new forms take between a half and a
+hundredth of the original time (`python -m benchmarks.convolutions`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _CACHED = 1 << 19   # bytes of the examples for which a part of a kernel's gradi
 
 
 def depthwise_convolution(eqn, inputs):
-    """Rewrites a convolution with one filter for each channel, or one of its gradients."""
+    """Computes a depthwise convolution, or one of its gradients, by elementwise products and sums of shifted arrays."""
     product = jaxpr.product(eqn)
     if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16):
         return None
@@ -76,11 +78,9 @@ def grouped_convolution(eqn, inputs):
 
 
 def small_input(eqn, inputs):
-    """Computes a convolution whose window is larger than its input along each spatial axis as a matrix product.
+    """Computes a convolution as a matrix product, if its window is larger than its input along each spatial axis.
 
-    Windows that are larger than the input occur in the last layers of a network for small images. The matrix of the
-    inputs is at most as many times larger than the input as the window has positions, because the window covers the
-    input for each element of the output.
+    Windows that are larger than the input occur in the last layers of a network for small images.
     """
     product = jaxpr.product(eqn)
     if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16) or product.groups != (1, 1):
@@ -110,12 +110,14 @@ def small_input(eqn, inputs):
 
 
 def dilated_input(eqn, inputs):
-    """Rewrites a convolution whose input has zeros between its elements, in three dimensions or with a large window.
+    """Rewrites a convolution with a dilated input, if the convolution has three spatial dimensions or a large window.
 
-    In three dimensions (transposed convolutions, gradients of strided convolutions), the zeros between the elements of
-    the input are written to memory. With a large window (the gradient of a transposed convolution's kernel), the
-    operands of the convolution are exchanged. After the exchange of the operands, the zeros are between the elements of
-    the window, for which XLA has a fast kernel.
+    A dilated input (an input with zeros between its elements) occurs in transposed convolutions and in gradients of
+    strided convolutions. If the convolution has three spatial dimensions, the dilated input with its zeros is written
+    to memory before the convolution. The gradient of a transposed convolution with respect to its kernel is a
+    convolution with a dilated input and a large window. In a convolution with a large window, the operands are
+    exchanged, so that the dilated array becomes the window. XLA has a fast kernel for convolutions with a dilated
+    window.
     """
     product = jaxpr.product(eqn)
     if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16):
@@ -146,9 +148,9 @@ def dilated_input(eqn, inputs):
 
 
 def _kind(product, x, w) -> str | None:
-    """Returns the kind of a depthwise convolution, or None for other products. The kind is "kernel" for the gradient
-    with respect to the kernel. The kind is "forward" for the convolution itself and for the gradient with respect to
-    its input."""
+    """Returns the kind of a depthwise convolution, or None for any other operation. The kind is "kernel" for the
+    gradient with respect to the kernel. The kind is "forward" for the depthwise convolution itself. The gradient with
+    respect to the input has the same form as the convolution, so its kind is also "forward"."""
     (lhs, rhs, _), (features, batches) = product.dimensions, product.groups
     if batches == 1 and 1 < features == x[lhs[1]] == w[rhs[0]]:
         return "forward"
@@ -162,8 +164,9 @@ def _taps(window):
 
 
 def _slice(x, tap, step, size, stride):
-    """Slices every spatial axis of x, an array [examples, *space, channels]: `size` elements from position tap * step,
-    with the stride `stride`."""
+    """Slices every spatial axis of x, an array [examples, *space, channels]. `tap` is a position in the convolution
+    window. Along each spatial axis, the slice starts at the index tap * step, and has `size` elements with the stride
+    `stride`."""
     start = [0, *(k * d for k, d in zip(tap, step)), 0]
     stop = [len(x), *(k * d + s * (n - 1) + 1 for k, d, n, s in zip(tap, step, size, stride)), x.shape[-1]]
     return lax.slice(x, start, stop, [1, *stride, 1])
@@ -181,13 +184,13 @@ def _forward(x, w, space, strides, padding, dilation):
 
 
 def _filter(w, tap):
-    """Returns the weights at position `tap` of the window, an array with one element along each spatial axis."""
+    """Returns the weights of all channels at the position `tap` of the window, as an array [1, ..., 1, channels]."""
     return lax.slice(w, (0, *tap, 0), (1, *(k + 1 for k in tap), w.shape[-1]))
 
 
 def _dilated(x, w, space, padding, x_dilation, w_dilation):
-    """Computes the depthwise convolution of an input with zeros between its elements, as in the gradient of a strided
-    convolution. x is the input without these zeros."""
+    """Computes a depthwise convolution with a dilated input, as in the gradient of a strided convolution. A dilated
+    input has zeros between its elements; the argument x is the input before these zeros are inserted."""
     total, zero = 0.0, jnp.zeros((), x.dtype)
     for tap in _taps(w.shape[1:-1]):
         low = [first - k * d for (first, _), k, d in zip(padding, tap, w_dilation)]
@@ -219,8 +222,8 @@ def _kernel_gradient(x, g, window, step, padding, dilation, strides):
 def kernel_layout(eqn, inputs):
     """Transposes the kernel of a bfloat16 convolution to [*window, in, out].
 
-    XLA calls oneDNN only for kernels with the layout [*window, in, out]. The gradient of a convolution's input has the
-    axes [*window, out, in].
+    XLA calls oneDNN only for kernels with the layout [*window, in, out]. In the gradient with respect to the input of a
+    convolution, the kernel has the layout [*window, out, in].
     """
     product = jaxpr.product(eqn)
     if product.op is not jaxpr.CONVOLUTION or product.dtype != BF16:

@@ -2,9 +2,9 @@
 up to rounding.
 
 A rewrite rule receives an equation of a jaxpr and its inputs. A rewrite rule returns the outputs of the equation, or
-None if the rule does not apply. The note (attached information) of an input is True if the input can be read without a
-computation, because it is an argument of the function, a view of an argument, or a broadcast scalar. For other notes,
-see `_tune_layout`.
+None if the rule does not apply. The attribute `note` of an input is True if the input can be read without a
+computation, because it is an argument of the function, a view of an argument, or a broadcast scalar. For other values
+of `note`, see `_tune_layout`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ VIEWS = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze"))
 
 
 class Rule(NamedTuple):
-    """A rewrite rule of tune. The rule applies to equations whose primitive is in `primitives`. With the jaxlib version
-    `below` and later versions, the rule is disabled by default.
+    """A rewrite rule of tune. The rule applies to equations whose primitive is in `primitives`. If `below` is not None,
+    the rule is enabled by default only for jaxlib versions before `below`.
 
     The function `apply` of a rule returns the outputs of an equation. The function `prepare` returns another equation
-    and its inputs, which are evaluated instead, and `finish(equation, outputs)` converts the outputs to another form.
-    `apply` and `prepare` return None if the rule does not apply; a rule that only sets compiler options has neither.
-    `options` are the compiler options. `when(equations)` returns whether the rule is used for a program; None means for
-    every program.
+    and its inputs. The new equation is evaluated instead of the original equation, and `finish(equation, outputs)`
+    converts the outputs of the new equation to the final outputs. `apply` and `prepare` return None if the rule does
+    not apply to an equation. If a rule only sets compiler options, its fields `apply` and `prepare` are None. `options`
+    are the compiler options. `when(equations)` returns whether the rule is used for a program; None means for every
+    program.
     """
 
     name: str
@@ -61,21 +62,23 @@ class Rule(NamedTuple):
 
 
 def apart(x):
-    """Returns x after an optimization barrier, so that x is computed before it is read. Without the barrier, XLA fuses
-    the elementwise operations that produce x with strided copies.
+    """Returns x after an optimization barrier. Without the barrier, XLA may fuse a strided copy of x with the
+    elementwise operations that compute x.
     """
     return lax.optimization_barrier(x)
 
 
 def products(eqn, inputs):
-    """Computes the operands of a matrix product before the product. A product of an array and a matrix is rewritten so
-    that the array is the first operand and its last axis is contracted. In a product x^T y of two matrices, the smaller
-    operand becomes the first operand.
+    """Rewrites a matrix product. Optimization barriers before the matrix product prevent XLA from fusing a strided copy
+    of an operand with other operations. A matrix product of a matrix and an array with more axes is rewritten so that
+    the array is the first operand and its last axis is contracted. In a matrix product x^T y, the smaller operand
+    becomes the first operand.
 
-    Under vmap, a dense layer becomes a product whose result has the features as its first axis. If a product with the
-    features first is added to an array with the features last, XLA recomputes the inputs of the sum in both layouts. A
-    product under vmap over the weights does not change, because its weights would have to be transposed. Products with
-    batch axes, as in attention, do not change, because XLA's own form is as fast.
+    Under vmap, the matrix product of a dense layer has a result whose first axis is the axis of the features. If an
+    array with the features as its first axis is added to an array with the features as its last axis, XLA computes the
+    inputs of the sum twice, once in each layout. If vmap maps only the weights of a dense layer, the matrix product is
+    not rewritten, because the rule would have to transpose the weights. Matrix products with batch axes, as in
+    attention, are not rewritten, because the rule would not make them faster.
     """
     x, y = (value.x for value in inputs)
     if max(x.size, y.size) < LARGE or x.dtype != F32 or y.dtype != F32:
@@ -110,14 +113,18 @@ def products(eqn, inputs):
 
 
 def _ready(value, x):
-    """Returns x, a view of `value`, after an optimization barrier. If x can be read without a computation, it is
-    returned without a barrier."""
+    """Adds an optimization barrier to x, unless x is a function argument, a view of an argument, or a broadcast scalar.
+
+    The argument x is the array of `value`, possibly with another order of the axes.
+    """
     return x if value.note is True else apart(x)
 
 
 def bfloat16_products(eqn, inputs):
-    """Computes a bfloat16 product as a product of matrices with float32 sums. Other forms of bfloat16 products take up
-    to ten times as long.
+    """Reshapes the operands of a bfloat16 matrix product to matrices, and accumulates in float32.
+
+    If the operands are matrices and the sums are in float32, XLA:CPU computes a bfloat16 matrix product up to ten times
+    as fast as otherwise.
     """
     x, y = (value.x for value in inputs)
     product = jaxpr.product(eqn)
@@ -156,7 +163,7 @@ def _tiles(x, window):
 
 
 def max_pool(eqn, inputs):
-    """Computes a pooling whose windows tile the array as elementwise maxima."""
+    """Computes a max pooling by elementwise maxima, if the windows cover the array without overlap."""
     x = inputs[0].x
     window = _windows(eqn, x)
     return None if window is None else [functools.reduce(lax.max, _tiles(x, window))]
@@ -181,10 +188,10 @@ def max_pool_gradient(eqn, inputs):
 
 
 def _ends_swapped(x):
-    """Transposes [a, b, c] to [c, b, a] in cache-sized steps. A transpose in a single step would take four to ten times
-    as long.
+    """Transposes an array [a, b, c] to [c, b, a] by several transposes that use the CPU's cache well. A single
+    transpose would take four to ten times as long as these transposes.
 
-    The loop over the halves of x prevents XLA from fusing both transposes and the computation of x into one strided
+    Without the loop over the two halves of x, XLA would fuse the computation of x and its transposes into one strided
     copy.
     """
     a, b, c = x.shape
@@ -195,9 +202,12 @@ def _ends_swapped(x):
 
 
 def convolution_gradient(eqn, inputs):
-    """Computes the weight gradient of a convolution in the layout of a forward convolution. The rewrite includes
-    convolutions of bfloat16 operands, for which XLA would compute in float32 anyway. For convolutions with strides or
-    small sizes, XLA's own form of the weight gradient is as fast."""
+    """Computes the weight gradient of a convolution with the axis order of a forward convolution (NHWC and HWIO).
+
+    Bfloat16 operands are cast to float32, because XLA:CPU without oneDNN computes bfloat16 convolutions in float32. The
+    weight gradients of convolutions with strides, few examples or few channels are not rewritten, because XLA computes
+    them equally fast without this rule.
+    """
     product = jaxpr.product(eqn)
     dtype = product.dtype
     if product.op is not jaxpr.CONVOLUTION or dtype not in (F32, library.BF16):

@@ -1,9 +1,10 @@
-"""Removes transposes introduced by vmap, for tune: elementwise operations are applied before a transpose, not after it.
+"""Moves transposes past elementwise operations, for tune, so that transposes introduced by vmap cancel each other.
 
-XLA:CPU does not change the order of the axes in a program. Under vmap, the result of a dense layer has the shape [out,
-batch, time] and is then transposed. The elementwise operations between the transpose and the next product would read
-and write strided memory. In tune, the value `y.transpose(order)` gets the tuple `order` as its note (attached
-information). Elementwise operations after the transpose are applied to y instead, so that successive transposes cancel.
+XLA:CPU keeps the order of axes in which the program defines each array. Under vmap, the result of a dense layer has the
+shape [out, batch, time] and is then transposed. Elementwise operations on the transposed array would read and write
+strided memory. In tune, the attribute `note` of a transposed value `y.transpose(order)` is the tuple `order`. An
+elementwise operation on a transposed array is applied to the original array, and the result of the operation is
+transposed. A transpose of a transposed array is merged with the first transpose, so that inverse transposes cancel.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from fnet.jaxpr import POINTWISE, Value, permutation, plain
 
 
 def transposed(y, order) -> Value:
-    """Returns `y.transpose(order)` with the note (attached information) `order`."""
+    """Returns `y.transpose(order)` as a `Value` whose attribute `note` is the tuple `order`."""
     order = tuple(order)
     return Value(y) if order == tuple(range(y.ndim)) else Value(lax.transpose(y, order), order)
 
 
 def followed(eqn, inputs) -> list[Value] | None:
-    """Applies an equation to the arrays before their transposes, if all transposed inputs have the same order of axes.
-    Returns the outputs.
+    """Moves a transpose from the inputs of an elementwise equation to its outputs, or merges two transposes.
 
-    Returns None if the equation is not elementwise or no input is transposed.
+    Returns the outputs of the equation, or None if the rewrite does not apply. The rewrite applies only to elementwise
+    equations and to transposes. All inputs that were transposed must have the same order of axes.
     """
     name, orders = eqn.primitive.name, {_order(value) for value in inputs} - {None}
     if len(orders) != 1:
@@ -43,6 +44,11 @@ def followed(eqn, inputs) -> list[Value] | None:
 
 
 def _order(value):
-    """Returns the order of axes in the note (attached information) of a value, or None. Inside a loop, a slice may have
-    the order of the whole array, which has more axes and is ignored."""
+    """Returns the order of axes to which a value was transposed, or None if the value was not transposed.
+
+    The attribute `note` of a transposed value is the order of its axes, a tuple as in `jnp.transpose`. `_order` also
+    returns None if the length of the tuple `note` differs from the number of axes of the value. In a loop, for example,
+    a slice of a transposed array has one axis fewer than the array, but the attribute `note` of the slice may be that
+    of the whole array.
+    """
     return value.note if isinstance(value.note, tuple) and len(value.note) == np.ndim(value.x) else None

@@ -1,11 +1,11 @@
-"""Conditions for the compiler options with which tune selects the library for products and convolutions on CPUs.
+"""Conditions by which tune selects the CPU library for matrix products and convolutions (YNNPACK, Eigen or oneDNN).
 
-XLA:CPU runs products and convolutions with YNNPACK, Eigen or oneDNN. For bfloat16 convolutions with float32 sums,
-oneDNN needs a tenth of the time of YNNPACK and Eigen on CPUs with AMX. On CPUs with AVX-512 products of bfloat16,
-oneDNN mostly needs a half or less of the time of YNNPACK and Eigen (`python -m benchmarks.convolutions bfloat16`). For
-bfloat16 products, oneDNN is slower than YNNPACK, and for weight gradients of float32 convolutions, oneDNN is slower
-than Eigen. A compiler option applies to the whole program, so the kind of operation with the most work determines the
-option.
+Compiler options of XLA:CPU select the library that computes matrix products and convolutions. For bfloat16 convolutions
+with float32 sums, oneDNN needs a tenth of the time of YNNPACK and Eigen on CPUs with AMX. On CPUs with the AVX-512
+instructions for bfloat16, oneDNN usually needs at most half of the time of YNNPACK and Eigen
+(`python -m benchmarks.convolutions bfloat16`). For bfloat16 matrix products, oneDNN is slower than YNNPACK. For weight
+gradients of float32 convolutions, oneDNN is slower than Eigen. A compiler option applies to the whole program, so the
+kind of operation with the most work determines the option.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ LARGE = 1 << 21    # minimum multiplications of a convolution for a call of oneD
 
 @functools.cache
 def bfloat16_pays() -> bool:
-    """Whether this CPU has instructions for bfloat16 products (AMX or AVX-512). The rule `bfloat16_products` is not
-    used on CPUs without instructions for bfloat16 products, where the rule was not measured."""
+    """Whether this CPU has instructions that multiply bfloat16 numbers (AMX or AVX-512). The rule `bfloat16_products`
+    is used only on CPUs with bfloat16 instructions, because its effect on other CPUs was not measured."""
     return not BFLOAT16.isdisjoint(read_cpu().flags)
 
 
 def eigen_pays(equations: Sequence) -> bool:
-    """Whether convolutions are most of the program's work and are not small, and no convolution is grouped.
+    """Whether a program's convolutions are large, are not grouped, and do most of the program's multiplications.
 
     Eigen takes 0.50 to 1.10 times as long as YNNPACK for ungrouped convolutions, but up to 1.27 times as long for
     depthwise convolutions. If a program has depthwise convolutions, they take most of its time (`python -m
@@ -67,7 +67,8 @@ def onednn_pays(equations: Sequence) -> bool:
 
 
 def _work(equations) -> collections.Counter:
-    """Returns {("product" or "convolution", dtype): multiplications}. The body of a loop is counted once."""
+    """Returns the number of multiplications in matrix products and in convolutions, by dtype. The keys of the returned
+    dict are ("product" or "convolution", dtype). The body of a loop is counted once."""
     work = collections.Counter()
     for eqn in equations:
         if (found := product(eqn)) is not None:

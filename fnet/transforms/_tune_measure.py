@@ -42,12 +42,13 @@ class Measured(NamedTuple):
 
 def measure(compiled: Callable, lowered: Callable[[], str], fired: Callable[[], set[str]], rules: tuple, chip: Any,
             arguments: Any) -> Measured:
-    """Times a program with all rewrite rules, with no rule, and without each single rule. Stored results are reused.
+    """Times a program with all rules, with no rule, and with each rule disabled in turn. Stored results are reused.
 
     Args:
-        compiled: `compiled(rules)` returns the program as a function of `arguments`, which it may donate.
-        lowered: a function that returns the text of the program without rules. The key of a stored result depends on
-            the text of the program.
+        compiled: `compiled(rules)` returns the program as a function of `arguments`. The program may donate its
+            arguments.
+        lowered: a function that returns the StableHLO text of the original program, to which no rewrite rule is
+            applied. The StableHLO text is a part of the key under which the measured times are stored.
         fired: a function that returns the names of the rewrite rules that change the program.
         rules: all rules.
         chip: the chip.

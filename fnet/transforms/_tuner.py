@@ -1,4 +1,4 @@
-"""The interpreter of tune, which applies rewrite rules to the equations of a program."""
+"""An interpreter that applies the rewrite rules of tune to the equations of a program."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Fired(NamedTuple):
 
 
 class Tuner(Interpreter):
-    """Evaluates a jaxpr equation by equation. The note (attached information) of a value is True if the value can be
-    read without a computation (see `_tune_cpu`). The note (attached information) of a value is a tuple if the value is
-    a transposed array (see `_tune_layout`). Otherwise, it is None."""
+    """Evaluates a jaxpr equation by equation. The attribute `note` of a value is True if the value is a function
+    argument, a view of an argument, or a broadcast scalar (see `_tune_cpu`). The attribute `note` is a tuple if the
+    value is a transposed array (see `_tune_layout`). For any other value, `note` is None."""
 
     def __init__(self, rules, rows=None):
         super().__init__()
@@ -34,16 +34,19 @@ class Tuner(Interpreter):
 
     @property
     def lost(self) -> dict:
-        """The compiler options of the last program, which `run` cannot set."""
+        """The compiler options that the rules select for the last program.
+
+        The method `run` does not apply compiler options, because it evaluates the program without compiling it.
+        """
         return _options(self.suited)
 
     def depends(self, at):
         return None if self.rows is None else object()    # explain needs every call
 
     def select(self, closed) -> list:
-        """Returns the rewrite rules that are used for a program. If the program has symbolic sizes, as for export,
-        `when` is not called. For symbolic sizes, rules that rewrite equations are used, and rules that only set
-        compiler options are not used."""
+        """Returns the rewrite rules that are used for a program. If the program contains arrays with symbolic sizes, as
+        for export, the function `when` of a rule is not called. For a program with symbolic sizes, all rules that
+        rewrite equations are used, and none of the rules that only set compiler options."""
         equations = list(jaxpr.equations(closed.jaxpr)) if any(rule.when for rule in self.all) else []
         known = all(_known(v.aval) for eqn in equations for v in (*eqn.invars, *eqn.outvars))
         return [rule for rule in self.all if rule.when is None or (rule.when(equations) if known else rule.apply)]

@@ -261,8 +261,8 @@ class _Server:
         return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     async def _started(self, request):
-        """Returns (the generator, an asynchronous iterator of tokens, a function that ends the generation). The first
-        token is computed before `_started` returns."""
+        """Returns three values: the text generator, an asynchronous iterator over the generated tokens, and a function
+        that ends the generation. The first token is computed before `_started` returns."""
         generator = self._found(request, "generators")
         self._check_ready()
         asked = generator.read(_protocol.read_json(await self._body(request)))

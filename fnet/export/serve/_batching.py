@@ -24,7 +24,7 @@ class _Request(NamedTuple):
 
 
 class Batcher:
-    """A thread that computes the requests for one model.
+    """A thread that computes the outputs of the requests for one model.
 
     The thread computes a batch as soon as the requests in the queue have `max_batch` rows, or after it has waited
     `max_delay` seconds for more requests. While a batch is computed, new requests wait for the next batch. Two requests
@@ -33,7 +33,8 @@ class Batcher:
     Args:
         compute: a function of a list of arrays that returns a list of arrays. If `max_batch` is not 1, the first axis
             of all arrays is the batch axis.
-        max_batch: the maximum number of rows of a batch. A request with more rows is computed alone.
+        max_batch: the maximum number of rows of a batch. A request with more than `max_batch` rows is not combined with
+            other requests.
         max_delay: the maximum time in seconds to wait for more requests.
         max_queue: the maximum number of requests in the queue.
         observe: a function that is called with the number of rows and the time in seconds of each batch. Default: does
@@ -69,7 +70,7 @@ class Batcher:
         return request.future
 
     def close(self) -> None:
-        """Computes the waiting requests, and ends the thread."""
+        """Waits until the outputs of all requests in the queue are computed, and ends the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()

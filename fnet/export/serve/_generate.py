@@ -56,7 +56,8 @@ class Generator:
         max_tokens, temperature, top_k and seed.
 
         Raises:
-            Invalid: the request is not valid.
+            Invalid: a key or value of `body` is not valid, or the requested text is longer than the context of the
+                model.
         """
         known = {"text_input", "tokens", "max_tokens", "temperature", "top_k", "seed", "id", "stream"}
         if unknown := sorted(set(body) - known):

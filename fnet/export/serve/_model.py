@@ -38,8 +38,8 @@ class Model:
         name, version: the name and the version of the model, strings that occur in the URLs of the server.
         inputs, outputs: the types of the arrays, [(name, {"dtype", "shape"})].
         batched: whether the first axis of all inputs and outputs is a batch of independent rows. Rows are assumed to be
-            independent if the size of the first axis is the same variable in all inputs and outputs, and this variable
-            occurs in no other axis and in no constraint.
+            independent if the first axes of all inputs and outputs have the same symbolic size, which occurs in no
+            other axis and in no constraint.
     """
 
     def __init__(self, name: str, version: str, bundle: Bundle, entry: str, max_batch: int,
@@ -116,9 +116,9 @@ class Model:
     def _compiled(self, weights, arrays):
         """Returns the compiled program for the shapes of `arrays`.
 
-        On a CPU, the program is created from its stable form (JSON data) and optimized by `ft.tune`. On devices other
-        than CPUs, or if the program has no stable form, the compiled program is the program in the bundle that JAX
-        serialized.
+        On a CPU, the program is created from its JSON description in the bundle (the file of the exported model), and
+        `ft.tune` optimizes the program. On a GPU or TPU, or if the bundle contains no JSON description of the program,
+        the server compiles the serialized `jax.export` program in the bundle.
         """
         if self._stable:
             rest = iter(arrays)

@@ -25,8 +25,8 @@ class Options:
             get status 503. Default 512.
         timeout: the maximum time in seconds for a request, including its time in the queue. A request that takes longer
             than `timeout` gets status 504. Default 30.
-        read_timeout: the maximum time in seconds until the head of a request has arrived. The limit `read_timeout` also
-            applies to the time from the end of the head to the end of the body. Default 10.
+        read_timeout: the maximum time in seconds until the head of a request has arrived. After the head, the body of
+            the request must arrive within another `read_timeout` seconds. Default 10.
         drain: the time in seconds during which the server still accepts connections after SIGTERM. During the time
             `drain`, the responses of the server ask the clients to close their connections. Default 1.
         token: a secret string of at least 8 characters, or None (the default). If a token is set, requests need the
@@ -34,8 +34,8 @@ class Options:
         pad: the sizes to which inputs are padded, {name of a symbolic size: sizes}. A size variable is a name in a
             model's input shapes, such as "t" in ["b", "t"], that represents a size which can vary. An axis whose
             symbolic size is in `pad` is padded with zeros to the smallest size in `pad` that is large enough. The
-            outputs of the model must not depend on the padding, which the server tests when it starts. By default,
-            inputs are not padded.
+            padding must not change the outputs of the model. When the server starts, it tests whether padding changes
+            the outputs of the model. By default, inputs are not padded.
     """
 
     host: str = "127.0.0.1"

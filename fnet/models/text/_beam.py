@@ -44,9 +44,9 @@ def beam_search(model: nn.Layer, params: dict, prompts: jax.Array, *, beams: int
     """Continues each prompt with the highest-scoring texts that beam search finds.
 
     Each iteration extends the best `beams` texts of each prompt by every possible token, and keeps the best `beams`
-    results. A text that ends with a stop token is finished and is not extended. The beam search for a prompt ends when
-    `beams` texts are finished and no unfinished text has a higher score than the worst finished text, or after
-    `max_tokens` tokens.
+    results. A text that ends with a stop token is finished and is not extended. The beam search for a prompt ends after
+    at most `max_tokens` tokens. The search ends earlier if `beams` texts are finished and each of them has at least the
+    score of every unfinished text.
 
         best = models.beam_search(model, params, prompts, beams=4, max_tokens=50, stop=tokenizer.stop)
         print(tokenizer.decode(best.tokens[0, 0, :best.lengths[0, 0]]))
@@ -56,8 +56,8 @@ def beam_search(model: nn.Layer, params: dict, prompts: jax.Array, *, beams: int
         beams: number of texts that are kept for each prompt.
         max_tokens: the maximum number of tokens to generate.
         length_penalty: exponent in the score of a text of n tokens: the sum of the log-probabilities of the tokens,
-            divided by n ** length_penalty. If `length_penalty` is 0, the score is the sum itself, which favors short
-            texts.
+            divided by n ** length_penalty. If `length_penalty` is 0, the score is the sum of the log-probabilities,
+            which favors short texts.
 
     Returns:
         `Beams(tokens, lengths, scores)`. The texts of each prompt are sorted by their scores.

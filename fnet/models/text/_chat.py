@@ -171,7 +171,7 @@ def chat(model: nn.Layer, params: dict, tokenizer: Any, messages: Sequence[Mappi
 
     The answer ends before the first token of `tokenizer.stop`. If the content of a message contains the string of a
     special token, this string is encoded as that token, as in transformers. Remove the strings of special tokens from
-    the messages of untrusted users. A string of a special token would let a user imitate another role.
+    the messages of untrusted users, because these users could otherwise imitate another role, such as "system".
 
     Args:
         model, params: as for `generate`.

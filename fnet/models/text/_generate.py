@@ -84,8 +84,8 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
         print(tokenizer.decode(out.tokens[0, :out.lengths[0]]))
 
     Args:
-        model: a decoder: `model(params, tokens, lengths=, state=cache)` returns (logits [batch, time, vocab_size],
-            cache), and `model.cache` creates an empty cache. Examples are GPT, Decoder and LSTMLanguageModel.
+        model: a decoder, such as GPT, Decoder or LSTMLanguageModel. `model(params, tokens, lengths=, state=cache)`
+            returns (logits [batch, time, vocab_size], cache), and `model.cache` creates an empty cache.
         params: the parameters of the model.
         prompts: integers [batch, time], at least one token in each example, padded on the right.
         key: a `jax.random.key`, not needed for temperature 0. The random numbers of an example depend on the index of
@@ -245,7 +245,7 @@ def _decoder(model):
 
 
 def taken(model, cache, rows, batch, capacity):
-    """Returns the cache of the examples with the indices `rows`, from a cache of `batch` examples."""
+    """Selects the examples with the indices `rows` from a cache of `batch` examples."""
     other = jax.eval_shape(lambda: model.cache(jax.ShapeDtypeStruct((2 * batch, capacity), jnp.int32)))
 
     def take(x, other):

@@ -36,7 +36,8 @@ class LlamaBPE:
         scores: for each token in `pieces`, the score of a merge that results in this token.
 
     Raises:
-        ValueError: the tokens 3 to 258 are not the bytes, or the numbers of pieces and scores differ.
+        ValueError: the tokens with the indices 3 to 258 are not the 256 tokens for single bytes, or `pieces` and
+            `scores` have different lengths.
 
     Source: Karpathy's llama2.c, run.c (encode, decode) and tokenizer.py; Sennrich, Haddow and Birch (2016), Neural
     Machine Translation of Rare Words with Subword Units; Kudo and Richardson (2018), SentencePiece.
@@ -102,7 +103,7 @@ class LlamaBPE:
             text: the text.
             bos: whether to start with <s>.
             eos: whether to end with </s>.
-            special_tokens: if False, neither <s> nor </s> is added, for all values of `bos` and `eos`.
+            special_tokens: if False, `bos` and `eos` have no effect: the tokens <s> and </s> are not added.
         """
         tokens = []
         for char in (" " + text if text else ""):

@@ -72,8 +72,11 @@ def penalized(logits: jax.Array, options: Sampling, prompt: jax.Array, counts: j
 
 
 def pick(logits: jax.Array, keys: jax.Array | None, options: Sampling) -> jax.Array:
-    """Returns the next token of each example, an array [batch]. Without keys, the next token is the most probable
-    token."""
+    """Returns the next token of each example, an array [batch].
+
+    If `keys` is None, the next token is the most probable token. If `keys` contains a random key for each example, the
+    next token is sampled.
+    """
     if keys is None:
         return logits.argmax(-1).astype(jnp.int32)
     return jax.vmap(jax.random.categorical)(keys, candidates(logits, options)).astype(jnp.int32)
@@ -93,11 +96,14 @@ def candidates(logits: jax.Array, options: Sampling) -> jax.Array:
 
 
 def likeliest(logits: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array:
-    """Keeps the largest logits, as few as possible, whose weights add up to at least `enough`; sets the others to -inf.
+    """Keeps the largest logits, and sets all other logits to -inf.
 
-    The smallest logit that is kept is determined bit by bit. Determining the smallest kept logit takes 32 sums over the
-    vocabulary, and on a CPU a tenth of the time of a sort. `logits` and `weights` are [batch, vocab_size], and `enough`
-    is a scalar.
+    The array `weights` contains a weight for each token: 1 for top-k sampling, or the probability of the token for
+    top-p sampling. Tokens are kept in descending order of their logits, until the sum of their elements in `weights` is
+    at least `enough`. The argument `enough` is k for top-k sampling, or p for top-p sampling. A binary search over the
+    32 bits of a float32 number finds the smallest logit that is kept. The binary search computes 32 sums over the
+    vocabulary. On a CPU, the binary search takes a tenth of the time of sorting the logits. `logits` and `weights` are
+    [batch, vocab_size], and `enough` is a scalar.
     """
     bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.uint32)    # -0 becomes 0
     keys = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)                   # integers in the order of the logits

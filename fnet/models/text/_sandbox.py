@@ -31,7 +31,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
     Raises:
         Rejected: the template calls `raise_exception`.
-        Exception: the template is invalid, exceeds a limit, or fails. Templates raise exceptions of any type.
+        Exception: the template is invalid, exceeds a limit, or raises an exception of any other type.
     """
     if len(template) > LARGEST >> 4:
         raise Limit(f"it has {len(template):,} characters, more than {LARGEST >> 4:,}")
@@ -50,7 +50,7 @@ class _Generation(ext.Extension):
 
 
 class _Counted(visitor.NodeTransformer):
-    """Counts iterations of loops and calls of macros, and limits the results of `~`."""
+    """Adds limits to a Jinja template: on loop iterations, on macro calls, and on the length of text joined by `~`."""
 
     def visit_For(self, node):
         node = self.generic_visit(node)
@@ -159,7 +159,7 @@ def _limited(name, function):
 
 
 def _check_call(name, args, kwargs):
-    """Limits the result of a string method or a filter, before the result is computed."""
+    """Raises `Limit` if a string method or a filter would return too large a value for the given arguments."""
     for value in (*args, *kwargs.values()):
         _check(value if type(value) is int else 0)
     if name in ("format", "format_map"):

@@ -27,8 +27,7 @@ def stream(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array | N
     The arguments are the same as for `generate`. `stream` checks the arguments when the first token is requested.
 
     Yields:
-        An int32 array [batch * samples], the next token of each example. After the end of an example, the element of
-        this example is -1.
+        An int32 array [batch * samples], the next token of each example, or -1 for each example that has ended.
 
     Raises:
         ValueError, TypeError: as for `generate`.
@@ -69,7 +68,8 @@ def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key:
             and `decode`, and its attribute `stop` contains the tokens that end a text.
         prompt: the text to continue. The prompt must have at least one token.
         key: a `jax.random.key`, not needed for temperature 0.
-        stop: strings that end the text. The generated text ends before the stop string that is completed first.
+        stop: strings that end the text. The generated text ends before the first stop string. If stop strings overlap
+            in the text, the first stop string is the one whose last character comes first.
         options: `max_tokens` and other options of `generate`, except `samples` and `lengths`.
 
     Yields:

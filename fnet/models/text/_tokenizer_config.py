@@ -1,5 +1,5 @@
-"""Reads the tokenizer_config.json and the tokenizer.json next to a vocabulary. Fields that are neither supported nor
-irrelevant raise an error."""
+"""Reads the tokenizer_config.json and the tokenizer.json next to a vocabulary. Unknown fields and unsupported fields of
+tokenizer_config.json raise an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def wordpiece(folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the options of `WordPiece` for a vocab.txt, which are read from the other files in its folder.
+    """Reads the options of `WordPiece` from tokenizer_config.json and tokenizer.json in the folder of a vocab.txt.
 
     Args:
         folder: the folder of vocab.txt.
@@ -34,7 +34,7 @@ def wordpiece(folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
 
     Returns:
         {option: value}, the options that the files set, such as strip_accents. The option lowercase is always included.
-        If no file sets lowercase, its value is True if the vocabulary contains none of the letters A to Z.
+        Default of lowercase: True if no token except special tokens such as [CLS] contains a letter A to Z, else False.
 
     Raises:
         ValueError: the files describe another tokenizer, or contradict each other.
@@ -93,7 +93,7 @@ def hugging_face(folder: Path, tokenizer, encode: Callable, description: Mapping
 
     Args:
         folder: the folder of tokenizer_config.json and tokenizer.json.
-        tokenizer: a tokenizer of Hugging Face's library tokenizers, with the method `token_to_id`.
+        tokenizer: a `tokenizers.Tokenizer` (from the library `tokenizers` of Hugging Face).
         encode: function that converts text to an array of tokens.
         description: the contents of tokenizer.json.
 
@@ -163,8 +163,8 @@ def values(folder: Path, table: Config) -> dict[str, Any]:
 
 
 def _flag(option, *more):
-    """Returns the meaning of a field of tokenizer_config.json that sets `option`. The field may be true, false or a
-    value in `more`."""
+    """Returns a `Fields` object that reads the tokenizer option `option` from a field of tokenizer_config.json. The
+    value of the field may be true, false or a value in `more`."""
     def check(value, config):
         if not isinstance(value, bool) and value not in more:
             raise ValueError(f"expected {' or '.join(['true', 'false', *('null' for _ in more)])}")
@@ -174,7 +174,7 @@ def _flag(option, *more):
 
 
 def _token(*tokens):
-    """Returns the meaning of a field of tokenizer_config.json that must be one of the special tokens `tokens`.
+    """Returns a `Fields` object, which checks that the value of a field of tokenizer_config.json is one of `tokens`.
 
     In tokenizer_config.json, a token is a string, or an object whose field "content" is this string.
     """

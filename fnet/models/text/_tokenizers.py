@@ -220,8 +220,8 @@ def _check_tokenizer(wrong, text):
     library.
 
     Raises:
-        ValueError: the file is not JSON, has a damaged table of characters, or has replacements that lengthen a text by
-            a factor of more than 1024.
+        ValueError: the file is not JSON, its table of character replacements (`precompiled_charsmap`) is damaged, or
+            its string replacements can lengthen a text by a factor of more than 1024.
     """
     if text.count("[") + text.count("{") > MOST:
         raise ValueError(f"{wrong}it contains more than {MOST:,} lists and objects")

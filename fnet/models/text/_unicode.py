@@ -1,9 +1,9 @@
 """Categories of characters for BERT's tokenizer. Unlike the categories in Python's unicodedata, fnet's categories do
 not depend on the version of Python.
 
-Published models were used with Hugging Face's library tokenizers, so this module follows the Unicode tables of this
-library. Hugging Face's library uses Unicode 8 for categories, Unicode 9 for decompositions and Unicode 17 for lowercase
-letters. Python's unicodedata uses Unicode 14 to 17.
+This module follows the Unicode tables of Hugging Face's package `tokenizers`, because published models were used with
+this package. The package `tokenizers` uses Unicode 8 for categories, Unicode 9 for decompositions and Unicode 17 for
+lowercase letters. Python's unicodedata uses Unicode 14 to 17.
 """
 
 from __future__ import annotations

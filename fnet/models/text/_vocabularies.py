@@ -162,10 +162,10 @@ def _added(path, numbers, decoder, special, extra) -> list[dict[str, Any]]:
 
 
 def _byte_level(path, config):
-    """Returns the fields of tokenizer.json and two lists of added tokens for a vocab.json, as (fields, own, extra).
+    """Returns (fields of tokenizer.json, [], []) for a vocabulary in the files vocab.json and merges.txt.
 
-    `fields` are the fields of tokenizer.json for the byte-level BPE of GPT-2, RoBERTa and Qwen. The lists `own` and
-    `extra` of added tokens are empty.
+    The fields of tokenizer.json describe the byte-level BPE of GPT-2, RoBERTa and Qwen. `_byte_level` returns two empty
+    lists of added tokens, so that its result has the same form as the result of `_sentencepiece`.
     """
     held = read(path, LARGEST)
     check_count(path, len(held))
@@ -195,11 +195,10 @@ def _byte_level(path, config):
 
 
 def _sentencepiece(path, config):
-    """Returns the fields of tokenizer.json and two lists of added tokens for a SentencePiece model.
+    """Returns (fields of tokenizer.json, added tokens of the model, added tokens of the tokenizer class).
 
-    The result is (fields, own, extra). `fields` are the fields of tokenizer.json for the BPE of Llama and Gemma, or for
-    the unigrams of T5 and XLM-R. `own` contains the added tokens of the model, and `extra` contains the added tokens of
-    the tokenizer class.
+    The fields of tokenizer.json describe a SentencePiece model: the BPE of Llama and Gemma, or the unigrams of T5 and
+    XLM-R.
     """
     try:
         from sentencepiece import sentencepiece_model_pb2
@@ -265,7 +264,8 @@ def _sentencepiece(path, config):
 def _llama(path, config, model, pieces, prefix):
     """Returns the fields of tokenizer.json for Llama's BPE.
 
-    The merges of the vocabulary are all pairs of pieces that form another piece, in the order of the formed pieces.
+    If the concatenation of two pieces (token strings) of the vocabulary is also a piece, these two pieces form a BPE
+    merge. The merges are sorted by the index of the piece that each merge creates.
     """
     scores = [piece.score for piece in model.pieces if piece.type == _NORMAL]
     if scores != sorted(scores, reverse=True):

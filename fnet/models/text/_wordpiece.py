@@ -115,8 +115,8 @@ class WordPiece:
 
         Args:
             text: the text.
-            max_length: the maximum number of tokens, including [CLS] and [SEP]. The last pieces of a longer text are
-                dropped. By default, there is no maximum.
+            max_length: the maximum number of tokens, including [CLS] and [SEP]. If a text has more than `max_length`
+                tokens, the last tokens before [SEP] are dropped. By default, there is no maximum.
             special_tokens: whether to add [CLS] and [SEP].
         """
         if max_length is not None and max_length < 2 * special_tokens:

@@ -37,8 +37,8 @@ def load_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, name
         model: the base model.
         params: the parameters of the base model. Kernels may be quantized.
         path: the folder with adapter_config.json and adapter_model.safetensors.
-        names: the framework whose module names the adapter contains, a key of the model's `NAMES`, such as
-            "torchvision" for a ResNet. Default: "huggingface".
+        names: the framework that defines the names of the modules in the adapter. The framework is a key of the model's
+            `NAMES`, such as "torchvision" for a ResNet. Default: "huggingface".
 
     Returns:
         The parameters, in which the leaves that the adapter changes are `compress.LowRank`.
@@ -92,16 +92,16 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
         base: the name of the base model on Hugging Face's hub, which is written to adapter_config.json. Default: null
             is written.
         prefix: the prefix of the names of modules. PEFT expects the prefix of the transformers class to which the
-            adapter is applied, such as "transformer." for GPT2LMHeadModel and "" for GPT2Model. The default is the
-            prefix for a transformers class with a head.
+            adapter is applied, such as "transformer." for GPT2LMHeadModel and "" for GPT2Model. By default, the names
+            have the prefix of a transformers class with a head, such as GPT2LMHeadModel.
         names: as for `load_adapter`.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: the parameters have no `LowRank` leaf, or one that PEFT cannot represent, such as that of a
-            depthwise convolution; or the model does not have this `prefix` or these `names`.
+        ValueError: the parameters have no `LowRank` leaf, PEFT cannot represent a `LowRank` leaf (for example that of a
+            depthwise convolution), or the model does not support the given `prefix` or `names`.
 
     >>> import tempfile
     >>> from fnet import compress
@@ -195,7 +195,7 @@ def _pair(given, base):
 
 
 def _kernel(entry):
-    """Returns the sizes [*window, in] of the axes of a kernel, without the axes of copies and of output features."""
+    """Returns the shape [*window, in] of a kernel, without the stacked axes and the axis of output features."""
     return entry.specs[0].shape[len(entry.copies):-1]
 
 
@@ -218,8 +218,8 @@ def _is_table(entry):
 def _rotary_order(model, entry, width):
     """Returns the order of the output features in the file of an adapter.
 
-    Transformers rotates the pairs (i, i + head_dim / 2) of features. An interleaved model in fnet rotates pairs of
-    neighboring features.
+    In transformers, the rotary embedding rotates the pairs (i, i + head_dim / 2) of features. In fnet, the rotary
+    embedding of a model with `interleaved=True` rotates pairs of neighboring features.
     """
     order = np.arange(width)
     if getattr(model, "interleaved", False) and re.fullmatch(r".*attention/(query|key)/kernel", entry.paths[0]):
@@ -237,8 +237,9 @@ def _scale(config, base, a):
 def _changes(model, entry, arrays, scales, file):
     """Returns {path of a kernel: (a, b, scale, number of input axes)}, the low-rank change of each kernel.
 
-    `a` and `b` are zero for each copy of a block that the adapter does not change. If the ranks of the copies of a
-    block differ, `a` and `b` have the largest rank, and copies with a smaller rank are padded with zeros.
+    In a stack of blocks, the low-rank factors `a` and `b` of all blocks are stacked. The factors are zero for a block
+    that the adapter does not change. If the ranks of the blocks differ, the low-rank factors of every block are padded
+    with zeros to the largest rank.
     """
     if not _is_supported(entry):
         raise ValueError(f"{file}: changes of {_match.ours(entry)} are supported for dense layers, convolutions in one "
@@ -263,9 +264,11 @@ def _changes(model, entry, arrays, scales, file):
 
 
 def _joined(leaves, copy):
-    """Returns the low-rank change (a, b, scale) of one module, with a [*window, in, rank] and b [rank, out].
+    """Returns (a, b, scale), the two factors and the scale of the low-rank change of one module.
 
-    If several parts of a fused kernel have changes, b is block-diagonal.
+    The shape of the factor `a` is [*window, in, rank], and the shape of the factor `b` is [rank, out]. If one module
+    contains several fnet kernels, such as query, key and value, the low-rank factors `a` are concatenated along the
+    rank axis, and the factors `b` form a block-diagonal matrix.
     """
     scale = next(leaf.scale for leaf in leaves if isinstance(leaf, LowRank))
     widths = [leaf.shape[-1] for leaf in leaves]

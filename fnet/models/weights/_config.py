@@ -1,5 +1,5 @@
-"""Compares the config.json next to pretrained weights with a model. Fields of config.json that are neither supported
-nor irrelevant raise an error."""
+"""Compares the config.json next to pretrained weights with a model. Unknown fields and unsupported fields of
+config.json raise an error."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ class Use:
 
     Args:
         field: the name of the model's field.
-        absent: the value that the original framework uses if config.json lacks the field, or a function of config.json
-            that returns this value. With the default SKIP, a missing field is not compared with the model.
-        default: a function of the model that returns the value that null in config.json and None in the model
-            represent.
-        shorter: whether the model's value may be smaller than the value in config.json.
+        absent: the value that the original framework uses if config.json lacks the field, or a function that computes
+            this value from the content of config.json. With the default SKIP, a missing field is not compared with the
+            model.
+        default: a function that takes the model, and returns a default value. Both null in config.json and None in the
+            model's field stand for this default value.
+        shorter: whether the value of the model's field may be smaller than the value in config.json, for example for
+            the context length.
         square: whether config.json may contain a list of two equal values, such as [height, width], instead of one
             number.
     """
@@ -54,8 +56,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Must:
-    """States that a field of config.json must have one of the values that the model supports. A `Must` does not set a
-    field of the model.
+    """States that a field of config.json must have one of the supported values, but sets no field of the model.
 
     Args:
         values: the supported values.
@@ -80,14 +81,15 @@ class Fields:
     """A field of config.json that sets several fields of the model.
 
     Args:
-        read: function of the field's value and of config.json that returns {field of the model: value}. For an
-            unsupported value, `read` raises ValueError with a description of the expected value.
+        read: function that takes the field's value and the content of config.json, and returns {field of the model:
+            value}. For an unsupported value, `read` raises ValueError with a description of the expected value.
         absent: as in `Use`.
-        write: the inverse of `read`: function of the model that returns the value in config.json, or SKIP to write no
-            value. `write` raises ValueError if config.json cannot describe the model. By default, nothing is written.
+        write: function that takes the model, and returns the field's value for config.json, or SKIP to write no value.
+            `write` is the inverse of `read`, and raises ValueError if config.json cannot describe the model. By
+            default, nothing is written.
         partial: whether the model's fields may also be None, for example in a model without a head.
-        others: further values that the model's fields may have, such as other heads. No two heads may share the names
-            of arrays, so that a file with the arrays of another head raises an error.
+        others: values of the model's fields that are accepted even if they differ from config.json. For example, a
+            model may have another head than the head that config.json states.
     """
 
     read: Callable[[Any, Mapping], dict[str, Any]]
@@ -110,7 +112,7 @@ class Config:
     Args:
         fields: {field: Use, Must or Fields}.
         irrelevant: the fields that have no effect on the forward pass.
-        names: the frameworks (keys of the model's `NAMES`) whose array names the weights next to config.json may have.
+        names: the frameworks (keys of the model's `NAMES`) whose weights may be in the same folder as this config.json.
     """
 
     fields: Mapping[str, Use | Must | Fields]
@@ -177,12 +179,15 @@ class Config:
         return True
 
     def compared(self) -> set[str]:
-        """Returns the fields of the model that are set by a single field of config.json, with a `Use`."""
+        """Returns the names of the model's fields that `Use` objects set, each from one field of config.json."""
         return {entry.field for entry in self.fields.values() if isinstance(entry, Use)}
 
     def _wanted(self, config):
-        """Returns the values that config.json requires for fields of the model, and a list of problems. The values are
-        [(entry, description of the field of config.json, {field of the model: value})]."""
+        """Returns a list of the settings in config.json, and a list of problems.
+
+        Each setting is a tuple (entry, given, values). `entry` is the `Use`, `Must` or `Fields` object for a field of
+        config.json. `given` is a text with the name and value of the field. `values` is {field of the model: value}.
+        """
         wanted, problems = [], []
         for name in [*config, *(name for name in self.fields if name not in config)]:
             if name in self.irrelevant:
@@ -212,8 +217,8 @@ def check(model, folder: Path) -> Config | None:
     """Compares a model with the config.json of a folder.
 
     Returns:
-        The `Config` that was used. The result is None if the folder has no config.json, or the config.json of a
-        training run.
+        The `Config` that was used. The result is None if the folder has no config.json, or if a training run wrote the
+        config.json.
 
     Raises:
         ValueError: config.json is damaged, or describes another model.
@@ -280,7 +285,7 @@ def made(cls, table, config):
 
 
 def names_for(table, cls):
-    """Returns the framework (a key of `NAMES`) whose array names the weights next to config.json have."""
+    """Returns the framework (a key of `NAMES`) of the weights next to config.json."""
     return next((name for name in table.names if name in cls.NAMES), None)
 
 
@@ -306,7 +311,8 @@ def fits(entry, model, want, have):
 
 
 def _comparable(want, have, null=False):
-    """Whether `want` has a suitable type to replace `have`. `null` states whether `want` may be None."""
+    """Whether the types of two values are compatible: `want` in config.json, and `have` in the model's field. `null`
+    states whether `want` may be None."""
     if want is None:
         return null
     if have is None:
@@ -344,11 +350,13 @@ def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str,
         fields: {field: Use, Must or Fields}, the meaning of each field of config.json for one family of models.
         architectures: the supported values of `architectures`, the names of transformers' classes. `architectures` may
             also map each class name to fields of the model, such as {"BertForMaskedLM": {"head": "masked_lm"}}.
-        irrelevant: more fields that have no effect on the forward pass, separated by spaces. `save` writes an
-            irrelevant field if `fields` contains this field. With `save(like=...)`, the value of an irrelevant field is
-            copied from the config.json of `like`.
-        other_heads: heads that a model may have although `architectures` in config.json states another head. No two
-            heads may share the names of arrays, so that a file with the arrays of another head raises an error.
+        irrelevant: more fields that have no effect on the forward pass, separated by spaces. A field in both
+            `irrelevant` and `fields` is ignored when config.json is read, but `save` writes this field. With
+            `save(like=...)`, the fields that have no effect on the forward pass are copied from the config.json of
+            `like`.
+        other_heads: names of heads that the model may have even if `architectures` in config.json states a different
+            head. All heads must have different array names, so that `load` can detect a file with the weights of
+            another head.
         options: other arguments of `Config`.
     """
     def architecture(value, config):

@@ -53,9 +53,9 @@ def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
 
     Args:
         model: the model.
-        names: the framework whose array names the weights have, a key of the model's `NAMES`.
-        like: the content of another config.json. If the `model_type` of `like` can describe the model, it is used, and
-            the fields of `like` that do not affect the output are copied.
+        names: the framework of the array names in the file of weights, a key of the model's `NAMES`.
+        like: the content of an existing config.json, or {}. If the `model_type` of `like` can describe the model, the
+            result has the same `model_type`, and also the fields of `like` that do not affect the output of the model.
     """
     kinds = sorted(model.CONFIGS, key=lambda kind: kind != _config.kind_of(like))
     for kind in kinds:
@@ -85,12 +85,11 @@ def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
 
 
 def check(folder: Path, config: Mapping | None) -> None:
-    """Checks whether a model may be saved into a folder. A model may not replace the config.json of a training run. If
-    no config.json can describe the model, the folder must not contain the config.json of another model.
+    """Checks whether a model may be saved into a folder.
 
     Raises:
-        ValueError: the folder contains the config.json of a training run although `config` is not None, or the
-            config.json of a model although `config` is None.
+        ValueError: saving would replace the config.json of a training run. ValueError is also raised if the folder
+            contains the config.json of another model, and the new model has no config.json (`config` is None).
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -139,7 +138,7 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str,
     """Writes model.safetensors, or shards and their index if the arrays have more than `most` bytes.
 
     Existing weight files with the same names are replaced. If `write` is interrupted, the folder contains either the
-    old weights or shards without an index, which `read` does not load.
+    old weights or shards without an index. `read` does not load shards without an index.
 
     Returns:
         The path of model.safetensors, or of the index of the shards.

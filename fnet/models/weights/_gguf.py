@@ -177,8 +177,8 @@ def _array(file, entry, tensors) -> Any:
 
 
 def _blocks(data, kind):
-    """Returns the quantized (codes [rows, n], scales [rows, n / 32]). `data` has rows of blocks, each with a float16
-    scale and 32 codes."""
+    """Converts the quantized data of a tensor to a tuple (codes [rows, n], scales [rows, n / 32]). Each row of `data`
+    consists of blocks, and each block contains a float16 scale and 32 codes."""
     blocks = np.asarray(data).reshape(len(data), -1, 34 if kind == "Q8_0" else 18)
     scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
     codes = blocks[..., 2:]

@@ -101,7 +101,7 @@ def commit(path: Path) -> str | None:
 
 def _snapshot(repository: str, revision: str | None) -> Path | None:
     """Returns the snapshot of a revision in Hugging Face's cache, or None. If `revision` is None, returns the snapshot
-    of the branch main, or else the newest snapshot."""
+    of the branch main if the cache contains it, and otherwise the newest snapshot."""
     snapshots = _download.snapshots(hugging_face(), repository)
     if revision is not None and (snapshots / revision).is_dir():
         return snapshots / revision

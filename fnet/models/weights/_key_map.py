@@ -22,9 +22,11 @@ class Entry(NamedTuple):
         rule: the rule.
         paths: the path of an array of the model, or the paths of several arrays that are one array in the file.
         specs: the shape and dtype of each array in `paths`.
-        copies: the sizes of the leading axes whose indices are in the keys, such as the axis of an `nn.Stack`.
-        keys: one key (name of an array) in the file, or one key for each copy. The keys of the copies are in row-major
-            order.
+        copies: the sizes of the stacked axes, the leading axes of the model's arrays, such as the layer axis of an
+            `nn.Stack`. The arrays in the file are not stacked: the file contains a separate array for each index along
+            the stacked axes.
+        keys: the keys (array names in the file), one for each index along the stacked axes, in row-major order. If
+            `copies` is empty, `keys` contains only one key.
     """
 
     rule: Rule | Spare | Tied
@@ -41,7 +43,7 @@ class Entry(NamedTuple):
 
 
 class KeyMap(NamedTuple):
-    """All arrays of one model with their keys in a file, and the keys that the file may contain in addition."""
+    """The keys (names in a file) of all arrays of a model, and further keys that the file may contain."""
 
     reads: list[Entry]
     beside: list[Entry]
@@ -97,7 +99,11 @@ def prefix_to_write(names: Names, leaves: Mapping[str, Any]) -> str:
 
 
 def _places(rule, leaves, who):
-    """Yields (paths, specs, {field: integer in the paths}) for each match of a naming rule in a model."""
+    """Yields array paths, their specs (shapes and dtypes) and placeholder values for each match of a naming rule.
+
+    Each match is a tuple (paths, specs, numbers), in which `numbers` maps the name of each placeholder in the naming
+    rule, such as `s` in "stage{s}", to the integer in the path.
+    """
     first, *others = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
     pattern = _pattern(first)
     for path in leaves:
@@ -120,7 +126,7 @@ def _entry(rule, prefix, paths, specs, numbers):
 
 
 def _pattern(ours):
-    """Converts a path to a regular expression with a group for each field in braces, such as `{s}`."""
+    """Converts a path to a regular expression with a group for each placeholder in braces, such as `{s}`."""
     parts, at = [], 0
     for field in _FIELD.finditer(ours):
         parts += [re.escape(ours[at:field.start()]), rf"(?P<{field[1]}>\d+)"]

@@ -13,10 +13,11 @@ def labels(heads: Mapping[str, Mapping], default: str | None = None) -> dict[str
     The fields that determine the number of classes are `id2label`, `num_labels` and `_num_labels`.
 
     Args:
-        heads: the fields of the model that each architecture sets, {name of the architecture: {field: value}}. The name
-            of an architecture is a value of the field `architectures` of config.json. If the value of `classes` is an
-            Ellipsis (`...`), the architecture has a classifier, and the number of its classes is read from config.json.
-            If the value of `classes` is not an Ellipsis, the fields that set the number of classes are ignored.
+        heads: the values of the model's fields for each architecture (transformers class), {name of the architecture:
+            {field: value}}. The name of an architecture is a value of the field `architectures` of config.json. If the
+            value of `classes` is an Ellipsis (`...`), the architecture has a classifier, and the number of its classes
+            is read from config.json. For an architecture without a classifier, the fields of config.json that set the
+            number of classes are ignored.
         default: the architecture that is used if config.json lacks the field `architectures`.
     """
     def read(value, config):

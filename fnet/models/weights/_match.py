@@ -72,7 +72,7 @@ def get(tree, place):
 
 
 def detect_names(model, leaves, tensors, name):
-    """Returns the framework with the most keys in the file, and its key map (the model's arrays and their keys)."""
+    """Returns the framework whose naming rules match the most array names in the file, and its key map."""
     best, unfit = None, None
     for each in _known(model) if name is None else (name,):
         rules = rules_of(model, each)
@@ -98,7 +98,7 @@ def detect_names(model, leaves, tensors, name):
 
 
 def _differs(model, rules):
-    """Returns {field: value that the weights in the file require} for the model's fields that have another value."""
+    """Returns {field: required value} for model fields whose values differ from those that the weights require."""
     return {field: value for field, value in rules.config.items() if getattr(model, field) != value}
 
 
@@ -114,12 +114,12 @@ def names_to_write(model):
 
 
 def described(model, name):
-    """Returns the model's fields that a config.json next to weights with the names of the framework `name` can set."""
+    """Returns the names of the model's fields that config.json can state for weights of the framework `name`."""
     return {field for config in model.CONFIGS.values() if name in config.names for field in config.compared()}
 
 
 def check_config(model, name, path, compared=()):
-    """Raises an error if a field of the model has another value than weights of the framework `name` need.
+    """Checks that the model's fields have the values that weights of the framework `name` require.
 
     Fields in `compared` are not checked, because they were already compared with config.json.
     """
@@ -133,7 +133,8 @@ def check_config(model, name, path, compared=()):
 
 
 def check_header(model, name, path):
-    """Compares the number of attention heads, which shapes do not determine, with the header of a model.bin."""
+    """Checks that the header of a model.bin has the model's number of attention heads. Array shapes do not determine
+    the number of attention heads."""
     header = rules_of(model, name).header
     if header is not None and header(model).n_heads != (held := _llama2c.header(path)).n_heads:
         raise ValueError(f"{path} has {held.n_heads} attention heads; this {type(model).__name__} has "

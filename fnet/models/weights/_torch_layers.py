@@ -22,7 +22,7 @@ def torch_layers(ours: str, theirs: str, dense: Mapping[str, str], norms: Mappin
 
 
 def fused(ours: Sequence[str], theirs: str, kernel: Layout = DENSE, bias: Layout = SAME, join: str = ".") -> tuple:
-    """Returns the naming rules for Dense layers that are one layer in a PyTorch file, such as query, key and value."""
+    """Returns naming rules for Dense layers, such as query, key and value, that are fused into one layer in PyTorch."""
     return (Rule(tuple(f"{each}/kernel" for each in ours), f"{theirs}{join}weight", kernel),
             Rule(tuple(f"{each}/bias" for each in ours), f"{theirs}{join}bias", bias))
 
@@ -33,5 +33,5 @@ def qkv(ours: str) -> tuple[str, ...]:
 
 
 def spare(*layers: str) -> tuple:
-    """Returns a `Spare` (an optional key) for the weight and the bias of each of the layers in a PyTorch file."""
+    """Returns `Spare` rules for the weights and biases of PyTorch layers that the model does not need."""
     return tuple(Spare(f"{layer}.{leaf}") for layer in layers for leaf in ("weight", "bias"))

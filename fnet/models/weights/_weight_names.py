@@ -4,11 +4,12 @@ A `Rule` connects the path of an array in fnet with its key in the file, and sta
 
     Rule("stage{s}/block{b}/conv1/kernel", "layer{s}.{b}.conv1.weight", CONV)
 
-A field in braces, such as `{s}`, matches an integer in the path. In the key, `{s+1}` is the integer `s` plus a
-constant, and `{b:letter}` is the integer `b` as a letter (0 is a). A field in braces that is only in the key (the name
-in the file) is the index of a copy in an `nn.Stack`. In fnet, the arrays of all copies of a layer are one array, whose
-leading axis is the index of the copy. If a rule has several paths for one key, the array in the file is split along its
-last axis into the arrays in fnet, for example into query, key and value.
+A placeholder in braces, such as `{s}`, matches an integer in the path. In the key (the name in the file), `{s+1}` is
+the integer `s` plus a constant, and `{b:letter}` is the integer `b` as a letter (0 is a). In fnet, the arrays of all
+layers of an `nn.Stack` are one array, whose leading axis is the layer index. In the file, each layer has its own array.
+Therefore, the key of an array of an `nn.Stack` contains a placeholder for the layer index, which the path in fnet does
+not contain. If a rule has several paths for one key, the array in the file is split along its last axis into the arrays
+in fnet, for example into query, key and value.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def _swap(array):
 def flattened(height: int, width: int) -> Layout:
     """Returns the layout of the kernel of a dense layer whose input is a flattened image.
 
-    The kernel is [out, c h w] in the file and [h w c, out] in fnet, for images of height h, width w and c channels.
+    The kernel has the shape [out, c * h * w] in the file and [h * w * c, out] in fnet, for images of height h, width w
+    and c channels.
 
     >>> flattened(7, 7).ours(np.ones((10, 3 * 7 * 7))).shape
     (147, 10)
@@ -64,8 +66,8 @@ def flattened(height: int, width: int) -> Layout:
 def interleaved(heads: int) -> Layout:
     """The layout of query, key and value in one array that is interleaved by head, as in GPT-NeoX.
 
-    A kernel is [heads 3 head_dim, in] in the file and [in, 3 heads head_dim] in fnet. A bias has the layouts of a
-    kernel without the axis `in`.
+    A kernel has the shape [heads * 3 * head_dim, in] in the file and [in, 3 * heads * head_dim] in fnet. A bias has the
+    shape [heads * 3 * head_dim] in the file and [3 * heads * head_dim] in fnet.
 
     >>> interleaved(4).ours(np.ones((4 * 3 * 8, 32))).shape
     (32, 96)
@@ -99,11 +101,14 @@ class Rule:
     paths.
 
     Args:
-        ours: the path or paths in fnet, with fields for integers, such as "stage{s}".
-        theirs: the key in the file, with the fields of `ours`. A field in braces that occurs in the key but not in the
-            path is the index of a copy in an `nn.Stack`.
+        ours: the path or paths in fnet. A path may contain placeholders in braces for integers, such as `{s}` in
+            "stage{s}".
+        theirs: the key (array name) in the file, which may contain the same placeholders as the path, such as `{s}`. A
+            placeholder that occurs in the key in the file but not in the path in fnet stands for the index of a layer
+            in an `nn.Stack`.
         layout: the change of layout between the file and fnet. Default: no change.
-        beside: `Spare` objects for further keys that the file may contain, with the fields of `ours`.
+        beside: `Spare` objects, which describe keys that the file may contain although the model does not need them.
+            The key of a `Spare` may contain the placeholders of the path `ours`, such as `{s}`.
 
     >>> rule = models.pretrained.Rule("blocks/fc/kernel", "layers.{i}.fc.weight", models.pretrained.DENSE)
     """
@@ -120,8 +125,9 @@ class Spare:
 
     Args:
         theirs: the key in the file.
-        ours: a path in fnet with the same fields as the key. The integers in the path, such as layer numbers, are the
-            possible integers in the key. If `ours` is None, the key has no fields in braces.
+        ours: a path in fnet, with placeholders in braces as in `Rule`, such as `{s}`. If the path of an array matches
+            `ours`, the placeholders in the key `theirs` are replaced by the integers of the path, such as layer
+            numbers. If `ours` is None, the key `theirs` contains no placeholders.
         write: the array that `save` writes under the key. If `write` is None, `save` does not write the key.
 
     >>> Spare("{s}.bn.num_batches_tracked", "{s}/bn/mean").theirs
@@ -135,15 +141,15 @@ class Spare:
 
 @dataclasses.dataclass(frozen=True)
 class Tied:
-    """A second key (name) that a file may contain for the array at the path `ours`. The arrays at both keys (names) of
-    a file must be equal.
+    """A second key (name) that a file may contain for the array at the path `ours`. If a file contains an array twice,
+    under two keys, the two arrays must be equal.
 
-    If a `Rule` of the model already reads the key `theirs`, `Tied` has no effect. Therefore, the same naming rules can
-    be used for models with tied and with separate logits.
+    `Tied` has no effect if a `Rule` of the model already reads the key `theirs`. Therefore, the same naming rules can
+    be used for models that compute the logits with the embedding table and for models with a separate output layer.
 
     Args:
         theirs: the key in the file.
-        ours: the path of the array in fnet, which a `Rule` reads.
+        ours: the path of the array in fnet. The model must also have a `Rule` for this path.
         layout: as in `Rule`.
         write: whether `save` writes the array a second time, under the key `theirs`.
 
@@ -163,16 +169,18 @@ class Names:
 
     Args:
         rules: `Rule`, `Spare` and `Tied` objects in tuples, which may be nested. If several rules match a path, the
-            first rule is used. Naming rules may refer to paths that some configurations of the model do not have. If a
-            layout depends on the model, `rules` is a function that takes the model and returns the tuple.
-        prefixes: possible prefixes of the keys (array names in the file). `save` writes the first prefix, or the last
-            prefix for a model with a head.
-        heads: rules whose keys have no prefix, such as the rules for a head after an encoder.
+            first rule is used. Naming rules may refer to paths that some configurations of the model do not have. If
+            the layout of an array depends on the model, `rules` is a function that takes the model and returns the
+            tuple of naming rules.
+        prefixes: possible prefixes of the keys (array names in the file). `save` writes the first element of `prefixes`
+            for a model without a head, and the last element for a model with a head.
+        heads: naming rules for arrays whose keys (names in the file) have no prefix, such as the arrays of a head after
+            an encoder.
         aliases: {end of a key in older files: end of the same key in newer files}.
         config: {field of the model: value that the framework's weights require}, for values that cannot be derived from
             shapes, such as BatchNorm's epsilon.
         metadata: the metadata that `save` writes into the file.
-        image: the preprocessing of images for weights of the framework, an `ImageInput`.
+        image: the image preprocessing that the publisher of the weights used for evaluation, an `ImageInput`.
         header: for llama2.c's model.bin, a function from the model to the header. If `header` is None, the file is
             safetensors.
         only_named: if True, `save` uses the framework's names only if you select them with `names=` or `like=`.
@@ -207,8 +215,9 @@ class Words:
     Each method returns the naming rules for one layer, whose path in fnet is `ours` and whose prefix in the file is
     `theirs`.
 
-    `torch` has the layouts [out, in] and [out, in, *window], and names such as weight and running_mean. `keras` has the
-    layouts of fnet, and names such as kernel, gamma and moving_mean.
+    `torch` describes PyTorch: kernels have the layouts [out, in] and [out, in, *window], and arrays have names such as
+    weight and running_mean. `keras` describes Keras: kernels have the same layouts as in fnet, and arrays have names
+    such as kernel, gamma and moving_mean.
     """
 
     def __init__(self, join, dense, conv, kernel, bias, norm, count=None):
@@ -220,7 +229,7 @@ class Words:
         return self._affine(ours, theirs, layout or self._dense)
 
     def conv(self, ours: str, theirs: str) -> tuple:
-        """Returns the naming rules for kernel and bias of a Conv, and of a DepthwiseConv in PyTorch."""
+        """Returns the naming rules for kernel and bias of a Conv, and in PyTorch also of a DepthwiseConv."""
         return self._affine(ours, theirs, self._conv)
 
     def norm(self, ours: str, theirs: str) -> tuple:

@@ -1,5 +1,4 @@
-"""Logs to which lines are appended. A log is a local file, or a sequence of objects in an object store. An object in an
-object store cannot be extended, so the last object of a log is written again for each line, until it is full."""
+"""Logs to which lines are appended. A log is a local file, or a sequence of objects in an object store."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ def parts(path: Path | StorePath) -> list[Path | StorePath]:
 
 
 def rewrite(path: Path | StorePath, keep: Callable[[bytes], bytes]) -> None:
-    """Replaces the content of each part of a log by `keep(content)`, in reverse order.
+    """Replaces the content of each part of a log by `keep(content)`, from the last part to the first part.
 
     If the process is killed during `rewrite`, the first parts of the log still have the old content.
     """

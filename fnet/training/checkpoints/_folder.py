@@ -83,8 +83,8 @@ class Folder:
         write_whole(self._part(step, process), text.encode())
 
     def take_part(self, step: int, process: int) -> str | None:
-        """Removes and returns the description of a file that `process` has written. Returns None if `process` has not
-        written this description yet."""
+        """Removes and returns the JSON description of the file of `process`. Returns None if the description of the
+        file does not exist yet."""
         part = self._part(step, process)
         if not part.exists():
             return None

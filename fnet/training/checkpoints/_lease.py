@@ -19,10 +19,10 @@ BEAT, EXPIRY = 5.0, 30.0      # seconds between two renewals; seconds after the 
 
 
 class Lease:
-    """A lock for a folder in an object store, which is a common prefix of keys.
+    """A lock for a folder in an object store.
 
-    The lock is an object in the locked folder. The constructor of `Lease` creates the lock object, and `release`
-    removes it.
+    A folder in an object store is a set of objects whose keys have a common prefix. The lock is an object in the locked
+    folder. The constructor of `Lease` creates the lock object, and `release` removes it.
 
     A thread of the owner renews the lock every `BEAT` seconds. If the owner has not renewed the lock for `EXPIRY`
     seconds, as measured by the store's clock, another run can take over the lock by a conditional write. A run on the

@@ -92,7 +92,7 @@ def mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, cast: boo
 
 
 def number(kind: str, raw: bytes) -> bool | int | float | complex:
-    """Converts bytes that `number_bytes` has returned back to a Python number."""
+    """Converts the bytes of a Python number, as returned by `number_bytes`, to the number."""
     if kind == "int":
         return int.from_bytes(raw, "little", signed=True)
     return np.frombuffer(raw, kind)[0].item()

@@ -64,8 +64,9 @@ def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
 
     Raises:
       FileNotFoundError: `workdir` contains no run, or the step was not saved.
-      CheckpointError: the checkpoint is damaged, or `which` is "best" and there is no best state. There is no best
-        state if the run has no metric that determines it, or no checkpoint has a finite value of this metric.
+      CheckpointError: the checkpoint is damaged, or `which` is "best" and there is no best state. A run has a best
+        state only if a metric was passed to `fit(best=)` or `fit(early_stop=)`, and this metric is finite in at least
+        one checkpoint.
       ValueError: `which` is neither "best" nor "last" nor a number.
 
     Example:
@@ -91,8 +92,8 @@ def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *,
       like: a state with the structure of the saved state, such as `TrainState.create(...)`. The leaves of `like` may be
           `jax.ShapeDtypeStruct`s instead of arrays.
       which: "best", "last" or the number of a step, as for `load`. Default "last".
-      cast: whether to convert a saved leaf with another dtype than in `like` to the dtype in `like`. Default False: a
-        different dtype raises an error.
+      cast: whether to convert the saved leaves to the dtypes of the leaves of `like`. Default False: a different dtype
+        raises an error.
 
     Returns:
       The state. For example, you can train the state further with `fit(step, state, ...)` in another workdir.

@@ -45,11 +45,13 @@ class Damaged(Exception):
 
 
 def write_arrays(path: Path | StorePath, arrays: list[tuple[str, np.ndarray]]) -> tuple[dict, list[dict]]:
-    """Writes arrays to a safetensors file, which is synced to the disk, or to an object in an object store.
+    """Writes arrays in the safetensors format to a local file or to an object in an object store.
+
+    A local file is synced to the disk (`os.fsync`).
 
     Returns:
-      Two values: the entry of the file in the manifest, and a list with a dict {"at": [begin, end], "crc32": checksum}
-      for each array, which states the location of the array in the file.
+      Two values: a dict with the size and the CRC-32 of the file, and a list of dicts {"at": [begin, end], "crc32":
+      checksum}. Each dict of the list contains the byte range and the CRC-32 of one array in the file.
     """
     header, places, at = {}, [], 0
     for name, array in arrays:
@@ -103,7 +105,7 @@ def raw_bytes(array: np.ndarray) -> memoryview:
 def joined(before: int, own: int, raw: Any) -> int:
     """Returns the CRC-32 of a sequence of bytes followed by `raw`.
 
-    `before` is the CRC-32 of the sequence before `raw`, and `own` is the CRC-32 of `raw`.
+    `before` is the CRC-32 of the sequence of bytes without `raw`, and `own` is the CRC-32 of `raw` alone.
 
     Source: zlib's crc32_combine, which multiplies polynomials over GF(2).
     """
@@ -184,8 +186,8 @@ def read_manifest(folder: Path | StorePath) -> dict[str, Any]:
 
 
 def _check(content):
-    """Checks that a manifest is consistent, because it may be untrusted. A manifest that has passed the check cannot
-    make a reader allocate more memory than the files contain."""
+    """Checks that a manifest is consistent, because it may be untrusted. After this check, reading a checkpoint cannot
+    allocate more memory for the leaves than the total size of the checkpoint's files."""
     def natural(value):
         if type(value) is not int or not 0 <= value < 1 << 62:
             raise ValueError(f"{value!r} is no count")
@@ -246,8 +248,8 @@ def opened(path: Path | StorePath) -> Iterator[tuple[Any, int]]:
 
     Raises:
       Damaged: the file is missing, or a local file cannot be read.
-      OSError: reading is not permitted, or the object store cannot be reached. If an OSError is raised, the file may be
-        undamaged.
+      OSError: reading is not permitted, or the object store cannot be reached. An OSError does not mean that the file
+        is damaged.
     """
     if isinstance(path, StorePath):
         try:

@@ -105,9 +105,9 @@ class Objects:
                 (self.partial(step) / name).unlink(missing_ok=True)
 
     def discard(self, step: int) -> None:
-        """Abandons a step that could not be committed, so that the other processes no longer wait for this step. The
-        arrays of the step are kept until `tidy` is called, because the manifest may exist although the response of the
-        object store was lost."""
+        """Abandons a checkpoint that could not be committed, so that the other processes no longer wait for it. The
+        arrays of the checkpoint are kept until `tidy` is called, because the manifest exists if only the response of
+        the object store was lost."""
         with contextlib.suppress(OSError):
             for name in self.partial(step).keys():
                 if name.startswith(".part-"):

@@ -45,8 +45,8 @@ def needed(leaf: Any, shape: tuple[int, ...]) -> set[Box] | None:
 
 
 def read(folder: Path | StorePath, content: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the leaves of a checkpoint that `target` names. Returns a dict {path: leaf}, in which a leaf is an array,
-    or `Shards` if this process needs only a part of the leaf.
+    """Reads those leaves of a checkpoint whose paths are keys of `target`. Returns a dict that maps the path of each
+    leaf to the complete array, or to a `Shards` object if this process needs only parts of the array.
 
     A shard is read only if it contains a part of a leaf that this process needs. A shard is always read completely,
     because its checksum covers all of its bytes.

@@ -56,8 +56,8 @@ def snapshot(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pieces(copies: Mapping[str, Any]) -> list[Piece]:
-    """Returns the arrays that this process writes to a checkpoint. A single process writes every leaf. If there are
-    several processes, each process writes the parts of the leaves on its devices.
+    """Returns the arrays that this process writes to a checkpoint. If a run has only one process, this process writes
+    every leaf. If a run has several processes, each process writes the parts of the leaves on its devices.
 
     If several devices have replicas of a part of a leaf, only the first replica is written. Leaves that are not
     distributed are written by process 0.

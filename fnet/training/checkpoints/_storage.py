@@ -229,12 +229,13 @@ class StorePath:
         return self._conditional(data, "create")
 
     def replace(self, data: bytes, before: Meta) -> Meta | None:
-        """Writes the object if it still has the version of `before`, and returns its metadata. Returns None if the
-        object has another version."""
+        """Overwrites the object if it has not changed since its metadata `before` were read. Returns the new metadata,
+        or None if the object has changed."""
         return self._conditional(data, before.version)
 
     def _conditional(self, data: bytes, mode: Any) -> Meta | None:
-        """Writes the object under the condition `mode`. If the response to a successful write is lost, the write is
+        """Writes the object if the condition `mode` is met. `mode` is "create" (the object must not exist yet) or the
+        version that the existing object must have. If the response to a successful write is lost, the write is
         repeated, and the store refuses the repeated write. Therefore, if the store refuses a write, the content of the
         object is compared with `data`."""
         from obstore import exceptions as refusals

@@ -13,8 +13,8 @@ _LEAF = 1      # None is null; a dict {"dict": {...}}, a list {"list": [...]}, a
 
 
 def describe(tree: Any) -> Any:
-    """Returns the structure of `tree`. Containers of other types than dict, list and tuple become dicts of their
-    fields, for example named tuples and dataclasses."""
+    """Returns the structure of `tree`. Named tuples, dataclasses and other containers that are not a dict, list or
+    tuple become dicts of their fields."""
     if tree is None:
         return None
     if jax.tree_util.all_leaves([tree]):

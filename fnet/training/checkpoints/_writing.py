@@ -26,14 +26,15 @@ def write(steps: Folder | Objects, head: Mapping[str, Any], entries: Mapping[str
     Args:
       steps: the folder or object store of the checkpoints.
       head: the first fields of the checkpoint's manifest.json: step, metrics, notes.
-      entries: a dict {path of a leaf: its entry in manifest.json, without the file and the position of its bytes}.
+      entries: a dict {path of a leaf: its entry in manifest.json}. The entries lack the location of the leaves (file
+        and byte positions), which `write` adds.
       copies: the result of `snapshot`.
       hurry: an event (`threading.Event`) that is set if the run has failed. If `hurry` is set, the wait for other
         processes ends after two seconds.
 
     Returns:
-      In process 0, the manifest (a dict for manifest.json), which the caller must write. The other processes return
-      None after process 0 has written the manifest.
+      In process 0, `write` returns the manifest of the checkpoint, a dict that the caller must write to manifest.json.
+      In the other processes, `write` returns None after process 0 has written the manifest.
     """
     processes, me, step = jax.process_count(), jax.process_index(), head["step"]
     partial = steps.partial(step)

@@ -84,7 +84,7 @@ def cutout(key: jax.Array, images: jax.Array, size: int = 8) -> jax.Array:
     Args:
       key: a PRNG key.
       images: [batch, height, width, channels].
-      size: the side length of the square in pixels. With size 0, the images do not change. Default 8.
+      size: the side length of the square in pixels. If `size` is 0, the images do not change. Default 8.
 
     Source: DeVries and Taylor (2017), Improved Regularization of Convolutional Neural Networks with Cutout.
 

@@ -29,7 +29,7 @@ class Batches:
         the arrays. Default True.
 
     Raises:
-      ValueError: `data` contains no arrays or arrays of different lengths, or `batch_size` is less than 1.
+      ValueError: `data` contains no arrays, its arrays have different lengths, or `batch_size` is less than 1.
       TypeError: `data` contains missing values, or values that are not numbers (text, dates, categories).
 
     Example:

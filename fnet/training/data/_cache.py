@@ -22,7 +22,8 @@ def local(where: str | os.PathLike) -> Path:
     A downloaded file has a temporary name until the download is complete.
 
     Raises:
-      FileNotFoundError: the object in the store or the home directory does not exist.
+      FileNotFoundError: the object store does not contain the object, or the user has no home directory for the local
+        copy.
       StorageError: the object store cannot be read.
     """
     source = location(where)

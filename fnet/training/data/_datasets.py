@@ -189,11 +189,10 @@ def load_digits(split: str = "random") -> Dataset:
     the converted gray levels are in the range 0 to 255.
 
     Args:
-        split: how to divide the images into a training set and a test set. With "random", the images are sorted by
-            class, in a fixed random order within each class, and every fifth image is a test image. With "random",
-            there are 1,437 training images and 360 test images. Of each class, 80 % are training images and 20 % are
-            test images, to within one image. With "last20", the last 360 images of the file are the test set. Default
-            "random".
+        split: how to divide the images into a training set and a test set. With "random", the test images are drawn at
+            random from each class, and are the same in every call. The split "random" has 1,437 training images and 360
+            test images, which are 20 % of the images of each class, to within one image. With "last20", the test set is
+            the last 20 % of the images in the file, which are 360 images. Default "random".
 
     Returns:
         A `Dataset`.
@@ -261,8 +260,8 @@ def _load_idx(name, found):
 
 
 def _find_cifar10(name, folder):
-    """Returns a dict {name: path} of the files of CIFAR-10, unpacked or as one archive, and the names of missing
-    files."""
+    """Returns two values: a dict {name: path} of the files of CIFAR-10, and a list of the names of missing files. The
+    files of CIFAR-10 may be unpacked, or packed in one archive."""
     for place in (folder / CIFAR_FOLDER, folder):
         files = {n: place / n for n in (*CIFAR_TRAIN, CIFAR_TEST, CIFAR_NAMES)}
         found = {n: path for n, path in files.items() if path.is_file()}

@@ -36,9 +36,9 @@ def read_idx(path: str | os.PathLike, *, max_bytes: int | None = None) -> np.nda
 
     Args:
         path: the path of the file. A gzip file is recognized by its first bytes, not by its name.
-        max_bytes: the largest allowed size of the values in bytes. Default None: 1 GiB for an uncompressed file. For a
-            compressed file, None means 32 times the size of the file, but at least 64 MiB and at most 1 GiB. The limit
-            `max_bytes` prevents a small compressed file from filling the memory.
+        max_bytes: the largest allowed size of the values in bytes. Default None: the limit is 1 GiB for an uncompressed
+            file. For a compressed file, the limit is 32 times the file size, but not less than 64 MiB and not more than
+            1 GiB. The limit `max_bytes` prevents a small compressed file from filling the memory.
 
     Returns:
         An array in native byte order: uint8, int8, int16, int32, float32 or float64.
@@ -161,7 +161,7 @@ class _BadArchive(Exception):
 
 
 def _read_archive(path):
-    """Parses the members of CIFAR-10's tar archive whose names are known. Returns {name: result of _parse_member}.
+    """Parses the files of CIFAR-10 in its tar archive. Returns {file name: result of _parse_member}.
 
     The files of CIFAR-10 are regular files with short names. Other members of the archive are skipped, including those
     in which GNU tar and pax store long names and other attributes. The reader writes no files and follows no links.

@@ -36,23 +36,23 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
 
     The result of `from_iterator` is a function `batches`: `batches(i)` is the batch of step i. After the last batch of
     an epoch, the first batch of the next epoch follows. The attribute `batches.resume` states which batches a resumed
-    run gets. `fit` logs this guarantee. The value of `batches.resume` is one of the strings "exact", "epoch" and
+    run gets, and `fit` logs this information. The value of `batches.resume` is one of the strings "exact", "epoch" and
     "none":
 
-    - "exact": the resumed run gets the batches of an uninterrupted run. Sources that are read by index have the
-      guarantee "exact", for example a sequence, a Grain MapDataset or a Hugging Face Dataset. Sources with a state that
-      can be stored in a checkpoint have the guarantee "exact" as well. A source has a state if the iterable or its
+    - "exact": the resumed run gets the batches of an uninterrupted run. `batches.resume` is "exact" if the source is
+      read by index, for example a sequence, a Grain MapDataset or a Hugging Face Dataset. `batches.resume` is also
+      "exact" if the source has a state that can be stored in a checkpoint. A source has a state if the iterable or its
       iterator has the methods state_dict and load_state_dict, or get_state and set_state. Examples of sources with a
       state are a Hugging Face IterableDataset, a torchdata StatefulDataLoader and a Grain IterDataset.
 
     - "epoch": the interrupted epoch is read again, and the batches before the interruption are skipped. The resumed run
-      gets the batches of an uninterrupted run if the source yields the same batches each time an epoch is read.
-      Functions of the epoch, and a torch DataLoader in fixed order, have the guarantee "epoch". A Hugging Face
-      IterableDataset after `shuffle(buffer_size=)` has only the guarantee "epoch", because its state does not contain
-      the shuffle buffer.
+      gets the batches of an uninterrupted run if the source yields the same batches each time an epoch is read. For
+      example, the interrupted epoch is read again if the source is a function that returns a generator for each epoch,
+      or a torch DataLoader that does not shuffle. The interrupted epoch of a Hugging Face IterableDataset after
+      `shuffle(buffer_size=)` is also read again, because the state of the dataset does not contain the shuffle buffer.
 
-    - "none": the resumed run starts with the first batch of the data, and a `ResumeWarning` is issued. A shuffled
-      DataLoader has the guarantee "none", because its order cannot be repeated.
+    - "none": the resumed run starts with the first batch of the data, and a `ResumeWarning` is issued. For a shuffled
+      DataLoader, `batches.resume` is "none", because the order of its batches cannot be repeated.
 
     Tensors of torch and TensorFlow are converted to NumPy arrays. The conversion does not import torch, TensorFlow,
     datasets, torchdata or grain.
@@ -65,9 +65,9 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
         the source are batches.
       seed, shuffle: the seed of the permutations (default 0), and whether to permute the examples (default True), as in
         `Batches`. `seed` and `shuffle` are used only if `batch_size` is given and the source is read by index.
-      resume: "epoch" or "none", to select a weaker guarantee for a resumed run than the source supports. For example,
-        "none" is useful if it takes too long to read an epoch again. Default None: the strongest guarantee that the
-        source supports.
+      resume: "epoch" or "none", to set `batches.resume` to this value. Use `resume="none"` if a resumed run would take
+        too long to read the interrupted epoch again. Default None: `batches.resume` is the first of "exact", "epoch"
+        and "none" that the source supports.
 
     Raises:
       TypeError: `source` is an iterator, which can be iterated only once, or `source` cannot be iterated. `batches(i)`
@@ -139,7 +139,7 @@ class _Stream:
     """Batches of an iterable source, in the order in which the source yields them.
 
     Attributes:
-      resume: the guarantee for a resumed run: "exact", "epoch" or "none" (see `from_iterator`).
+      resume: states which batches a resumed run gets: "exact", "epoch" or "none" (see `from_iterator`).
       why: the reason if a resumed run cannot continue with the same batches (`resume` is "none"), or None.
     """
 
@@ -210,7 +210,8 @@ class _Stream:
         self._at = step
 
     def _open(self, at: int) -> None:
-        """Opens the source of the batches at step `at`, for which the epoch or a saved state must be known."""
+        """Opens the source, so that the next batch is the batch of step `at`. Step `at` must be the first step of an
+        epoch, or the state of the source before this step must be stored."""
         self._at, self._first = at, max(first for first in self._epochs if first <= at)
         self._opened = self._make(self._epochs[self._first])
         state, of_source = self._states.get(at), _state_methods(self._opened)
@@ -241,7 +242,8 @@ class _Stream:
         return _state_methods(self._opened) or _state_methods(self._iterator)
 
     def _next(self) -> Any:
-        """Returns the next batch. At the end of an epoch, the next batch is the first batch of the next epoch."""
+        """Returns the next batch. After the last batch of an epoch, `_next` opens the next epoch and returns its first
+        batch."""
         epoch = self._epochs[self._first]
         item = next(self._items, _END)
         if item is _END and self._at > self._first:
@@ -333,8 +335,8 @@ def _takes_epoch(function: Callable) -> bool:
 
 def _unrepeatable(source: Any, fresh: bool) -> str | None:
     """Returns the reason why the order of a DataLoader cannot be repeated, or None if the order can be repeated. The
-    order of a DataLoader cannot be repeated if its sampler is random and the sampler's generator is not created anew
-    for each epoch. `fresh` states whether the user passed a function that creates the DataLoader for each epoch."""
+    order of a shuffled DataLoader can be repeated only if the DataLoader and its random generator are created anew for
+    each epoch. `fresh` states whether the user passed a function that creates the DataLoader for each epoch."""
     sampler = getattr(getattr(source, "batch_sampler", None), "sampler", None) or getattr(source, "sampler", None)
     if hasattr(sampler, "generator") and (sampler.generator is None or not fresh):
         return ("a shuffled DataLoader has another order in each process: pass a function of the epoch, lambda epoch: "
@@ -343,8 +345,8 @@ def _unrepeatable(source: Any, fresh: bool) -> str | None:
 
 
 def _forgets(source: Any) -> bool:
-    """Whether the saved state of the source does not contain its shuffle buffer, as for a Hugging Face IterableDataset.
-    A run resumed from a state without the shuffle buffer would have other batches."""
+    """Returns True if the saved state of the source lacks the shuffle buffer, as for a Hugging Face IterableDataset. A
+    run resumed from a state without the shuffle buffer would have other batches."""
     parts = [source]
     while parts:
         part = parts.pop()

@@ -26,8 +26,8 @@ def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str]
     Args:
       step: the step function, as in `fit`.
       state: the state before the first step. The state after every step has the same shardings as `state`.
-      keeps: whether to discard the update of a step that produces NaN or infinity. If the update of a step is
-          discarded, only the counter `step` increases.
+      keeps: whether the state keeps its old values after a step that produces NaN or infinity. If the old values are
+          kept, only the counter `step` increases.
       exempt: the paths of the leaves of the state that are not checked, because they are infinite at the start.
       metrics: whether `advance` returns the metrics of the step. If False, `advance` returns None instead of the
           metrics.
@@ -53,8 +53,8 @@ def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str]
 
 
 def _after(step, *, keeps, exempt, metrics):
-    """Returns a function for a step that runs several compiled programs, such as one for each model of a population.
-    The new state and the metrics of the step are checked and summed in a separate compiled program."""
+    """Returns a function that calls `step`, and then checks the new state and adds up the metrics in a separate
+    compiled program. `step` itself may call several compiled programs, such as one for each model of a population."""
     def check(new, old, total, watch, measured):
         measured = _metrics.as_metrics(measured)
         before = new.replace(step=new.step - 1) if old is None else old
@@ -79,7 +79,7 @@ def _after(step, *, keeps, exempt, metrics):
 
 
 def _place(x: jax.Array) -> NamedSharding | None:
-    """Returns the sharding of the array `x`, which the step must preserve. Returns None if the array is on one device,
+    """Returns the sharding that the step must preserve for the array `x`. Returns None if the array is on one device,
     or if JAX preserves the sharding itself (explicit mesh axes)."""
     place = x.sharding
     if not isinstance(place, NamedSharding) or place.num_devices == 1 or AxisType.Explicit in place.mesh.axis_types:

@@ -68,8 +68,7 @@ class StepEnd:
         self._write(values)
 
     def stop(self) -> None:
-        """Ends the run after this step. `fit` saves the state, and the run counts as complete, as after early stopping.
-        """
+        """Ends the run after this step, as early stopping does. `fit` saves the state, and the run is complete."""
         self._stop()
 
 

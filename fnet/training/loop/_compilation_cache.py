@@ -150,8 +150,8 @@ class Store:
 
 @functools.cache
 def _cpu() -> str:
-    """Returns the instruction set and the number of cores of the CPU. The cache adds the instruction set and the number
-    of cores to JAX's keys of compiled programs, which do not contain them."""
+    """Returns the instruction set and the number of cores of the CPU. JAX's cache keys do not contain the instruction
+    set and the number of cores, so fnet's compilation cache adds them to each key."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:

@@ -19,8 +19,7 @@ def traced(step: Callable) -> Callable:
     traces the returned function only once, even if several functions call it.
 
     Raises:
-      TypeError: the step does not return (state, metrics). The returned function raises the TypeError when it is
-        called.
+      TypeError: raised by the returned function if the step does not return a tuple (state, metrics).
     """
     def outputs(state, batch):
         result = step(state, batch)
@@ -97,8 +96,8 @@ def check_watched(watched: Collection[str], evaluate: Mapping[str, Callable], *,
     Args:
       watched: the names of the metrics that `best` and `early_stop` name.
       evaluate: the evaluation functions. An `evaluator` knows the names of its metrics before it runs.
-      state: the state. An `evaluator` needs the state to determine the names of its metrics. Default None: the state is
-        not needed, because `values` is given.
+      state: the state, from which an `evaluator` determines the names of its metrics. If `values` is given, `state` is
+        not used and may be None. Default None.
       values: the results of the evaluations. Default None: no evaluation has been run yet.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The condition for early stopping, and the counter of evaluations without improvement, which checkpoints contain."""
+"""The condition for early stopping, and the counter of evaluations without improvement."""
 
 from __future__ import annotations
 

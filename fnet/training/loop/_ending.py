@@ -48,15 +48,15 @@ class PeerLost(RuntimeError):
 
 
 def put_off(run: Run) -> None:
-    """Records whether the resumed run must still log and evaluate the last step that is complete."""
+    """Records whether a resumed run must first log and evaluate the last complete step."""
     logs, measures = run.left()
     run.unlogged = logs
     run.loop["due"] = np.array(measures and bool(run.evaluate))
 
 
 def rescue(run: Run) -> None:
-    """Saves the last complete step after an error in user code. The caller raises the error afterwards. If the next
-    step has already started, nothing is saved, because the state was donated to it."""
+    """Saves the last complete step before an error ends the run. If the next step has already started, nothing is
+    saved, because the state was donated to it."""
     if run.alone and run.at > run.begun and not any(
             x.is_deleted() for x in jax.tree.leaves((run.state, run.loop)) if isinstance(x, jax.Array)):
         with contextlib.suppress(CheckpointError, OSError, jax.errors.JaxRuntimeError):

@@ -63,8 +63,8 @@ def identity(batches: Callable[[int], Any], at: int, sample: Any) -> dict[str, A
 
     Args:
       batches: as in `fit`.
-      at: the step of the batch `sample`.
-      sample: the batch of step `at`, or None if it is not known. `sample` is ignored if the source does not repeat its
+      at: the integer i for which `sample` is `batches(i)`.
+      sample: the batch `batches(at)`, or None if it is not known. `sample` is ignored if the source does not repeat its
         batches.
     """
     described = batches.identity() if hasattr(batches, "identity") else {}

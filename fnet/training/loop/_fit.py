@@ -70,8 +70,7 @@ def fit(
 
     Resuming is exact. A run that is interrupted and resumed reads the data in the same order as an uninterrupted run,
     and has the same parameters, optimizer state, moving average and metrics, bit for bit. `fit` sums the metrics on the
-    device, and fetches the sums every `log_every` steps. Between two fetches, the host dispatches at most two steps
-    that the device has not completed yet.
+    device, and fetches the sums every `log_every` steps. The host runs at most two steps ahead of the device.
 
     A run starts from the last complete checkpoint in `workdir`. If `workdir` contains no checkpoints, `fit` starts from
     `state`. If `workdir` contains checkpoints, but none of them can be read, `fit` raises an error.
@@ -115,8 +114,8 @@ def fit(
       best: the name of a metric, such as "validation/accuracy". The state in which the metric has its best value is
         saved and kept. If `best` is None, the metric of `early_stop` is used, if there is one. Default None.
       best_mode: "max" if the largest value is the best, "min" if the smallest value is the best. Default "max".
-      early_stop: an `EarlyStop`, which states the condition for ending the run before `steps`. If `best` is None,
-        `best` and `best_mode` are the metric and mode of `early_stop`. Default None: no early stopping.
+      early_stop: an `EarlyStop`, which states the condition for ending the run before `steps`. If the argument `best`
+        is None, the metric and the mode of `early_stop` determine the best state. Default None: no early stopping.
       restore_best: whether to return the best state (by `best` or `early_stop`) instead of the last state. Default
         False.
       save_every: the number of steps between two checkpoints. The state after the last step is always saved. Default
@@ -127,17 +126,16 @@ def fit(
       restart: whether to delete the earlier run in `workdir` first. With `restart=True`, nothing is deleted if an
         argument is invalid or if another run uses the folder. Default False.
       config: the hyperparameters, a dataclass or a dict of JSON types. `fit` writes `config` to config.json and to each
-        checkpoint. The checkpoint also contains the number of steps and values that identify the data. A run is resumed
-        only if `config` and the data are the same as before, and `steps` is not smaller than before. Fields named steps
-        or epochs, and dataclass fields declared with `compare=False`, are not compared. Default None: a run is resumed
-        without comparing configurations, and a `ResumeWarning` says so.
+        checkpoint. Each checkpoint also contains `steps` and a description of the data, such as a digest of one batch.
+        A run is resumed only if `config` and the data are the same as before, and `steps` is not smaller than before.
+        Fields named steps or epochs, and dataclass fields declared with `compare=False`, are not compared. Default
+        None: a run is resumed without comparing configurations, and a `ResumeWarning` says so.
       notes: a dict of additional data to store in each checkpoint, such as {"policy": str(policy)}. The values have
         JSON types. Default None: no other data.
       nonfinite: what to do after a step with a NaN or infinite metric or state. With "stop", `fit` raises `Diverged`.
         With "skip", `fit` discards the update of the non-finite step, so that only the counter `step` increases. With
-        "rollback", `fit` restores the state of the last checkpoint, and continues with the batch after that of the
-        non-finite step. With "rollback", the batches between the checkpoint and the non-finite step are not used again.
-        Default "stop".
+        "rollback", `fit` restores the state of the last checkpoint. After a rollback, the batches between the
+        checkpoint and the non-finite step are skipped, including the batch of the non-finite step. Default "stop".
       debug: whether to replay the step for which `Diverged` is raised, so that the message names the first layer with a
         NaN or infinite value. Default False.
       log_every: the number of steps between two fetches of the training metrics. Default 100.
@@ -149,10 +147,9 @@ def fit(
       jit: whether to compile the step. With `jit=False`, each operation runs separately, so that you can use a
         debugger. Default True.
       tune: whether to rewrite the step with `transforms.tune` into faster code for this chip. The rewritten step
-        returns the same results up to rounding. For a long run on a CPU, `fit` selects the rewrite rules by timing: it
-        runs the step with and without each rule, on copies of the state. A run counts as long if it takes at least ten
-        minutes at the CPU's peak rate. A resumed run uses the rewrite rules that were selected when the run was
-        started. Default True.
+        returns the same results up to rounding. If a run on a CPU would take at least ten minutes at the CPU's peak
+        FLOP rate, `fit` selects the rewrite rules by timing: `fit` runs the step with and without each rule, on copies
+        of the state. A resumed run uses the rewrite rules that were selected when the run was started. Default True.
       profile_steps: a range of consecutive steps to profile, such as range(100, 105). `fit` writes the time of the
         profiled steps by layer path and phase (see `introspect.profile`) to profile.txt, profile.html and profile.json
         in the folder workdir/profile/100-105. `fit` also writes a trace of the profiled steps for ui.perfetto.dev to
@@ -164,23 +161,25 @@ def fit(
       is also saved, and can be read with `load` or `restore`.
 
     Raises:
-      Interrupted: a process of the run received SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1. With a `workdir`, the last
-        complete step has been saved. If a second signal arrives more than one second after the first signal, the
-        process ends immediately. `fit` handles signals only if it runs in the main thread.
+      Interrupted: a process of the run received SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1. With a `workdir`, `fit`
+        saves the last complete step before it raises `Interrupted`. If a second signal arrives more than one second
+        after the first signal, the process ends immediately. `fit` handles signals only if it runs in the main thread.
       Diverged: the state or a metric is NaN or infinite. The error message names the step and the leaf with the NaN or
         infinite value. With `nonfinite="skip"` or `nonfinite="rollback"`, `Diverged` is raised only if the run cannot
         recover.
-      CheckpointError: no checkpoint can be read, a checkpoint cannot be written, the checkpoints belong to another
-        model or optimizer, or another run uses or has replaced the workdir.
+      CheckpointError: no checkpoint in `workdir` can be read, or a checkpoint cannot be written. A CheckpointError is
+        also raised if the checkpoints belong to another model or optimizer, or if another run uses or has replaced
+        `workdir`.
       ConfigError: `config` is given, and the run in `workdir` has another `config`, other data or a larger `steps`.
       OutOfMemory: the device does not have enough memory. The error message lists the largest arrays and estimates the
         size of the largest batch that fits.
       PeerLost: in a run with several processes, another process has ended.
       TypeError: `step` or `batches` is not a function, the state has no attribute `step`, or the step changes the
         structure, a shape or a dtype of the state.
-      ValueError: an interval such as `every` is not an integer >= 1, no evaluation returns the metric that `best` or
-        `early_stop` names, or the step does not increase `state.step` by 1. A ValueError is also raised if the state
-        does not have the structure for which `plan` was made, or if the devices of `plan` are not attached.
+      ValueError: an interval such as `every` is not an integer >= 1, or the step does not increase `state.step` by 1. A
+        ValueError is also raised if `best` or `early_stop` names a metric that no evaluation returns. With a `plan`, a
+        ValueError is also raised if the state does not have the structure for which `plan` was made, or if the devices
+        of `plan` are not attached.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax

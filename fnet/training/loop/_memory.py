@@ -69,8 +69,8 @@ def error(reason: BaseException, run: Run) -> OutOfMemory:
 
 
 def _needs(step, state, batch, plan, memory, largest) -> list[str]:
-    """Returns the lines of the error message that state the peak memory and the largest batch that fits. Appends the
-    activations at the peak to the list `largest`."""
+    """Returns the lines of the error message that state the peak memory and the largest batch that fits. Adds to the
+    list `largest` the largest activations that are live when the memory use is at its peak."""
     rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=0)
     unit = 1 if plan is None else plan.options.microbatches * math.prod(plan.mesh.shape[name] for name in plan.axes)
     estimated = lambda rows_: _estimated(step, state, _resized(batch, rows, rows_), plan)

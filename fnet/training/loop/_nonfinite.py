@@ -29,9 +29,9 @@ class Diverged(ArithmeticError):
 
 
 def start(skipped: Any) -> dict[str, Any]:
-    """Returns the initial watch, which records steps with NaN or infinity. The watch is a dict: the first step that was
-    not finite, the index of the first non-finite leaf of this step (both -1 if there is none), and the number of
-    skipped steps."""
+    """Returns the initial value of the dict `watch`, which records non-finite steps (steps with NaN or infinity). The
+    dict `watch` contains the number of the first non-finite step, the index of the first non-finite leaf of this step
+    (both -1 if there is none), and the number of skipped steps."""
     return {"bad": np.array(-1, np.int32), "leaf": np.array(-1, np.int32), "skipped": np.asarray(skipped, np.int32)}
 
 
@@ -49,8 +49,8 @@ def watched(metrics: Mapping[str, Any], state: Any, exempt: Collection[str] = ()
 
 
 def exempt(state: Any) -> set[str]:
-    """Returns the paths of the leaves of the state, except parameters, that are not finite before the first step. For
-    example, the state of `optax.contrib.reduce_on_plateau` starts with a best value of infinity. Leaves larger than 1
+    """Returns the paths of the leaves of the state that contain NaN or infinity before the first step. For example, the
+    state of `optax.contrib.reduce_on_plateau` starts with a best value of infinity. Parameters and leaves larger than 1
     MiB are not checked."""
     def infinite(path, leaf):
         if path.startswith("params/") or not _inexact(leaf) or leaf.nbytes > 1 << 20 or not leaf.is_fully_replicated:
@@ -62,8 +62,8 @@ def exempt(state: Any) -> set[str]:
 
 def look(watch: Mapping[str, Any], old: Any, new: Any, metrics: Mapping[str, Any], *, skip: bool,
          exempt: Collection[str] = ()) -> tuple[jax.Array, dict[str, Any]]:
-    """Returns whether the step from state `old` to state `new` was finite, as a bool on the device. Also returns the
-    updated `watch` (the record of non-finite steps)."""
+    """Returns whether the metrics and the state `new` after a step are finite, as a bool on the device. Also returns
+    the updated `watch` (the record of non-finite steps)."""
     leaf = _first([leaf for _, leaf in watched(metrics, new, exempt)])
     sound = leaf < 0
     first = ~sound & (watch["bad"] < 0)
@@ -122,12 +122,12 @@ def sound(watch: Mapping[str, Any], skip: bool) -> Any:
 def first_layer(step: Callable, inputs: tuple[Any, Any], before: tuple[Any, Any] | None) -> str:
     """Names the first operation of a step that produces NaN or infinity from finite inputs.
 
-    Operations that also produced NaN or infinity in the previous step are omitted, because the result of the previous
-    step was finite.
+    An operation that also produced NaN or infinity in the previous step is ignored, because the state and the metrics
+    after the previous step were finite.
 
     Args:
       step: the step function, as in `fit`.
-      inputs: (state, batch) of the step that was not finite.
+      inputs: (state, batch) of the step that produced a NaN or infinite metric or state.
       before: (state, batch) of the previous step, or None.
     """
     origins = _tracer(step)

@@ -33,9 +33,8 @@ def gathered(position: Mapping[str, Any]) -> Mapping[str, Any]:
 def own(saved: Mapping[str, Any] | None, step: int) -> Mapping[str, Any] | None:
     """Returns this process's position in its data source, from the positions in a checkpoint.
 
-    If the number of processes has changed since the checkpoint was saved, a `ResumeWarning` is issued. If the number of
-    processes has changed, every process gets the position of process 0, but not the state of process 0's data
-    source."""
+    If the number of processes has changed since the checkpoint was saved, `own` issues a `ResumeWarning` and returns,
+    in every process, the position of process 0 with None as the internal state of the data source."""
     if saved is None:
         return None
     every, count = saved.get("processes", [saved]), jax.process_count()

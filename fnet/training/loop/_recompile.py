@@ -18,7 +18,8 @@ class Arguments:
     """Detects new shapes, dtypes and structures of an argument of the step, for which XLA compiles the step again.
 
     Args:
-      name: the name of the argument, such as "batch". In messages, `name` is the first component of a leaf's path.
+      name: the name of the argument, such as "batch". A message names a leaf by its path, which begins with `name`, as
+        in "batch/x".
     """
 
     def __init__(self, name: str):
@@ -28,11 +29,11 @@ class Arguments:
         self._reports: dict[str, int] = {}
 
     def changed(self, tree: Any) -> str | None:
-        """Describes how a tree differs from the tree of the previous call. Returns None if the structure, shapes and
-        dtypes of the tree have occurred before.
+        """Describes how a tree differs from the tree of the previous call. Returns None at the first call, or if the
+        structure, shapes and dtypes of the tree have occurred before.
 
-        `changed` also returns None for the first tree, and if every leaf that differs has already been reported 8
-        times.
+        To limit the number of messages, None is also returned if each leaf whose shape or dtype differs from the
+        previous call has already been reported 8 times.
         """
         leaves, structure = jax.tree.flatten(tree)
         kind = structure, tuple([(x.shape, x.dtype, getattr(x, "weak_type", False)) if hasattr(x, "shape")

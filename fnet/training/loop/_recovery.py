@@ -83,7 +83,7 @@ def diverged(run: Run, bad: int, more: str = "", *, what: str | None = None) -> 
 
 
 def _blame(run, bad, kept):
-    """Replays the run up to the step that was not finite, and names the layer that caused the non-finite value."""
+    """Replays the run up to the step that produced NaN or infinity, and names the layer of the first such value."""
     if kept is not None and kept <= bad:
         run.load()
         state, at = run.state, run.at

@@ -97,7 +97,8 @@ class Run:
         self.busy: str | None = None                       # the current activity, if it is not a step
 
     def first(self) -> Any:
-        """Returns the first batch, for its shapes and its digest. A signal ends the wait for the first batch."""
+        """Returns the first batch, whose shapes and digest describe the data of the run. A signal ends the wait for the
+        first batch."""
         if not self.alone and self.spread.plan is not None:
             return None
         feed = Prefetch(self.batches, self.at, self.at + 1, seen=self.seen if self.alone else None, move=False)

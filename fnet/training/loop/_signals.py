@@ -1,4 +1,8 @@
-"""Signals that ask a run to stop. Signals are recorded immediately, and handled when the training loop waits."""
+"""Signals that ask a run to stop.
+
+A signal is recorded when it arrives. The training loop handles the signal after a step, or during an evaluation, a
+callback or a wait for data.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +47,8 @@ class Signals:
 
         Args:
           allowed: whether a signal raises `Stopping`. Default True.
-          grace: the number of seconds for which the body of the context may still run if a signal arrived before the
-            context was entered. `Stopping` is raised after `grace` seconds. Default 0.
+          grace: a number of seconds. If a signal arrived before the with statement, the body may run for `grace`
+            seconds before `Stopping` is raised. Default 0.
         """
         alarm = None
         try:
@@ -84,7 +88,7 @@ def poll() -> None:
 
 @contextlib.contextmanager
 def signals() -> Iterator[Signals]:
-    """Records the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 in the body of a with statement.
+    """Returns a context manager that records the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 sent to the process.
 
     A signal that arrives more than one second after the first signal ends the process. In an interactive session, a
     later signal raises KeyboardInterrupt instead of ending the process. All signals within one second of the first
@@ -117,7 +121,7 @@ def signals() -> Iterator[Signals]:
         seen.poll()
 
     def forget():
-        """Restores the signal handlers from before `fit` in a forked child, such as a worker of a data loader."""
+        """Restores, in a forked child process, the signal handlers that were installed before `fit`."""
         signal.set_wakeup_fd(-1)
         for number, handler in own.items():
             signal.signal(number, handler)

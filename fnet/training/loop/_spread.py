@@ -67,12 +67,16 @@ class Spread:
         return jax.block_until_ready(placed)               # the source may reuse the arrays of the batch
 
     def shapes(self, batch: Callable[[], Any]) -> Any:
-        """Returns a tree with the shapes of a batch: the result of `batch()`, or with a plan the shapes in the plan."""
+        """Returns the shapes of a batch, as a tree: `plan.shapes` with a plan, otherwise the result of `batch()`."""
         return batch() if self.plan is None else self.plan.shapes
 
     def whole(self, tree: Any) -> Any:
-        """Replicates small arrays on all devices of the plan. The step returns the small arrays replicated as well, so
-        the step is not compiled a second time."""
+        """Replicates small arrays, such as the sums of the metrics, on all devices of the plan.
+
+        The compiled step also replicates the updated sums of the metrics on all devices. Because the results of the
+        step have the shardings of its arguments, JAX does not compile the step again when the results are passed to the
+        next call.
+        """
         return placed(tree, None if self.plan is None else NamedSharding(self.plan.mesh, P()))
 
 
