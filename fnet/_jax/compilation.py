@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from fnet._jax._features import private
 _FEATURE = "the cache of compiled programs"
 _cache = private("jax._src.compilation_cache", _FEATURE)
 _read = private("jax._src.compilation_cache.get_executable_and_time", _FEATURE)
+_write = private("jax._src.compilation_cache.put_executable_and_time", _FEATURE)
 _options = private("jaxlib._jax.CompileOptions", "loading of compiled programs in the background")
 _devices = private("jaxlib._jax.DeviceList", "loading of compiled programs in the background")
 _before: list[float] = []
@@ -42,6 +44,8 @@ def install(store, *, shortest: float) -> bool:
     _cache._cache_initialized, _cache._cache_checked = True, False
     if _read and _options and _devices:
         _cache.get_executable_and_time = _look_up
+    if _write:
+        _cache.put_executable_and_time = _save
     _before.append(jax.config.jax_persistent_cache_min_compile_time_secs)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)
     return True
@@ -53,6 +57,8 @@ def uninstall() -> None:
     _cache._cache, _cache._cache_initialized = None, False
     if _read:
         _cache.get_executable_and_time = _read
+    if _write:
+        _cache.put_executable_and_time = _write
     used()
 
 
@@ -99,3 +105,12 @@ def _look_up(key, options, backend, devices, *callbacks):
     if loaded is not None and not loaded.cancel() and expected == serialized and loaded.exception() is None:
         return loaded.result()
     return _read(key, options, backend, devices, *callbacks)
+
+
+def _save(*args):
+    """Replaces JAX's function that writes a compiled program to the store. Omits programs that cannot be serialized.
+
+    jaxlib 0.12 raises MemoryError for programs that call oneDNN, although memory is free.
+    """
+    with contextlib.suppress(MemoryError):
+        _write(*args)

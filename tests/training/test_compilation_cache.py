@@ -14,6 +14,7 @@ import pytest
 
 from fnet import _jax
 from fnet import training as tr
+from fnet.hardware._onednn import ONEDNN, onednn
 from fnet.training.loop import _compilation_cache
 
 RUN = """
@@ -191,6 +192,26 @@ def test_a_program_that_cannot_be_written_is_not_kept(tmp_path, counted, monkeyp
     monkeypatch.setattr(os, "replace", full)
     assert counted(tmp_path) == (True, False)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_program_that_cannot_be_serialized_is_not_kept(tmp_path, counted, monkeypatch):
+    """JAX alone warns: Error writing persistent compilation cache entry for 'jit_f': MemoryError."""
+    def no_memory(*_):
+        raise MemoryError("std::bad_alloc")
+
+    monkeypatch.setattr(_jax.compilation, "_write", no_memory)
+    assert counted(tmp_path) == (False, False)    # JAX reports a miss while it writes
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not onednn(), reason="this XLA does not run bfloat16 convolutions with oneDNN on this CPU")
+def test_a_program_that_calls_onednn_runs_without_a_warning(tmp_path, enabled, monkeypatch):
+    monkeypatch.setattr(_compilation_cache, "SHORTEST", 0)
+    x, kernel = jnp.ones((1, 8, 8, 16), jnp.bfloat16), jnp.ones((3, 3, 16, 16), jnp.bfloat16)
+    with tr.compilation_cache(tmp_path):
+        program = jax.jit(lambda x: jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")), compiler_options=ONEDNN)
+        assert program(x)[0, 4, 4, 0] == 9 * 16
 
 
 def test_the_programs_unused_for_the_longest_time_are_deleted(tmp_path, monkeypatch):
