@@ -148,5 +148,6 @@ def test_wrappers_around_the_optimizer(tmp_path, wrapper):
     done = run(*flags, "--steps=120")                      # resumes with the state of the wrapper
     assert "resumed at step 60" in done.stdout
     assert float(re.search(r"test accuracy (\S+)$", done.stdout.strip())[1]) > 0.9
-    wrong = run(*flags[:-1], "--steps=120", "--precision=float16", "--restart", code=2 if wrapper == "sam" else 0)
-    assert "--wrapper=sam: its second gradient has no loss scale" in wrong.stderr or wrapper != "sam"
+    if wrapper == "sam":
+        wrong = run(*flags[:-1], "--steps=120", "--precision=float16", "--restart", code=2)
+        assert "--wrapper=sam: its second gradient has no loss scale" in wrong.stderr

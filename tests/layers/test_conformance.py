@@ -236,15 +236,15 @@ def test_one_trace_for_equal_layers(name):
         jax.eval_shape(functools.partial(step, layer), params, state, *x)
 
 
-@pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("name", sampled(CASES, FEW))
-def test_no_tracer_leaks(name):
-    case, params, state, x = prepared(name)
+@pytest.mark.parametrize("names", [FEW[:2], pytest.param([*CASES], marks=pytest.mark.exhaustive)], ids=["few", "all"])
+def test_no_tracer_leaks(names):
+    prepare = [prepared(name) for name in names]
 
-    def loss(params, state, *x):
+    def loss(case, params, state, *x):
         y, state = call(case, train=True)(params, state, *x)
         return y.sum(), state
 
     with checking_leaks():
-        jax.jit(jax.grad(loss, has_aux=True)).trace(params, state, *x)
-        jax.jit(case.layer.init).trace(KEY, *x, **case.options)
+        for case, params, state, x in prepare:
+            jax.jit(jax.grad(functools.partial(loss, case), has_aux=True)).trace(params, state, *x)
+            jax.jit(case.layer.init).trace(KEY, *x, **case.options)

@@ -100,7 +100,7 @@ def test_fit_on_two_processes(free_port, tmp_path):
     np.testing.assert_allclose(said[0]["loss"], np.square(x[:21] @ np.asarray(params)).sum(-1).mean(), rtol=1e-4)
 
 
-# Batches are exchanged ahead of the steps, so the number of the last exchanged batch varies when a process ends or hangs.
+# Batches are exchanged ahead of the steps, so the number of the last exchanged batch varies if a process ends or hangs.
 LATE = r"feed: process %d \(.+\) did not come within 2 s, at batch %s, so the others cannot continue; restart all "
 OWN = r"feed: process %d \(.+\), this one, had no batch of its own within 2 s, at batch 2, so the others stop waiting"
 

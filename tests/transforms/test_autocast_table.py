@@ -86,9 +86,13 @@ def check_beside_casts_by_hand(f, case, dtype, run, want, params, *inputs):
         assert np.median(values) <= case.by_hand, (form, dtype, np.round(values, 2))
 
 
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("name", sampled(CASES, ["mlp", "conv and BatchNorm", "custom_vjp", "shard_map"]))
+BOTH = ("mlp", "conv and BatchNorm", "attention", "LSTM", "Equinox MLP", "while_loop solver", "custom_vjp",
+        "custom_jvp of several outputs", "shard_map", "jax.nn.dot_product_attention")    # the others in bfloat16 only
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("name, dtype", [(name, dtype) for dtype in (BF16, F16) for name in CASES
+                                         if dtype == BF16 or name in BOTH])
 def test_table(name, dtype):
     case = CASES[name]
     f, params, inputs = case.make()
