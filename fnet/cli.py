@@ -282,7 +282,7 @@ def _console() -> Any:
 
 
 class _Plain:
-    """Standard output for pipes and files, without spaces at the ends of lines."""
+    """A stream that writes text to standard output (a pipe or a file), without the spaces at the ends of lines."""
 
     def write(self, text: str) -> None:
         sys.stdout.write(re.sub(r" +$", "", text, flags=re.MULTILINE))

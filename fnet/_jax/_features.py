@@ -38,8 +38,8 @@ class Missing:
 
 def private(path: str, feature: str) -> Any:
     """Returns the object at a dotted path, such as "jax._src.core.typeof". If this version of JAX has no object at the
-    path, returns a placeholder (`Missing`). Using the placeholder raises an error whose message contains the text
-    `feature`."""
+    path, returns a placeholder (`Missing`). Using a `Missing` object raises an error whose message contains the
+    argument `feature`, which names the feature that needs the object."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)

@@ -40,9 +40,9 @@ class Forward(NamedTuple):
     Attributes:
         closed: the closed jaxpr, which maps the inputs to the residuals and the outputs.
         residuals: the number of residuals that the jaxpr returns.
-        forwarded: a tuple that contains an integer or None for each residual of the backward function. The integer i
-            means that the residual is equal to input i of the custom_vjp equation. If the tuple contains None for a
-            residual, the residual is an output of the jaxpr `closed`.
+        forwarded: a tuple that states where each residual of the backward function comes from. The integer i means that
+            the residual is equal to input i of the custom_vjp equation. The entry None means that the residual is an
+            output of the jaxpr `closed`.
     """
 
     closed: Any
@@ -71,13 +71,14 @@ class CustomVjp:
         return self._forward[perturbed]
 
     def backward(self, forward: Forward, zeros: list[bool]) -> tuple[Any, list[bool]]:
-        """Returns the jaxpr of the backward function, and for each input of the equation whether it has a cotangent.
-        The jaxpr maps the inputs and residuals of the equation, and the cotangents of its outputs, to the cotangents of
-        its inputs.
+        """Returns the jaxpr of the backward function, and a list of booleans, one for each input of the equation.
+
+        The boolean of an input is True if the jaxpr returns a cotangent for this input of the equation. The jaxpr maps
+        the inputs and residuals of the equation, and the cotangents of its outputs, to the cotangents of its inputs.
 
         The jaxpr is traced for the types that the inputs have in the custom_vjp equation, because the user's backward
-        function expects these types. A residual that is a Python number in the forward function remains a Python
-        number.
+        function expects these types. If the user's forward function returns a Python number as a residual, the user's
+        backward function gets a Python number.
 
         Args:
             forward: the forward function.

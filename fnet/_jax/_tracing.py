@@ -110,8 +110,7 @@ def equation_context(eqn: Any, outer: Any):
 
 @contextlib.contextmanager
 def names_context(outer: Any, name: str):
-    """Returns a context in which the name stack of new equations is `outer`, followed by `name`. The active name stack
-    is ignored."""
+    """Returns a context that replaces the active name stack by `outer`, followed by `name`, for new equations."""
     with _source_info.set_name_stack(outer.extend(name)):
         yield
 
@@ -140,8 +139,9 @@ def bind_again(eqn: Any, arrays: list) -> list:
 
 def _high(eqn: Any) -> bool:
     """Whether JAX must expand an equation into other equations before compilation, which is the case for jnp.nonzero
-    and jnp.unique since jax 0.12. `bind_again` does not copy an equation that JAX expands, because the copy would not
-    set the flag `is_high` of the traced jaxpr."""
+    and jnp.unique since jax 0.12. If a jaxpr contains an equation to expand, JAX sets the flag `is_high` of the jaxpr.
+    Appending a copy of an equation does not set `is_high`, so `bind_again` does not copy equations that JAX must
+    expand."""
     return eqn.primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params)
 
 

@@ -32,8 +32,8 @@ def install(store, *, shortest: float) -> bool:
 
     Returns:
         Whether JAX now loads compiled programs from `store`. The result is False if the user has disabled JAX's
-        compilation cache, or has selected another cache folder. The result is also False if `store.open()` returns
-        False, or if fnet cannot replace the store of the cache in this version of JAX.
+        compilation cache, or has selected another cache folder. If `store.open()` returns False, or if fnet cannot
+        change the storage of the compilation cache in this version of JAX, the result is False.
     """
     if not _cache or not jax.config.jax_enable_compilation_cache:
         return False

@@ -42,9 +42,9 @@ def unavailable(platform: str) -> str | None:
 def tell_devices(*primitives: Any) -> None:
     """Makes JAX pass the devices of a program to the lowering rules of `primitives`.
 
-    JAX requires that a program that contains one of `primitives` uses only one mesh. Only attention kernels that run on
-    several GPUs need the devices of the program, and these kernels require JAX's CUDA plugin. Therefore, `tell_devices`
-    has no effect without JAX's CUDA plugin.
+    If a program contains any of the `primitives`, JAX requires that the program uses a single mesh. The lowering rule
+    of an attention kernel needs the devices of the program only if the kernel runs on several GPUs. Attention kernels
+    on GPUs require JAX's CUDA plugin, so `tell_devices` has no effect without this plugin.
     """
     if _cuda_versions():
         _dispatch.prim_requires_devices_during_lowering.update(primitives)

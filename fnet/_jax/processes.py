@@ -43,7 +43,7 @@ def leave() -> None:
 
     Without `leave`, JAX waits on exit for the other processes until a timeout, and then aborts the process. The
     function `leave` unregisters JAX's exit handlers from `atexit`. `leave` also keeps the objects of the connection
-    alive, because freeing them would also wait for the other processes.
+    alive, because JAX waits for the other processes when these objects are freed.
     """
     atexit.unregister(_api.clean_up)
     atexit.unregister(_dispatch.wait_for_tokens)

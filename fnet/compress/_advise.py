@@ -162,7 +162,7 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
         measure: whether to measure times (default: True if the arguments are arrays and `chip` is the local chip).
 
     Returns:
-        An `Advice`, which is also a recipe for `quantize`.
+        An `Advice`, a mapping {pattern of parameter paths: format}, which can be passed to `quantize`.
 
     Raises:
         ValueError: no matrix product or convolution in f has a parameter, or `measure=True` is passed without arrays.
@@ -317,8 +317,8 @@ def _encoded(w, format, layers: int) -> Quantized:
 
 
 def _measured(f, params, args, rows, named, found) -> tuple[float, dict[tuple[str, str], float]]:
-    """Returns the seconds of f, and correction factors {(path of a parameter, name of a format): factor}. The times of
-    single matrix products, multiplied by the correction factors, agree with the time of the whole function f."""
+    """Returns the time of f in seconds, and factors {(path of a parameter, name of a format): factor} that correct the
+    times of single matrix products. The corrected times agree with the time of the whole function f."""
     ends = {found[0].path, found[-1].path} if len(rows) > 2 else set()
     within = {name: [row for row in rows if name in row.seconds and row.path not in ends] for name in named}
     within = {name: some for name, some in within.items() if some}

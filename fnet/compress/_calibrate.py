@@ -32,10 +32,10 @@ class InputStatistics:
     """Statistics of the inputs (activations) that are multiplied by one parameter, recorded by `calibrate`.
 
     In a matrix product of an input x and the parameter, x consists of rows of n elements, where n is the number of
-    elements over which the matrix product sums. For a convolution, each element of the input is treated as a separate
-    row with n = 1 element. If a scan iterates over the first axes of the parameter, such as the layers of a `Stack`,
-    the statistics are separate for each index of these axes. In the shapes of the attributes, `lead` denotes the sizes
-    of the parameter's axes over which a scan iterates.
+    elements over which the matrix product sums. For a convolution, the statistics treat each element of the input as a
+    separate row of one element (n = 1). If a scan iterates over the first axes of the parameter, such as the layers of
+    a `Stack`, the statistics are separate for each index of these axes. In the shapes of the attributes, `lead` denotes
+    the sizes of the parameter's axes over which a scan iterates.
 
     Attributes:
         rows: the number of recorded rows of activations, separately for each layer of a scan, an array [*lead].
@@ -103,8 +103,8 @@ class _Observed(Wrapped):
 
     Attributes:
         leaf: the index of the parameter among the leaves of the tree.
-        original: the number of axes of the parameter outside of all scans. Inside a scan over stacked layers, the
-            wrapped parameter has fewer axes, because it lacks the axes over which the scan iterates.
+        original: the number of axes of the whole parameter, before a scan slices it. Inside a scan over stacked layers,
+            the wrapped parameter has fewer axes, because it lacks the axes over which the scan iterates.
         gram: whether to compute x^T x.
     """
 
@@ -144,9 +144,9 @@ def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = 
         params: a tree of arrays. No statistics are recorded for parameters with fewer than two axes, for parameters
             named bias, scale, b or offset, and for implicit arrays, such as quantized arrays.
         batches: an iterable of batches. A batch is a tuple of the other arguments of f, or an array if there is one
-            other argument. To compute the scales of activations, all batches together should contain a few hundred rows
-            of activations. To correct rounding errors (`gram=True`), the batches should contain more rows than a row
-            has elements.
+            other argument. To compute scales of activations from the statistics, pass batches with a few hundred rows
+            of activations in total. To correct rounding errors (`gram=True`), pass batches with more than n rows of
+            activations in total, where n is the number of elements of a row.
         gram: whether to record the sum of x^T x over the rows x, which `quantize` uses to correct rounding errors. For
             rows of n elements, the sum of x^T x has n^2 elements. Default True.
 

@@ -70,8 +70,9 @@ def hidden_loss(student: Mapping[str, Any], teacher: Mapping[str, Any], pairs: M
             the function that `ft.capture` returns. No gradient flows to the values of the teacher.
         pairs: {name of a value of the student: name of a value of the teacher}.
         projections: {name of a value of the student: matrix [student's features, teacher's features]}, for values whose
-            number of features differs between student and teacher. The student's value is multiplied by the matrix.
-            Train the matrices (`projections`) together with the parameters of the student. Default: none.
+            number of features differs between student and teacher. A value of the student is multiplied by its matrix
+            in `projections` before the comparison with the teacher's value. Train the matrices (`projections`) together
+            with the parameters of the student. Default: none.
 
     Returns:
         A scalar: the mean squared difference between the values of each pair, averaged over the pairs.

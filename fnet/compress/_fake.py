@@ -95,10 +95,10 @@ class FakeQuantized(ImplicitArray):
 
 
 def _scaled_gradient(step, count, largest):
-    """Returns the step size unchanged, but changes its gradient, as in learned step size quantization. The gradient is
-    divided by sqrt(count * largest), so that the step size and the parameter values change at similar relative rates
-    during training. `count` is the number of values that share the step size, and `largest` is the largest code
-    (rounded value / step size)."""
+    """Returns the step size unchanged, but changes its gradient, as in learned step size quantization. The gradient of
+    the step size is divided by sqrt(count * largest). As a result, the relative changes of the step size and of the
+    parameter values are similar during training. `count` is the number of values that share the step size, and
+    `largest` is the largest code (rounded value / step size)."""
     factor = 1 / math.sqrt(count * largest)
     return factor * step + lax.stop_gradient(step - factor * step)
 

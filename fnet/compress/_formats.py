@@ -78,12 +78,12 @@ class Int8(Format):
             `quantize`.
         activations: the method that rounds the activations (the other operands of matrix products and convolutions) to
             8 bits. Default None: activations are not rounded (weight-only quantization). If activations are rounded,
-            matrix products are computed with 8-bit integers, and convolutions with the rounded values in floating
-            point. With "dynamic", the scales of the activations are computed at run time. In a matrix product, each row
-            of the activations has its own dynamic scale; in a convolution, each example of the batch has one. With
-            "absmax", "percentile" or "mse", all rows have the same scale, which `quantize` computes from statistics
-            (see `InputStatistics.bound`). Derivatives with respect to activations ignore the rounding (straight-through
-            estimator).
+            matrix products are computed with 8-bit integers. Convolutions with rounded activations are computed in
+            floating point. With "dynamic", the scales of the activations are computed at run time. In a matrix product,
+            each row of the activations has its own dynamic scale; in a convolution, each example of the batch has one.
+            With "absmax", "percentile" or "mse", all rows have the same scale, which `quantize` computes from
+            statistics (see `InputStatistics.bound`). Derivatives with respect to activations ignore the rounding
+            (straight-through estimator).
 
     >>> Int8().bits
     8

@@ -17,8 +17,9 @@ def gptq(rounded: Callable, values: Any, scale: Any, gram: Any) -> jax.Array:
 
     Row i of the kernel is multiplied by input feature i. The rows of the kernel are rounded one after the other, in the
     order of decreasing second moments of the input features. After a row is rounded, the rows that are not rounded yet
-    are changed to compensate for the rounding error of this row. Changing the remaining rows reduces the output error
-    |x (values - scale * result)|^2 for the recorded inputs x, where `result` is the array that `gptq` returns.
+    are changed to compensate for the rounding error of this row. This compensation for rounding errors reduces the
+    error |x (values - scale * result)|^2 of the matrix product for the recorded inputs x, where `result` is the array
+    that `gptq` returns.
 
     Args:
         rounded: a function that rounds scaled values (values / scale) to the values that the format represents.

@@ -25,9 +25,10 @@ class Cut:
         shape: the original shape of the array.
         factors: for each axis, a tuple of sizes (factors) whose product is the size of the axis. For example, the tuple
             is (num_heads, head_dim) for an axis of size num_heads * head_dim, which a reshape can split into two axes.
-        kept: for each axis of the array, a tuple with one array of remaining indices for each size in `factors`. For
-            example, the tuple for an axis of size num_heads * head_dim contains the indices of the remaining attention
-            heads, and of the remaining features in each head. None instead of an array means that all indices remain.
+        kept: for each axis of the array, a tuple of arrays with the indices that remain after pruning. If a reshape
+            splits the axis into several axes, the tuple contains one array for each of these axes. For example, the
+            tuple for an axis of size num_heads * head_dim contains the indices of the remaining attention heads, and of
+            the remaining features in each head. None instead of an array means that all indices remain.
     """
 
     shape: tuple[int, ...]
@@ -63,8 +64,8 @@ class _Output:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """An array in the arguments of a call. `key` is the position of the array in (args, kwargs), as text, and `path` is
-    the path of the array in the parameters or in the state."""
+    """An array in the arguments of a traced function. `key` is the position of the array in (args, kwargs), as text,
+    and `path` is the path of the array in the parameters or in the state."""
 
     key: str
     path: str
@@ -77,8 +78,8 @@ class Call:
     remove indices along the axes of the arrays in `params` and in the keyword argument `state`.
 
     Args:
-        cuts: {key of a leaf: `Cut`}, which states the remaining indices of the arrays that have already been pruned.
-            `Call` traces f with the original shapes of the pruned arrays. Default None.
+        cuts: {key of a leaf: `Cut`} for the arrays that have already been pruned. A `Cut` states the indices that
+            remain in an array. `Call` traces f with the original shapes of the pruned arrays. Default None.
 
     Attributes:
         program: the `TiedProgram`, which states the axes that must have equal sizes.
@@ -142,8 +143,8 @@ def _role(path) -> str:
 
 def _returned(traced, state) -> dict[int, int]:
     """Returns {index of an output: index of an input} for each output of the program that is the new value of an input.
-    Two kinds of outputs are new values of inputs: the arrays of the new state if the function returns (y, new state),
-    and the values of flax.nnx variables."""
+    If the function returns (y, new state), each array of the new state is the new value of an array of the old state.
+    The outputs that contain the values of flax.nnx variables are the new values of these variables."""
     jaxpr = traced.closed.jaxpr
     result, modules = traced.tree([_Output(i) for i in range(len(jaxpr.outvars))])
     arrays, found = [] if modules is None else modules.arrays, {}
@@ -174,8 +175,9 @@ class Group:
         atom: an integer that identifies the group of parameter axes in the traced program.
         size: the number of indices.
         members: the parameter axes of the group, as tuples (index of the parameter in `Call.leaves`, axis, position).
-            If a reshape splits a parameter axis of size num_heads * head_dim into two axes, the position is 0 for
-            num_heads and 1 for head_dim. If no reshape splits the parameter axis, the position in the tuple is 0.
+            If a reshape splits a parameter axis into several axes, such as [num_heads, head_dim], `position` is the
+            index of one of these axes: 0 for num_heads, 1 for head_dim. If no reshape splits the parameter axis,
+            `position` is 0.
         reason: the reason why no index can be removed, or "" if indices can be removed.
     """
 
@@ -190,8 +192,8 @@ def groups(call: Call) -> list[Group]:
 
     If a reshape splits a parameter axis into several axes, at most one of them is pruned: the first that can be pruned.
     For example, an axis of size num_heads * head_dim can be split into an axis of attention heads and an axis of
-    features. If attention heads can be removed, all features of the remaining heads are kept. In this case, the
-    attribute `reason` of the group with the axis of features states why no features are removed.
+    features. If the axis of attention heads can be pruned, the axis of features is not pruned, and the attribute
+    `reason` of its `Group` states why.
     """
     program, members, second = call.program, {}, set()
     for i, leaf in enumerate(call.leaves):

@@ -28,7 +28,7 @@ class LowRank(ImplicitArray):
         a: the first factor of the low-rank change, [*lead, *in, rank].
         b: the second factor of the low-rank change, [*lead, rank, out], initially zeros.
         scale: `alpha / rank`, computed from the arguments of `lora`.
-        inputs: the number of axes of `base` that are input axes.
+        inputs: the number of input axes of `base`, for example 1 for a kernel [in, out].
 
     >>> params = compress.lora(jax.random.key(0), {"kernel": jnp.ones((8, 4))}, {"kernel": 2}, alpha=4)
     >>> params["kernel"].a.shape, params["kernel"].b.shape, params["kernel"].scale
@@ -146,7 +146,7 @@ def _digest(path) -> int:
 def merge(params: Any) -> Any:
     """Adds the low-rank changes of `lora` to the original parameters, and returns a tree without `LowRank` leaves.
 
-    A quantized parameter with a low-rank change becomes a plain array.
+    If `merge` adds a low-rank change to a quantized parameter, the result is a plain array, which is not quantized.
 
     >>> params = {"kernel": jnp.ones((2, 2))}
     >>> merge(lora(jax.random.key(0), params, {"kernel": 1}))["kernel"].tolist()

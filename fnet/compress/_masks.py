@@ -38,7 +38,7 @@ class PruneState(NamedTuple):
 
 def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 1,
           jointly: bool = False) -> optax.GradientTransformationExtraArgs:
-    """Returns an Optax transformation that sets the elements with the smallest magnitudes in parameters to zero.
+    """Returns an Optax transformation that prunes parameters: elements with the smallest magnitudes are set to zero.
 
         optimizer = optax.chain(optax.adamw(1e-3), compress.prune({"blocks": 0.8, "head": 0.5}, begin=500, end=4000))
 

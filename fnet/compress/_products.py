@@ -23,7 +23,7 @@ _NAME = re.compile(r"(?:.*/)?operand (\d+)(?:#\d+)?")
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A matrix product or convolution of an activation and a parameter (or one layer of a stacked parameter).
+    """A matrix product or convolution of an activation with a parameter, or with one layer of a stacked parameter.
 
     Attributes:
         path: the path of the parameter.

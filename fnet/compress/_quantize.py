@@ -181,15 +181,15 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
         params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed": compress.Int8(axes=-1)})
         logits = ft.use_implicit_arrays(model)(params, x)
 
-    Each block of values has one scale, max|w| / largest. The number `largest` is the largest decoded value: 127 for
-    `Int8`, 7 for `Int4`, 1 for `NF4` and 448 for `Float8`. A block contains all values along the axes `axes` of the
-    format. If the argument `group` of the format is not None, a block contains only `group` adjacent values along the
-    last axis in `axes`. By default, `axes` is the second-last axis of kernels [in, out] and of stacked kernels [depth,
-    in, out]. For kernels with four or more axes, such as those of convolutions [height, width, in, out], the default
-    `axes` are all axes except the last. The results are correct for any choice of `axes`. For the fastest matrix
-    products, let `axes` be the axes over which the matrix products sum: the scale is then applied to the result of the
-    matrix product. For an embedding table [vocab, features] that also computes the logits, use the last axis
-    (`axes=-1`).
+    Each block of values w has one scale: the maximum of |w| in the block, divided by the largest decoded value of the
+    format. The largest decoded value is 127 for `Int8`, 7 for `Int4`, 1 for `NF4` and 448 for `Float8`. A block
+    contains all values along the axes `axes` of the format. If the argument `group` of the format is not None, a block
+    contains only `group` adjacent values along the last axis in `axes`. By default, `axes` is the second-last axis of
+    kernels [in, out] and of stacked kernels [depth, in, out]. For kernels with four or more axes, such as those of
+    convolutions [height, width, in, out], the default `axes` are all axes except the last. The results are correct for
+    any choice of `axes`. For the fastest matrix products, let `axes` be the axes over which the matrix products sum:
+    the scale is then applied to the result of the matrix product. For an embedding table [vocab, features] that also
+    computes the logits, use the last axis (`axes=-1`).
 
     Args:
         params: a tree of arrays.
@@ -211,8 +211,9 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
 
     Raises:
         ValueError: a pattern matches no parameter that can be quantized, or the size of an axis is not a multiple of
-            `group`. A ValueError is also raised if `stats` lacks statistics that a format needs, or if `stats` shows
-            that a matrix product does not sum over the axes in the format of the parameter.
+            `group`. A ValueError is also raised if a format needs statistics of activations that `stats` does not
+            contain. Finally, a ValueError is raised if a matrix product recorded in `stats` sums over other axes of a
+            parameter than the axes of the parameter's format.
         TypeError: a format is not `Int8`, `Int4`, `NF4` or `Float8`.
 
     >>> params = {"kernel": jnp.arange(6.0).reshape(3, 2), "bias": jnp.ones(2)}

@@ -35,9 +35,9 @@ class Removal:
         fractions: the fractions that the user specified with `keep`, {identifier of a group of axes: fraction of the
             indices to keep}. The identifier of a group of axes is the integer `Group.atom`.
         ranks: the order of the indices, {identifier of a group of axes: all indices, the most important first}.
-        chip: the chip for `seconds`, or None. If a chip is given, the sizes of pruned axes are rounded up to multiples
-            of the tile sizes of the chip's matrix units. If `chip` is None, the sizes of pruned axes are not rounded to
-            tile sizes.
+        chip: the chip for which the method `seconds` estimates the time of the function, or None. If a chip is given,
+            the sizes of pruned axes are rounded up to multiples of the tile sizes of the chip's matrix units. If `chip`
+            is None, the sizes of pruned axes are not rounded to tile sizes.
     """
 
     def __init__(self, f: Callable, args: tuple, kwargs: dict, call: Call, free: list[Group],

@@ -38,7 +38,7 @@ def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable
 
     Raises:
         TypeError: `rules` is not a mapping with strings as keys.
-        ValueError: a pattern is not a regular expression, or matches no leaf that is changed.
+        ValueError: a pattern is not a regular expression, or matches no kernel or embedding table that can be replaced.
     """
     kernels = [(keystr(path, simple=True, separator="/"), leaf)
                for path, leaf in tree_leaves_with_path(params, is_implicit) if is_kernel(path, leaf)]

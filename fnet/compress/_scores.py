@@ -1,4 +1,4 @@
-"""Scores of indices: how much a function depends on each channel, head or hidden unit."""
+"""Computes importance scores: how much a function depends on each channel, head or hidden unit."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def scores(method: str, call: Call, groups: list[Group], f: Callable, args: tupl
 
 
 def _mean_square(call, x, i, axis, position):
-    """Reshapes an axis of x into several axes, and returns the mean square of x for each index along one of these axes.
-    For example, if an axis of size heads * head_dim is split into heads and head_dim, the result for `position` 0
-    contains one mean square for each head."""
+    """Reshapes an axis of x into several axes, and returns the mean square of x for each index along one of them, the
+    axis with the number `position`. For example, if an axis of x is reshaped to [heads, head_dim], `position` 0 gives
+    one mean square for each head."""
     sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]
     x = np.moveaxis(np.asarray(x, float), axis, 0).reshape(*sizes, -1)
     return np.square(x).mean(tuple(k for k in range(x.ndim) if k != position))
@@ -58,8 +58,9 @@ def _gradients(f, args, kwargs, loss):
 
 def _activations(call) -> dict[int, np.ndarray]:
     """Returns {identifier of a group of axes: array with the score of each index, such as a channel}. The score of an
-    index is the mean square of the activations at this index that are multiplied by parameters. If several matrix
-    products or convolutions contract axes of the same group, the mean squares of their activations are added."""
+    index is the mean square of the elements at this index in the activations that are multiplied by parameters. If
+    several matrix products or convolutions sum over axes that are pruned together, the score of an index is the sum of
+    the mean squares for all these operations."""
     arrays = [jnp.asarray(leaf.array) for leaf in call.leaves]
     evaluate = lambda *arrays: observe(call.program, list(arrays))
     names = [site.name for site in sites(evaluate)(*arrays) if _NAME.fullmatch(site.name) and site.inside is None]

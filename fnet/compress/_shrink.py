@@ -26,9 +26,8 @@ class Axes:
 
     Attributes:
         parameters: the axes, a tuple of strings "path (axis)".
-        size, kept: the number of indices before the removal (`size`) and after it (`kept`). For example, if a reshape
-            splits an axis of a kernel into heads and features per head, and heads are removed, `size` and `kept` are
-            numbers of heads.
+        size, kept: the number of indices before the removal (`size`) and after it (`kept`). For example, if `shrink`
+            removes attention heads from a kernel axis of size heads * head_dim, `size` and `kept` are numbers of heads.
         reason: the reason why no indices were removed from the axes, or "" if indices were removed.
     """
 
@@ -87,9 +86,9 @@ class Shrunk:
             arguments. The function `f` can be differentiated, compiled and batched.
         params, state: the parameters and the state without the removed indices. `state` is None if the original
             function was called without state.
-        model: a model of the same class as the original model that computes the same as `f`. The fields of `model`,
-            such as the width, have smaller values than those of the original model. `model` is None if no model of the
-            same class computes the same as `f`.
+        model: a model of the same class as the original model. The fields of `model`, such as the width, have smaller
+            values than those of the original model. `model` computes the same results as the function `f`. `model` is
+            None if `shrink` finds no model of the same class that computes the same results as `f`.
         report: what was removed and what could not be removed, a `ShrinkReport`.
 
     >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))
@@ -140,8 +139,8 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
             `jax.ShapeDtypeStruct`s. If a keyword argument `state` is passed, f must return (result, new state).
             Channels that are removed from the parameters are also removed from `state`, for example from the statistics
             of BatchNorm.
-        fraction: the fraction of the indices of each group of axes to keep, between 0 and 1. The number of indices that
-            remain in a group of axes is rounded up.
+        fraction: the fraction of the indices of each group of axes to keep, between 0 and 1. The number of indices
+            (such as channels) to keep is rounded up to an integer.
         flops: the maximum FLOPs of the shrunk function for the example arguments, as counted by `hardware.count`.
             `shrink` removes as few indices (such as channels) as possible to satisfy the limit `flops`. The fraction of
             the indices to keep is the same for all pruned axes, except for axes that have their own fraction in `keep`.
@@ -151,15 +150,16 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
         chip: the chip on which the time is estimated for the limit `seconds`: a `Chip`, a JAX device, or the name of a
             device kind. Default: the local chip.
         score: the score by which indices (such as channels) are ranked. With "magnitude" (the default), the score of an
-            index is the mean square of the parameters at this index. With "taylor", each parameter is multiplied by the
-            derivative of `loss` with respect to this parameter, and the score of an index is the mean square of these
-            products. With "activations", the score of an index is the mean square of the activations that are
+            index is the mean square of the parameters at this index. With "taylor", the score of an index is the mean
+            square of w * dL/dw over all parameters w at this index, where dL/dw is the derivative of `loss` with
+            respect to w. With "activations", the score of an index is the mean square of the activations that are
             multiplied by the parameters at this index. The activations are computed from the example arguments.
         loss: a function that maps the result of f to a scalar, for `score="taylor"`. Default None.
         keep: {pattern: fraction of the indices to keep}. A pattern is a regular expression that matches the whole path
             of a parameter, or the first parts of the path. If a pattern matches the path of a parameter, the fraction
-            of the pattern applies to all axes of this parameter, and to the axes that are pruned together with them. If
-            several patterns match, the first pattern applies. With the fraction 1, all indices are kept. Default None.
+            `keep[pattern]` applies to all axes of this parameter, and to the axes of other parameters that are pruned
+            together with these axes. If several patterns match, the first pattern applies. With the fraction 1, all
+            indices are kept. Default None.
 
     Returns:
         `Shrunk(f, params, state, model, report)`.
@@ -210,8 +210,8 @@ def _size(params) -> int:
 
 def _rows(call, found, kept, fractions) -> tuple[Axes, ...]:
     """Returns the rows of the report of `shrink`. The report has one row for each pruned group of axes (axes that are
-    pruned together). Groups of axes that are not pruned share one row if their axes have the same size and the same
-    reason."""
+    pruned together). Axes that are not pruned share one row of the report if they have the same size and the report
+    states the same reason for them."""
     cut, whole = [], {}
     for group in found:
         names = _names(call, group)
@@ -255,10 +255,11 @@ def _check(params, others, score, loss) -> None:
 
 
 def _fractions(keep, call, found) -> dict[int, float]:
-    """Returns the fraction of the indices to keep for each group of axes to which a pattern in `keep` applies.
+    """Returns {identifier of a group of axes: fraction of the indices to keep} for the patterns in `keep`.
 
-    The keys of the result are the numbers that identify the groups of axes. A pattern in `keep` applies to a group of
-    axes if it matches the path of at least one parameter that has an axis in this group.
+    The axes of a group are pruned together, and the identifier of the group is the integer `Group.atom`. A pattern in
+    `keep` applies to a group of axes if it matches the path of at least one parameter that has an axis in this group.
+    The result contains only the groups to which a pattern applies.
     """
     def check(pattern, value):
         if not isinstance(value, (int, float)) or not 0 < value <= 1:

@@ -19,11 +19,11 @@ _MOST = 512    # combinations of fields that are tried
 
 def smaller_model(f: Any, shrunk: Callable, args: tuple, kwargs: dict,
                   removed: Mapping[str, Cut]) -> Any:
-    """Returns a model of the same class as f that computes the same as the pruned function `shrunk`, or None.
+    """Finds a model that has the same class as f and the same results as the pruned function `shrunk`.
 
-    The returned model has smaller values of fields such as the width. A model computes the same as `shrunk` if its
-    traced program has the same operations and the same constants as the traced program of `shrunk`. If no such model is
-    found, the result is None.
+    The returned model has smaller values of fields such as the width. A model is accepted if its traced program has the
+    same operations and the same constants as the traced program of `shrunk`. If no such model is found, the result is
+    None.
 
     Args:
         f: a model. If f is not a dataclass, the result is None.

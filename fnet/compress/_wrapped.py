@@ -1,4 +1,4 @@
-"""The base class of wrappers of parameters, which record how a program uses the wrapped parameters."""
+"""The base class of parameter wrappers. A wrapper of a parameter records how a program uses the parameter."""
 
 from __future__ import annotations
 

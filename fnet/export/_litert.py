@@ -218,8 +218,8 @@ def _scatter(run, options, types, x, indices, updates):
 
 def _convolution(run, options, types, x, kernel):
     """Evaluates a convolution. litert-converter ignores the padding of a convolution with input dilation, such as a
-    transposed convolution. For such a convolution, zeros are therefore inserted between the elements of the input
-    before the convolution."""
+    transposed convolution. Input dilation is therefore replaced by a separate operation, which inserts zeros between
+    the elements of the input."""
     padding = [(0, 0, 0)] * x.ndim
     for axis, dilation in zip(options["input"][2:], options["input_dilation"]):
         padding[axis] = (0, 0, dilation - 1)

@@ -163,7 +163,8 @@ class Bundle:
         independently of JAX's version.
 
         Raises:
-            BundleError: the entry point has no stable form (JSON data). The message states the reason.
+            BundleError: the bundle contains no JSON data that describe the program of the entry point. The message
+                states the reason.
         """
         reason = self._entry(entry).get("not_stable")
         if reason:
@@ -214,8 +215,8 @@ class Bundle:
         return _compared(self.path, entry, "NumPy", description, output, wanted)
 
     def tests(self):
-        """Returns the tests of the bundle's programs, {function: (leaves of the inputs, leaves of the outputs)}. If the
-        bundle contains no test of a function, the two lists of this function are empty."""
+        """Returns the tests of the bundle's programs, {function: (leaves of the inputs, leaves of the outputs)}. If a
+        function of the bundle has no test, its lists of input leaves and output leaves are empty."""
         tests = self._archive.tensors(reader.TESTS)
         read = lambda kind: [tests[f"{kind}/{i}"] for i in range(sum(name.startswith(f"{kind}/") for name in tests))]
         return {entry: (read(f"{entry}/inputs"), read(f"{entry}/outputs")) for entry in self.entries}

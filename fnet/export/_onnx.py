@@ -124,8 +124,8 @@ class _Model:
         """Adds a reshaped or transposed copy of a weight to the weights, and returns its name. `source` is the name of
         the original weight, and `array` is the reshaped or transposed copy.
 
-        `kind`, `inputs` and `attributes` define the ONNX node that reshapes or transposes the original weight. The node
-        is used only if the ONNX model also contains `source`, see `_computed`.
+        `kind`, `inputs` and `attributes` define the ONNX node that reshapes or transposes the original weight. The ONNX
+        model contains the reshaping or transposing node only if it also contains the original weight.
         """
         key = source, kind, array.shape, str(attributes)
         if key not in self._layouts:
@@ -315,9 +315,9 @@ class Equation:
         return self.x(i), self.in_types[i][1]
 
     def loosely(self, i: int, name: str, narrow: list) -> None:
-        """Defines the i-th output as the broadcast of an ONNX value to the shape of the output. `name` is the name of
-        the ONNX value, and `narrow` is its shape. The operation that broadcasts the value is added only where it is
-        necessary."""
+        """Defines the i-th output as the broadcast of an ONNX value to the shape of the output. The arguments `name`
+        and `narrow` are the name and the shape of the ONNX value before the broadcast. The operation that broadcasts
+        the value is added only where it is necessary."""
         self.g.names.pop(self.outs[i], None)
         self.g.loose[self.outs[i]] = name, narrow
 

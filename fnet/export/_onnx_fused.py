@@ -1,10 +1,11 @@
 """Finds normalizations, GELUs and attentions in a program, and replaces them by operators of ONNX.
 
-A candidate for the replacement is a group of equations around a typical operation, which is rsqrt for a normalization,
-erf or tanh for a GELU, and exp for an attention. To test whether a candidate can be replaced by an ONNX operator, NumPy
-evaluates the equations of the candidate and the definition of the operator on the same random inputs. A group of
-equations is replaced only if its results equal those of the ONNX operator. Because numerical results are compared, not
-the equations themselves, different implementations of a normalization are found.
+The search for a normalization starts at rsqrt, the search for a GELU at erf or tanh, and the search for an attention at
+exp. A candidate for the replacement by an ONNX operator is a group of equations that contains the operation at which
+the search starts. To test whether a candidate can be replaced by an ONNX operator, NumPy evaluates the equations of the
+candidate and the definition of the operator on the same random inputs. A group of equations is replaced only if its
+results equal those of the ONNX operator. Because numerical results are compared, not the equations themselves,
+different implementations of a normalization are found.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _VALUES = 1 << 24             # elements of the largest value that is evaluated
 
 
 def fused(stable: dict, opset: int) -> dict:
-    """Returns a program in which groups of operations are replaced by single ONNX operators that compute the same. Only
+    """Replaces groups of operations by equivalent ONNX operators, one for each group, and returns the new program. Only
     operators that exist in version `opset` of ONNX's operators are used. The argument `stable` is the program as JSON
     data, see `jaxpr.stable`."""
     kinds = {kind for kind, since in _SINCE.items() if opset >= since}
@@ -59,7 +60,7 @@ def _needed(equations, outputs):
 
 
 class _Candidate:
-    """A group of equations that one ONNX operator may replace: those around the equation with the index `start`."""
+    """A group of equations that contains the equation with index `start` and may be replaced by an ONNX operator."""
 
     def __init__(self, equations, values, start):
         self.equations, self.values, self.start = equations, values, start
@@ -129,7 +130,7 @@ class _Candidate:
 
 
 class _Unsuitable(Exception):
-    """Raised if a group of equations cannot be tested for replacement by an ONNX operator, for example if it is too
+    """Raised if a group of equations cannot be compared with an ONNX operator, for example if the group is too
     large."""
 
 
@@ -272,8 +273,9 @@ def _order(c, dot, side, contracted_last):
 
 
 def _narrow(c, value):
-    """Returns the array with at least four axes that one or several broadcasts expand to `value`. If `value` is not the
-    result of a broadcast from at least four axes, `value` itself is returned."""
+    """Follows broadcasts backwards from `value`, and returns the array before these broadcasts. The function stops at a
+    broadcast whose input has fewer than four axes. If `value` is not computed by a broadcast of an array with at least
+    four axes, `value` itself is returned."""
     while value in c.made and c.equations[c.made[value]][0] == "broadcast" and isinstance(
             c.equations[c.made[value]][1][0], int) and len(c.shape(c.equations[c.made[value]][1][0])) >= 4:
         value = c.equations[c.made[value]][1][0]
@@ -281,8 +283,9 @@ def _narrow(c, value):
 
 
 def _drawn(c, root, cuts, masks):
-    """Returns random queries, keys and values. If the mask of the attention depends on inputs or constants of the
-    program, the result also contains a random mask. In the first row of the random mask, all keys are masked."""
+    """Returns random test data for an attention: queries, keys and values. If the mask of the attention depends on
+    inputs or constants of the program, the test data also contain a random mask. In the first row of the random mask,
+    all keys are masked."""
     draw = np.random.default_rng(0)
     given = {name: draw.normal(size=c.shape(name)).astype(np.float32) for name in sorted(cuts)}
     if c.region(root, given)[1] and masks:

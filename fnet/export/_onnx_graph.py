@@ -1,4 +1,4 @@
-"""An ONNX graph that is being written: its nodes, and the computation of symbolic sizes and shapes."""
+"""Builds an ONNX graph: adds nodes to the graph, including nodes that compute symbolic sizes and shapes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ class Graph:
         nodes: the nodes in order.
         names: the names of the values in the graph, {index of the value in the program's stable form (JSON data):
             name}.
-        loose: the results of broadcasts for which the graph contains no node yet, {index of the value: (name, shape
-            before the broadcast)}. A broadcast node is added only where an operator needs it. Sizes are integers or
-            expressions.
+        loose: the broadcasts whose nodes are added to the graph only where an operator needs them, {index of the
+            result: (name, shape) of the array before the broadcast}. Sizes are integers or expressions.
     """
 
     def __init__(self, model: Any, parent: Graph | None = None):

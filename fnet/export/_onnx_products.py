@@ -146,10 +146,10 @@ def _indices(e, shape, sizes, dropped):
 
     `sizes` contains the size of a window along each axis of the operand. The function returns a tuple of four values,
     `indices`, `inside`, `axes` and `windows`. `axes` is the list of the operand's axes along which ONNX selects
-    elements by index. `indices` is the index array, [*batch, *windows, len(axes)], whose last axis contains one
-    position for each axis in `axes`. `inside` is a Boolean array that states which windows lie inside the operand, or
-    None if no window can lie outside. `windows` is the list of the operand's axes along which the size of a window is
-    greater than 1 and less than the size of the axis.
+    elements by index. `indices` is the index array, [*batch, *windows, len(axes)]. Each vector along the last axis of
+    `indices` contains one index into the operand for each axis in `axes`. `inside` is a Boolean array that states which
+    windows lie inside the operand, or None if no window can lie outside. `windows` is the list of the operand's axes
+    along which the size of a window is greater than 1 and less than the size of the axis.
     """
     options, indices = e.options, e.x(1)
     (_, index_shape), batch = e.in_types[1], len(e.in_types[1][1]) - 1
@@ -307,7 +307,8 @@ def cond(e):
 
     def chosen(graph, i):
         """Adds ONNX nodes that select and compute one of the branches i, i + 1, and so on. Returns the names of the
-        outputs. Branch i is selected if the value of `index` is at most i, otherwise a later branch."""
+        outputs. The nodes select the branch with the number max(i, `index`), or the last branch if this number is too
+        large."""
         if i == len(branches) - 1:
             return e.body(graph, branches[i], names)
         first, rest = graph.inner(), graph.inner()

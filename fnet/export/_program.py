@@ -279,8 +279,8 @@ def _constant(x):
 
 
 def _called(f, names) -> tuple[bool, bool]:
-    """Returns two bools (by_name, takes_state). `by_name` is True if f has parameters with the names of all inputs, not
-    counting the first parameter of f. `takes_state` is True if f accepts the keyword argument `state`."""
+    """Returns two bools (by_name, takes_state). `by_name` is True if the name of each input is also the name of a
+    parameter of f, other than the first parameter. `takes_state` is True if f accepts the keyword argument `state`."""
     forward = isinstance(f, nn.Layer)
     try:
         parameters = list(inspect.signature(type(f).forward if forward else f).parameters.values())

@@ -32,8 +32,9 @@ def renew(path: str | os.PathLike, output: str | os.PathLike | None = None) -> N
         output: the path of the new bundle. Default None: the old bundle is replaced.
 
     Raises:
-        BundleError: the file is damaged, the bundle contains no JSON description (stable form) of a program, or the
-            outputs of a new program differ from those of the old program.
+        BundleError: the file is damaged, or one of the programs in the bundle has no description as JSON data. A
+            BundleError is also raised if the outputs of a new program differ from the outputs that are stored in the
+            old bundle.
 
     >>> import tempfile
     >>> model = nn.Dense(3)
@@ -88,7 +89,7 @@ def function(bundle: _loaded.Bundle, name: str, sizes: Mapping[str, int]) -> Cal
     Unlike a program that JAX has serialized, the created function can be optimized by `ft.tune`.
 
     Raises:
-        BundleError: the entry point has no stable form (JSON data).
+        BundleError: the bundle contains no JSON data that describe the program of the entry point.
     """
     description, stable = bundle.manifest["entries"][name], bundle.stable(name)
 

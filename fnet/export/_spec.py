@@ -32,8 +32,8 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class SpecOf:
-    """The type (shapes and dtypes) of an input that is a tree of arrays, given by a function of sizes that returns the
-    tree. `spec_of` creates a `SpecOf`."""
+    """The type (shapes and dtypes) of an input that is a tree of arrays. The field `function` takes the symbolic sizes
+    as arguments and returns a tree with the shapes and dtypes of the input. `spec_of` creates a `SpecOf`."""
 
     function: Callable
     where: tuple[str, ...] = ()

@@ -56,7 +56,8 @@ def described_leaves(trees: list[tuple[str, Any]]) -> list[tuple[str, dict]]:
 
 
 def size_variables(trees: list[tuple[str, Any]]) -> list[str]:
-    """Returns the names of the symbolic sizes in trees of `described`, in the order of their first occurrence."""
+    """Returns the names of the symbolic sizes in descriptions of trees, in the order of their first occurrence. `trees`
+    is a list [(name, description)] with descriptions from the function `described`."""
     text = " ".join(str(n) for _, leaf in described_leaves(trees) for n in leaf["shape"])
     return [name for name in dict.fromkeys(re.findall(r"[A-Za-z_]\w*", text)) if name not in _FUNCTIONS]
 

@@ -144,8 +144,8 @@ def _data(x) -> np.ndarray:
 
 def _inputs(path, name, description, given) -> list | None:
     """Returns test inputs for an entry point (a function of the program) as a list of leaves. The test inputs are the
-    inputs in `given`, or random arrays of small sizes if `given` is None. Returns None if no small sizes satisfy the
-    constraints on the symbolic sizes of the program."""
+    inputs in `given`, or random arrays of small sizes if `given` is None. If `given` is None, and no symbolic sizes up
+    to 224 are found that satisfy the constraints of the program, the result is None instead of a list."""
     if given is not None:
         return _signature.bound(path, name, description, (), dict(given))[0]
     sizes = _small_sizes(description)

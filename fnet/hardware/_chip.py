@@ -171,9 +171,9 @@ class Chip:
         explained: the reasons why some values of `peaks` differ from the peaks computed from `units`, {dtype: reason}.
         units: the hardware data from which peak rates are computed, {name: value}. For example, `units` contains the
             number of multiprocessors, matrix units or cores, and the clock rate in GHz.
-        bases: how each number of the chip was obtained, {field or dtype: basis}. A basis is "exact", "measured",
-            "published", "derived" (computed from the number of compute units and the clock), "estimated" or
-            "unverified".
+        bases: how the values of the other attributes were obtained, {name of an attribute, or dtype in `peaks`: basis}.
+            The basis of a value is "exact", "measured", "published", "derived" (computed from the number of compute
+            units and the clock), "estimated" or "unverified".
         sources: where the figures were published.
         notes: remarks.
 
@@ -208,8 +208,8 @@ class Chip:
     notes: str = ""
 
     def basis(self, field: str) -> str:
-        """Returns how a number of the chip was obtained (the basis of the number), such as "measured". `field` is a
-        dtype of `peaks`, or the name of a field, such as "memory_bytes"."""
+        """Returns how a number of the chip was obtained (the basis of the number), such as "measured". `field` is the
+        name of a field of `Chip`, such as "memory_bytes", or, for a peak rate, the name of a dtype, such as "bf16"."""
         return self.bases.get(field, "published" if self.known else "unknown")
 
     def peak(self, dtype: Any, *, precision: Any = None) -> Peak | None:

@@ -271,8 +271,8 @@ class _Tally:
 
 
 def fused_traffic(frame: Frame) -> list[tuple[Op, int]]:
-    """Returns the memory traffic of the operations of a frame (the operations of one jaxpr) as [(operation, bytes)].
-    Elementwise operations are assumed to be fused with neighbors of the same scope.
+    """Returns the memory traffic of the operations of one jaxpr, as a list of pairs (operation, bytes). Elementwise
+    operations are assumed to be fused with neighbors of the same scope.
 
     A value is stored in memory if it is an input or output of the jaxpr, or if an operation in another named scope
     reads the value. If several operations in one named scope read the same stored value, only one read is counted.
@@ -340,7 +340,8 @@ class Kept:
 
 
 def heavy(op: Op) -> bool:
-    """Whether an operation, such as a matrix product or a loop, reads its inputs from memory without fusion."""
+    """Whether an operation reads its inputs from memory, and is not fused with the operations that compute them. For
+    example, matrix products and loops read their inputs from memory."""
     return bool(op.bodies) or traits(op.eqn.primitive.name).memory == "heavy"
 
 

@@ -139,8 +139,8 @@ def _fit_gpu(chip: Chip, device: Any) -> Chip:
 
 
 def _fit_tpu(chip: Chip, device: Any) -> Chip:
-    """Sets the number of JAX devices per chip from the number of cores of the device. On a TPU v4, the number of JAX
-    devices per chip depends on settings."""
+    """Sets the number of JAX devices per chip: the number of cores of the chip divided by the number of cores of a
+    device. On a TPU v4, the number of JAX devices per chip depends on settings."""
     cores, per_device = chip.units.get("cores"), getattr(device, "num_cores", None)
     if cores and per_device and cores % per_device == 0:
         return dataclasses.replace(chip, jax_devices_per_chip=cores // per_device)

@@ -126,8 +126,8 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
 def checks(chip: Chip | System) -> tuple[Check, ...]:
     """Compares the published peaks of a chip or system with peaks computed from its units and clock.
 
-    Two kinds of published peaks are compared: the peaks in `chip.quoted`, and the peaks in `chip.peaks` that fnet did
-    not compute, estimate or measure.
+    The published peaks are all peaks in `chip.quoted`, and those peaks in `chip.peaks` that fnet itself did not
+    compute, estimate or measure.
 
     Returns:
         A `Check` for each published peak that can also be computed from the number of compute units and the clock. If

@@ -18,11 +18,12 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
             copy_bytes: int | None = None, seconds: float = 0.3) -> Chip:
     """Measures the rates of matrix products and the memory bandwidth of a device.
 
-    For each dtype, two matrices [size, size] are multiplied many times, in several series. The product of two matrices
-    [size, size] needs 2 size^3 FLOPs. The measured peak of a dtype is the rate in the fastest series of matrix
-    products. The bandwidth is measured by multiplying an array by a constant, which reads and writes each element once.
-    `measure` returns the rates of XLA's code on this machine at this time, not the limits of the chip. If you use the
-    measured rates as peaks, an MFU (model FLOPs utilization) compares a step with a plain matrix product.
+    For each dtype, two matrices [size, size] are multiplied many times, and several batches of these matrix products
+    are timed. The product of two matrices [size, size] needs 2 size^3 FLOPs. The measured peak of a dtype is the rate
+    of the fastest batch of matrix products. The bandwidth is measured by multiplying an array by a constant, which
+    reads and writes each element once. `measure` returns the rates of XLA's code on this machine at this time, not the
+    limits of the chip. An MFU (model FLOPs utilization) that is computed with the measured peaks is the FLOP/s of a
+    step divided by the FLOP/s of a plain matrix product.
 
     The measurement takes about `seconds` for each dtype, and `seconds` for the bandwidth. The compilations take
     additional time.

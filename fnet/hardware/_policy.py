@@ -164,7 +164,8 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
         mode: "train" (the default) or "inference". For inference, the parameters have the compute dtype.
         probe: whether a short measurement may compare the speed of bfloat16 and float32 on this machine's CPU. Default
             None: the measurement is allowed, unless the environment variable FNET_PROBE is 0. `policy` measures the CPU
-            only if the CPU is JAX's default backend, there is only one process, and JAX is not tracing a function.
+            only if the CPU is JAX's default backend and there is only one process. `policy` does not measure the CPU
+            while JAX is tracing a function.
 
     Returns:
         A `Policy`. The attribute `reason` of the policy states whether the dtypes are from fnet's table of chips or

@@ -27,8 +27,9 @@ class Bound:
     Attributes:
         scope: the scope path.
         cost: the FLOPs and bytes of the scope, a `Cost`.
-        compute: the time of the arithmetic at the peak rate in seconds, or None if the rate is unknown.
-        memory: the time of the memory traffic at the peak bandwidth in seconds, or None if the bandwidth is unknown.
+        compute: the time in seconds that the arithmetic takes at the peak rate, or None if the rate is unknown.
+        memory: the time in seconds that the memory traffic takes at the peak bandwidth, or None if the bandwidth is
+            unknown.
         bound: "compute" or "memory", whichever takes longer. If only one of the peak rate and the bandwidth is known,
             `bound` is "compute or memory". If neither the peak rate nor the bandwidth is known, `bound` is "unknown".
         seconds: the maximum of `compute` and `memory`, or None if both are unknown.

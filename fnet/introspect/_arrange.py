@@ -3,9 +3,9 @@
 The layout follows Sugiyama's method for drawing directed graphs in layers. The layer of a node (a scope or operation)
 is the length of the longest path that leads to the node. The order of the nodes in a layer is improved by repeatedly
 sorting the nodes by the mean position of their neighbors. Each node (scope or operation) is aligned with the median of
-its neighbors (Brandes and Köpf 2001). If an edge connects nodes in layers of the drawing that are not adjacent, each
-layer in between contains a narrow dummy node for the edge, so that a residual connection is drawn beside its block, not
-across it. The sizes of the boxes are computed later, because they depend on which scopes are expanded in the drawing.
+its neighbors (Brandes and Köpf 2001). If an edge skips layers of the drawing, each skipped layer contains a narrow
+dummy node for this edge. Because of the dummy nodes, a residual connection is drawn beside its block, not across it.
+The sizes of the boxes are computed later, because they depend on which scopes are expanded in the drawing.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Arrangement:
     Attributes:
         children: the number of children.
         entering, leaving: the indices of the values that enter the scope (`entering`) and that leave it (`leaving`). If
-            more than 16 values enter or leave a scope, they share one port (point of the drawing), and the list of
-            indices is [-1].
+            more than 16 values enter the scope, they share one port (entry point), and `entering` is [-1]. If more than
+            16 values leave the scope, they share one port (exit point), and `leaving` is [-1].
         layers: for each horizontal layer of the drawing, the indices of its nodes from left to right.
         lines: for each node, the index of the vertical line on which the node is centered.
         edges: the edges between nodes, a list of (from node, to node, indices of the values that the edge carries).
-        lanes: the dummy nodes of the edges that pass through other layers of the drawing, {index of the node at which
-            the edges start: (index of the first dummy node, layer of the first dummy node, number of dummy nodes)}. If
-            several edges of the drawing start at the same node and pass through the same layer, they share one dummy
-            node (placeholder) in this layer.
+        lanes: the dummy nodes of the edges that skip layers of the drawing. A key of `lanes` is the index of a node at
+            which edges that skip layers start. A value of `lanes` is a tuple (index of the first dummy node, layer of
+            the first dummy node, number of dummy nodes). If several edges of the drawing start at the same node and
+            pass through the same layer, they share one dummy node (placeholder) in this layer.
     """
 
     children: int
@@ -84,8 +84,8 @@ class _Part:
 
 def _project(parts, source: Node, reader: Node, value: int) -> None:
     """Adds an edge from the node that computes a value (`source`) to the node that reads the value (`reader`). If the
-    two nodes are in different scopes, the edge is split at the boundaries of the scopes. Each part of the edge is drawn
-    in a different scope."""
+    two nodes are in different scopes, the edge is split at the boundaries of the scopes, so that each part of the edge
+    is inside one scope."""
     up, down = chain(source), chain(reader)
     inside = set(map(id, down))
     top = next(i for i, node in enumerate(up) if id(node) in inside)
@@ -197,10 +197,10 @@ def route(made: Arrangement, layer: dict[int, int], a: int, b: int) -> list[int]
 def neighbors(made: Arrangement) -> tuple[dict[int, int], list[tuple[int, int]]]:
     """Returns two results: the layer of each node of the drawing, and the edges between adjacent layers.
 
-    The first result is a dict {index of a node of the drawing: index of the layer that contains the node}. The second
-    result is a list of edges, which are pairs (node, node in the next layer). An edge between nodes in layers of the
-    drawing that are not adjacent is split into several edges at its dummy nodes, which are placeholders in the layers
-    in between.
+    The first result is a dict that maps the index of each node of the drawing to the index of its horizontal layer. The
+    second result is a list of edges, which are pairs (node, node in the next layer). An edge between nodes in layers of
+    the drawing that are not adjacent is split into several edges at its dummy nodes, which are placeholders in the
+    layers in between.
     """
     layer = {i: r for r, items in enumerate(made.layers) for i in items}
     pieces = {}
@@ -269,10 +269,10 @@ def count_crossings(layers: list[list[int]], pieces: list[tuple[int, int]]) -> i
 def _align(made, count) -> None:
     """Assigns each node of the drawing (child, port or dummy node) to the vertical line on which the node is centered.
 
-    The dummy nodes of an edge are aligned on one vertical line of the drawing. Two connected nodes in adjacent layers
-    of the drawing are aligned if each of the two nodes is the median of the nodes in its layer that are connected to
-    the other node. Two nodes are not aligned if their edge would cross the edge between two nodes that are already
-    aligned.
+    The dummy nodes of an edge are aligned on one vertical line of the drawing. The median neighbor of a node is the
+    middle one, from left to right, of the nodes in an adjacent layer that are connected to the node. Two nodes in
+    adjacent layers are aligned if each of the two nodes is the median neighbor of the other node. Two nodes are not
+    aligned if their edge would cross the edge between two nodes that are already aligned.
     """
     layer, pieces = neighbors(made)
     at = {i: n for items in made.layers for n, i in enumerate(items)}

@@ -24,12 +24,12 @@ _TOLERANCE = 1e-5    # for float32; for other dtypes, it is proportional to thei
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The difference between two programs at one site (a named value, see `transforms.sites`).
+    """The difference between two programs in one named value, such as the output of a layer (see `transforms.sites`).
 
     Attributes:
-        name: the name of the site (named value) in the first program, or "result" for the result of the programs. A
-            named value that is computed in a `lax.scan` has one `Difference` for each iteration of the scan.
-        other: the name of the site (named value) in the second program, or "result".
+        name: the name of the value in the first program, or "result" for the result of the programs. A named value that
+            is computed in a `lax.scan` has one `Difference` for each iteration of the scan.
+        other: the name of the value in the second program, or "result".
         error: max |a - b| / max |b|, where a and b are the values in the first and second program. The error is
             infinite if the shapes differ, or if an element is finite in only one of the two programs.
         tolerance: the largest error with which the values of the two programs count as equal.
@@ -56,10 +56,11 @@ class Comparison:
     """The result of `compare`; `str()` returns a table.
 
     Attributes:
-        rows: one `Difference` for each pair of corresponding named values (sites), in the order of computation in the
-            first program. The last row is the `Difference` between the results of the two programs.
-        only: two tuples of names: the named values (sites) of the first program that have no counterpart in the second
-            program, and the named values of the second program that have no counterpart in the first program.
+        rows: one `Difference` for each pair of corresponding named values, such as the outputs of two layers, in the
+            order of computation in the first program. The last row is the `Difference` between the results of the two
+            programs.
+        only: two tuples of names: the named values of the first program that have no counterpart in the second program,
+            and the named values of the second program that have no counterpart in the first program.
 
     >>> f = lambda x: ft.tag(2 * x, "double").sum()
     >>> g = lambda x: ft.tag(x + x, "double").sum()
@@ -99,11 +100,10 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
 
     `compare` forms pairs of named values (sites) of the two programs in three steps. First, two named values form a
     pair if they have the same name. Second, the remaining named values form pairs if they are nearly equal. Third, the
-    named values that are still unpaired form pairs if they have the same shape. The second and third step form pairs
-    only in the order of computation: if f computes the value a1 before the value a2, then g computes the counterpart of
-    a1 before the counterpart of a2. Because named values with different names can form a pair, `compare` can also
-    compare implementations of a model in two libraries. The argument `names` specifies pairs of named values
-    explicitly.
+    named values that are still unpaired form pairs if they have the same shape. When `compare` forms pairs by value or
+    shape, it keeps the order in which the two programs compute the values, as in an alignment of two sequences. Because
+    named values with different names can form a pair, `compare` can also compare implementations of a model in two
+    libraries. The argument `names` specifies pairs of named values explicitly.
 
     Args:
         f: a function that contains named values (sites, see `transforms.sites`).
@@ -182,8 +182,8 @@ def _pairs(mine, others, runs, names) -> list[tuple[str, str]]:
 
 
 def _aligned(mine, others) -> list[tuple[int, int]]:
-    """Returns the pairs (index in `mine`, index in `others`) of corresponding values. First, nearly equal values form
-    pairs. Second, the values that are still unpaired form pairs if they have the same shape. The indices in both lists
+    """Returns the pairs (index in `mine`, index in `others`) of corresponding values. The function first pairs nearly
+    equal values of the two lists, and then pairs remaining values that have the same shape. The indices in both lists
     increase from each pair to the next."""
     shapes = [[str(jax.tree.map(jnp.shape, value)) for value in values] for values in (mine, others)]
     same = lambda i, j: shapes[0][i] == shapes[1][j] and all(

@@ -143,8 +143,8 @@ class Drawing:
                               f'{escape(self._text(sorted(carried)))}</text>')
 
     def port(self, node: Node, value: int, leaving: bool) -> float:
-        """Returns the horizontal offset, from the center of an expanded scope, of the point at which a value enters or
-        leaves the scope."""
+        """Returns the x coordinate at which a value enters or leaves an expanded scope, relative to the scope's
+        center."""
         made, placed = self.made[node], self.placed[node]
         ports, first = (made.leaving, made.children + len(made.entering)) if leaving else (made.entering, made.children)
         if not ports or (value not in ports and -1 not in ports):

@@ -123,7 +123,7 @@ def read_flow(traced: jaxpr.Traced, names: Sequence[str], hidden: Sequence[bool]
     Args:
         traced: the call.
         names: the names of the arrays among the arguments of the call.
-        hidden: a bool for each array. True means that the array (for example a parameter) is not drawn as an input of
+        hidden: for each array, a bool that is True if the array (for example a parameter) is not drawn as an input of
             the program.
         results: the names of the call's results.
     """
@@ -164,8 +164,8 @@ def read_flow(traced: jaxpr.Traced, names: Sequence[str], hidden: Sequence[bool]
 
 
 def _notes(notes, ops) -> tuple[str, ...]:
-    """Replaces operation indices by scope paths in `notes`, the reasons why the counted FLOPs and bytes are not exact
-    (see `Count.notes`)."""
+    """Replaces the indices of operations in the texts `notes` by the scope paths of the operations. The texts `notes`
+    state why the counted FLOPs and bytes are not exact (see `Count.notes`)."""
     def readable(note):
         before, quote, rest = note.partition(" in '")
         index, _, after = rest.partition("'")
@@ -269,17 +269,17 @@ class _Reader:
         """Adds the operations of `frame` (a jaxpr) to the children of the node `owner`, whose scope path is `base`.
 
         Args:
-            env: a dict {id of a value: (sources, names)}, where `sources` are the nodes that compute the value, and
-                `names` are the names of the parameters and constants of which the value may be a copy. Each source is a
-                tuple (node, index of the node's output). For each value that the jaxpr computes, the method `frame`
-                adds a key to the dict `env`.
+            env: a dict {id of a value: (sources, names)}. The tuple `sources` contains a tuple (node, index of the
+                node's output) for each node that computes the value. The value may be a copy of any parameter or
+                constant whose name is in `names`. For each value that the jaxpr computes, the method `frame` adds a key
+                to the dict `env`.
             outermost: the names of the program's results if `frame` is the jaxpr of the whole program, or None if
                 `frame` is an inner jaxpr, such as the body of a loop.
 
         Returns:
-            A pair: a copy of `frame` (a jaxpr as a list of operations), and a bool. The bool is True if the jaxpr
-            contains a backward pass and also operations outside the backward pass. In the copy of `frame`, each
-            operation has its index in the list `self.ops` as its scope path.
+            A tuple (copy of `frame`, whether the jaxpr contains both a backward pass and operations outside of it). In
+            the copy of `frame` (a jaxpr as a list of operations), the scope path of each operation is replaced by the
+            operation's index in the list `self.ops`.
         """
         of_op = phases(frame, outermost, {i: names for i, (_, names) in env.items() if names})
         mixed = any(phase == BACKWARD for phase, _ in of_op) and any(phase != BACKWARD for phase, _ in of_op)
@@ -361,7 +361,7 @@ def _segments(op: Op, base: str) -> tuple[str, ...]:
 
 
 def argument_names(args: tuple, kwargs: dict, count: int) -> list[str]:
-    """Returns the names of the arrays among arguments, such as "0/image"."""
+    """Returns a name for each array in the arguments of a call, such as "0/image" for the key "image" of argument 0."""
     leaves = [(path, leaf) for path, leaf in jax.tree.leaves_with_path((args, kwargs)) if jaxpr.is_array(leaf)]
     if len(leaves) != count:      # some arguments are modules with further arrays
         return [f"argument {i}" for i in range(count)]

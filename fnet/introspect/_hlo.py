@@ -38,7 +38,7 @@ class Operation:
 
     @property
     def container(self) -> bool:
-        """Whether the time of this operation consists of the times of the operations inside it."""
+        """Whether this operation does no work itself. For example, a while loop only runs the operations inside it."""
         return self.opcode in CONTAINERS
 
 
@@ -180,7 +180,7 @@ def _phases(computations, every, entry) -> None:
 
 
 def _only_read_by(instructions, phase: str) -> None:
-    """Assigns `phase` to each operation without a phase whose result is read only by operations with this phase."""
+    """Assigns `phase` to an operation without a phase if all operations that read its result have the phase `phase`."""
     users: dict[int, list[_Instruction]] = {}
     for each in instructions:
         for i in each.operands:

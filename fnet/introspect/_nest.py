@@ -10,7 +10,7 @@ _FEW, _MANY = 12, 160      # limits above which operations without a scope are g
 
 
 class Mark(str):
-    """The name of a group that is not a named scope, such as "backward"."""
+    """A name of a group of operations, such as "backward", that is not the name of a `jax.named_scope`."""
 
     __slots__ = ()
 
@@ -29,8 +29,8 @@ def nest(items: list[Item], owner: Any, base: str, *, scope: Callable[[str, str]
     """Puts items (operations) into groups below the node `owner`, in the order of the items.
 
     A scope that is entered several times, for example because parameters are shared, is usually one group. However, if
-    an operation outside of the scope both reads a result of the scope and computes an input of the scope, a single
-    group would create a cycle of dependencies. If necessary to avoid cyclic dependencies, the function splits the
+    an operation outside of the scope depends on the scope, and the scope depends on this operation, the group and the
+    operation would form a cycle of dependencies. If necessary to avoid cyclic dependencies, the function splits the
     operations of a scope into several groups, such as "embed" and "embed (2)".
 
     Args:

@@ -212,7 +212,8 @@ def of_trace(trace: Trace, bounds: Iterable[Bound], chip: hw.Chip, *, steps: int
     """Returns the profile of a recorded trace.
 
     Args:
-        bounds: a `Bound` for each named scope, which contains the scope's cost and a lower bound of its time.
+        bounds: a `Bound` for each named scope, with the cost (FLOPs and bytes) of the scope and a lower bound of the
+            scope's time.
         steps: the number of steps in each interval of `trace.steps`. None: one step.
     """
     windows = trace.steps or ((min(event.start for event in trace.events), max(event.end for event in trace.events)),)

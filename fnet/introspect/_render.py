@@ -18,9 +18,9 @@ class Table(NamedTuple):
     Attributes:
         titles: the titles of the columns.
         left: the number of columns that are aligned to the left.
-        rows: a tuple (depth, cells) for each row. In a row of depth 0, the method `text` shows the first cell
-            unchanged. In a row of depth 1 or more, the first cell is a path, of which the method `text` shows only the
-            last segment, indented by 2 * (depth - 1) spaces.
+        rows: a tuple (depth, cells) for each row. If the depth of a row is 0, the method `text` shows the whole first
+            cell, for example "total". If the depth of a row is 1 or more, the first cell is a path, and the method
+            `text` shows only the last segment of the path, indented by 2 * (depth - 1) spaces.
         footer: the lines below the table.
     """
 

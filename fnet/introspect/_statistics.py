@@ -17,11 +17,11 @@ from fnet.jaxpr import check_function
 
 @dataclasses.dataclass(frozen=True)
 class Statistic:
-    """Statistics of one array: a parameter, or the value of a site (a named value, see `transforms.sites`).
+    """Statistics of one array: a parameter, or a named value such as the output of a layer (see `transforms.sites`).
 
     Attributes:
-        name: the name of the site (named value), or the path of the parameter. In a scan or stack, each iteration has
-            its own name, such as "blocks/mlp [2]".
+        name: the path of the parameter, or the name of the named value. In a scan or stack, each iteration has its own
+            name, such as "blocks/mlp [2]".
         mean, std, largest: mean, standard deviation and largest absolute value of the finite elements.
         nonfinite: the number of elements that are NaN or infinite.
         dead: the fraction of dead units. A unit is an index of the last axis of the array. A unit is dead if the
@@ -87,8 +87,8 @@ def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Sta
         f: a function `f(params, *args)` that returns a floating-point scalar, such as a loss.
         params: the parameters, a tree of arrays.
         args: further arguments of f.
-        pattern: a regular expression for the names of the sites (named values), as in `transforms.capture`. Default:
-            all sites.
+        pattern: a regular expression that selects named values by their names, as in `transforms.capture`. Default: all
+            named values.
 
     Returns:
         `Statistics`.

@@ -40,10 +40,10 @@ class Atoms:
         return atom
 
     def expand(self, axis: Axis) -> Axis:
-        """Returns the ids of an axis, or of the smaller axes into which the axis has been split.
+        """Returns the tuple of integer ids that currently represent an axis of an array.
 
-        For example, if a reshape splits an axis of size 12 into axes of sizes 3 and 4, the method returns the ids of
-        these two axes. Axes of size 1 are omitted from the result.
+        If a reshape splits the axis, for example from size 12 into sizes 3 and 4, the method returns the ids of the
+        smaller axes. Axes of size 1 are omitted from the result.
         """
         found: list[int] = []
         for atom in map(self.root, axis):
@@ -66,8 +66,8 @@ class Atoms:
         """Records that the axes x and y must always have equal sizes.
 
         If the axis y has been split by a reshape, for example from size 12 into sizes 3 and 4, the axis x is split in
-        the same way, and vice versa. If the two axes have been split in incompatible ways, such as size 6 into 2 * 3
-        and into 3 * 2, the method records that these sizes cannot change.
+        the same way, and vice versa. If reshapes split x and y in incompatible ways, for example into sizes (2, 3) and
+        (3, 2), the method records that the sizes of the resulting axes cannot change.
         """
         left, right = list(self.expand(x)), list(self.expand(y))
         while left and right:
@@ -96,8 +96,8 @@ class Atoms:
         return parts
 
     def _join(self, a: int, b: int) -> None:
-        """Records that the axes with the ids a and b must always have equal sizes. The smaller of the ids a and b then
-        represents both axes."""
+        """Records that the axes with the ids a and b must always have equal sizes, by representing both axes with the
+        smaller of the two ids."""
         a, b = sorted((a, b))
         if a != b:
             self._up[b] = a

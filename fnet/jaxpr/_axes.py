@@ -22,7 +22,7 @@ _OPAQUE = {"while": "a while loop", "custom_vjp_call": "a custom_vjp", "custom_v
 class Frame:
     """Maps each variable of a jaxpr to its axes, which are represented by ids (see `Atoms`).
 
-    If several calls share a jaxpr, each call has its own `Frame` (the axes of its values).
+    If several calls share a jaxpr, there is a separate `Frame` (a map from variables to axes) for each call.
 
     Attributes:
         jaxpr: the open jaxpr.
@@ -84,7 +84,7 @@ def _shape(v) -> tuple[int, ...]:
 
 
 def _results(inner, eqn, atoms):
-    """Returns the axes of each output of a call or of a branch of a `lax.cond`, represented by ids (see `Atoms`).
+    """Returns the axes of each output of a call or of a branch of a `lax.cond`.
 
     For an output that is a literal (a constant in the jaxpr), the function creates new axes without constraints on
     their sizes.

@@ -2,9 +2,10 @@
 
 The rule of a primitive is a function `rule(frame, eqn, ins, atoms)` that returns the axes of the outputs of the
 equation `eqn`. The list `ins` contains the axes of the equation's inputs. The argument `frame` is a `Frame`, which maps
-each variable of the jaxpr to its axes, and `atoms` is an `Atoms` object. Each axis is represented as a tuple of ids
-(see `Atoms`). If two axes must have equal sizes, the rule of the primitive calls `Atoms.tie`. If the size of an axis
-cannot change, the rule calls `Atoms.freeze`.
+each variable of the jaxpr to its axes, and `atoms` is an `Atoms` object. Each axis of an array is represented as a
+tuple of integer ids, for example the ids of the smaller axes that a reshape merged into the axis (see `Atoms`). If two
+axes must have equal sizes, the rule of the primitive calls `Atoms.tie`. If the size of an axis cannot change, the rule
+calls `Atoms.freeze`.
 """
 
 from __future__ import annotations
@@ -103,9 +104,9 @@ def _reshape(frame, eqn, ins, atoms):
 def _reduced(over):
     """Returns the rule of a reduction: a function that determines the axes of the outputs.
 
-    `over` is a text that states why the sizes of the reduced axes cannot change. For a sum, `over` is None, because a
-    sum stays the same if only summands that are zero are removed. The function `freeze_nonzero_sums` determines whether
-    the size of a summed axis can change.
+    The argument `over` is a text that states why the sizes of the reduced axes cannot change, such as "the maximum over
+    it is taken". For a sum, `over` is None (no reason), because removing only zeros from the summed axis does not
+    change the sum. The function `freeze_nonzero_sums` determines whether the size of a summed axis can change.
     """
     def rule(frame, eqn, ins, atoms):
         reduced = eqn.params["axes"]
@@ -117,10 +118,10 @@ def _reduced(over):
 
 
 def _along(parameter, why):
-    """Returns the rule of an operation along one or several axes that does not change the shape of its operands, such
-    as a cumulative sum. `parameter` is the name of the equation parameter that contains the axes of the operation, such
-    as "axis". `why` is a text, such as "accumulated" for a cumulative sum, that states why the sizes of these axes
-    cannot change."""
+    """Returns the rule (a function that determines the output axes) of a shape-preserving operation along one or
+    several axes, such as a cumulative sum. `parameter` is the name of the equation parameter that contains the axes of
+    the operation, such as "axis". The text `why` states why the sizes of the operation's axes cannot change, for
+    example "accumulated" for a cumulative sum."""
     def rule(frame, eqn, ins, atoms):
         where = eqn.params[parameter]
         for i in where if isinstance(where, (tuple, list)) else (where,):
@@ -176,9 +177,10 @@ def _window(frame, eqn, ins, atoms):
 
 
 def _blocks(atoms, axis, block, size, why):
-    """Splits an axis into blocks of `block` elements, and returns a new axis that represents the elements of a block.
+    """Splits an axis into axes of sizes `size // block` and `block`, as a reshape does, and returns the second axis.
 
-    The function records, with the reason `why`, that the number of blocks along the split axis cannot change.
+    The function also records that the size of the first axis (the number of blocks) cannot change, for the reason
+    `why`.
     """
     parts = atoms.axes((size // block, block))
     atoms.tie(axis, (*parts[0], *parts[1]))
@@ -247,7 +249,7 @@ def _tile(frame, eqn, ins, atoms):
 
 
 def _resized(eqn, axes, atoms, changed, why):
-    """Returns the output axes (tuples of `Atoms` ids) of an operation, such as a pad, that changes the sizes of axes.
+    """Returns the axes of the output of a pad or dynamic_slice, which changes the sizes of some axes of its operand.
 
     `changed(i)` states whether the operation pads or slices axis i. If the operation pads or slices an axis, the
     function calls `Atoms.freeze` to record that the traced size of this axis is fixed, and why.

@@ -110,9 +110,10 @@ def _multiplied(found, notes):
 def _gathered(eqn, notes):
     """Returns the batch axis of the output of a gather.
 
-    If the indices of a gather have a batch axis, the output has the same batch axis. A batch axis that only the operand
-    has is kept if each gathered slice contains the whole axis, or if the axis is one of the gather's
-    `operand_batching_dims`. In all other cases, no batch axis of the gather's output is known.
+    If the indices of a gather have a batch axis, the output has the same batch axis. If only the operand of a gather
+    has a batch axis, the output keeps this axis in two cases: each gathered slice contains the whole axis, or the axis
+    is one of the gather's `operand_batching_dims`. If neither the indices nor the operand determines the batch axis of
+    the output, the function returns [None] (batch axis unknown).
     """
     numbers, (operand, indices) = eqn.params["dimension_numbers"], notes[:2]
     rank = len(eqn.outvars[0].aval.shape)
@@ -138,7 +139,7 @@ def _scattered(eqn, notes):
 
 def before(note):
     """Returns the position of the batch axis in the slice x[0], given its position `note` in the array x. Returns None
-    if `note` is None (x has no batch axis), or if `note` is 0 (x[0] does not have axis 0 of x)."""
+    if x has no batch axis (`note` is None), or if the batch axis is axis 0, which the index in x[0] removes."""
     return note - 1 if note else None
 
 

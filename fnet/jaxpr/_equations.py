@@ -23,7 +23,7 @@ only the rounding of the program's results. A transform may replace the value by
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A matrix product or convolution, possibly in the form of autocast's own primitive.
+    """A matrix product or convolution in a jaxpr, as a primitive of JAX or as an equivalent primitive of `ft.autocast`.
 
     Attributes:
         eqn: the equation.
@@ -135,9 +135,9 @@ def selects_largest(eqn: Any) -> bool:
 def lookup_mode(eqn: Any) -> str | None:
     """Returns the mode of a gather or scatter that accesses one element of each row, or None for other equations.
 
-    The mode of a gather or scatter states what happens for an index out of range. The mode is "fill", "clip", or
-    "promised" if the program promises that no index is out of range. A row is a slice along the last axis of the
-    operand, and the indices are an array [..., 1, 1].
+    The mode of a gather or scatter states what happens for an index out of range: "fill", "clip" or "promised". The
+    mode "promised" means that the program promises that all indices are in range. A row is a slice along the last axis
+    of the operand, and the indices are an array [..., 1, 1].
     """
     params, (x, indices) = eqn.params, (v.aval for v in eqn.invars[:2])
     numbers, rows, last = params["dimension_numbers"], tuple(range(x.ndim - 1)), (x.ndim - 1,)
@@ -160,8 +160,8 @@ def overwritten(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Describes a scatter that overwrites complete slices of its operand, and ignores indices out of range.
 
     Returns:
-        A tuple (indexed axes of the operand, window axes of the updates), or None if the equation is not a scatter that
-        overwrites complete slices and ignores indices out of range. The indexed axes of a scatter are its
+        For a scatter that overwrites complete slices and ignores indices out of range, a tuple (indexed axes of the
+        operand, window axes of the updates), and None for all other equations. The indexed axes of a scatter are its
         `scatter_dims_to_operand_dims`. The window axes (`update_window_dims`) of the updates correspond, in order, to
         the axes of the operand that are not indexed.
     """

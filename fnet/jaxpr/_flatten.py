@@ -32,7 +32,7 @@ def flatten(closed: Any) -> Any:
     """Rewrites a closed jaxpr for inference, so that it contains only a small set of primitives.
 
     Scans, while loops and conds are kept. Calls are inlined, including calls with custom derivatives or custom
-    batching, so the result should not be differentiated.
+    batching. Because inlining removes custom derivatives, the rewritten program should not be differentiated.
     """
     return _again(_Flattener(CALLS), closed)
 

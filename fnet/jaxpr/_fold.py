@@ -53,8 +53,8 @@ class _Known:
 class _Pending:
     """A value y * scale + shift that is not computed yet. y is a dot_general or convolution with a constant kernel.
 
-    `scale` and `shift` are None, or arrays of the result's rank. `scale` and `shift` have length 1 on all axes of the
-    result that are not axes of the kernel (see `axes`).
+    `scale` and `shift` are None, or arrays of the result's rank. `scale` and `shift` vary only along the axes that the
+    result has in common with the kernel (see `axes`), and have length 1 along all other axes.
     """
 
     eqn: Any

@@ -1,9 +1,8 @@
 """Defines `ImplicitArray` and `View`, two classes for parameters that are computed from several arrays, such as a
 quantized matrix from codes and scales.
 
-`ImplicitArray` is the base class of parameters that are computed from several arrays. A `View` represents an implicit
-array (such as a quantized matrix) that a program has cast, transposed or reshaped. A `View` only records the casts,
-transposes and reshapes, so that the elements of the implicit array need not be computed.
+`ImplicitArray` is the base class of parameters that are computed from several arrays. A `View` represents a cast,
+transposed or reshaped implicit array, such as a quantized matrix, without computing the elements of the array.
 """
 
 from __future__ import annotations
@@ -93,8 +92,8 @@ class ImplicitArray:
             x: a plain array of shape [..., *contracted axes], the left operand of the matrix product. The last axes of
                 x correspond to `axes`, in this order.
             axes: the positions of the contracted axes of this array.
-            dot: a function `dot(x, w, axes)` that contracts the last axes of x with `axes` of a plain array w, with the
-                precision of the program.
+            dot: a function `dot(x, w, axes)` that contracts the last axes of x with `axes` of an ordinary `jax.Array`
+                w, with the `precision` of the matrix product in the program.
         """
         return NotImplemented
 
@@ -116,7 +115,7 @@ class ImplicitArray:
 
     @property
     def has_leading_axis(self) -> bool:
-        """Whether slicing the stored arrays, such as codes and scales, along axis 0 slices this array along axis 0.
+        """Whether the implicit array can be sliced along axis 0 by slicing axis 0 of its leaves, such as scales.
 
         The result is True if axis 0 of each stored array (leaf of the pytree) has the size `shape[0]`.
         """
@@ -219,8 +218,8 @@ class View:
             dot: a function `dot(x, w, axes)` that contracts the last axes of x with `axes` of a plain array w.
 
         Returns:
-            An array with the batch axes, followed by the other uncontracted axes of x, and then by the other
-            uncontracted axes of this `View`.
+            An array of shape [*batch axes, *free axes of x, *free axes of this `View`], where free axes are neither
+            batch axes nor contracted axes.
         """
         if batch:
             return self._batched(x, contracted, batch, dot)

@@ -127,7 +127,7 @@ def _reshape(self, eqn, at, inputs):
 
 
 def _broadcast(self, eqn, at, inputs):
-    """Evaluates a broadcast of an implicit array (such as a quantized array) that only adds axes of length 1."""
+    """Evaluates a broadcast of an implicit array (such as a quantized array) if it adds only axes of length 1."""
     view, shape = inputs[0].x, eqn.outvars[0].aval.shape
     if int(np.prod(shape)) != int(np.prod(view.shape)):
         return NotImplemented

@@ -25,8 +25,8 @@ class Inspector(Interpreter):
     Args:
         level: a `Level` that lists all named values (sites) of the program, from `find_sites`.
         captured: the `Site`s of the named values to capture.
-        selected: {site: tuple} for named values (sites) inside scans. For each enclosing scan, the tuple contains the
-            index of the iteration in which the value is captured, or None for all iterations.
+        selected: a dict {`Site` of a named value inside scans: tuple of iteration indices}. For each enclosing scan,
+            the tuple contains the index of the iteration in which the value is captured, or None for all iterations.
         changes: {site: change}. `change(leaves, indices)` is a function that returns the new leaves of a named value,
             given its original leaves. The argument `indices` contains the current iteration of each scan around the
             named value.

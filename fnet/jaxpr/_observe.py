@@ -1,5 +1,4 @@
-"""Computes the mean squares of the data that a program multiplies with its parameters, for each index of the contracted
-axes."""
+"""Computes the mean square of each input feature of a program's matrix products and convolutions with parameters."""
 
 from __future__ import annotations
 

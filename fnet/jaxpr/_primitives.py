@@ -23,8 +23,10 @@ class Traits(NamedTuple):
             "window", "sort", "linear_algebra", "cast", "alias" (the output is the input in another form, as for a
             reshape), "layout" (the values are unchanged, but at other positions in the array), "gather", "collective",
             "random", "effect", or "unknown".
-        precision: the effect of a lower precision: "exact" (values do not change), "arithmetic" (the result is as
-            accurate as the inputs), "power" (like "arithmetic", but float16 overflows early), or "" (needs float32).
+        precision: the effect of a lower precision, such as bfloat16, on the primitive. If `precision` is "exact", the
+            primitive does not change the values. If `precision` is "arithmetic", the result is as accurate as the
+            inputs. The value "power" means the same as "arithmetic", except that float16 overflows early, as in x ** 2.
+            If `precision` is "", the primitive needs float32.
         memory: "free" (compilers merge the operation into a neighbor), "fused" (compilers fuse the operation with
             elementwise neighbors), or "heavy" (the inputs and outputs are written to memory).
     """
@@ -109,9 +111,9 @@ def traits(name: str) -> Traits:
 def unsupported() -> tuple[str, ...]:
     """Returns one line for each feature that fnet uses and that this version of JAX lacks.
 
-    The result is empty for the versions of JAX with which fnet is tested. If a version of JAX has renamed a primitive,
-    fnet does not know the new name: transforms leave the primitive unchanged, and `hardware.count` reports it as
-    unknown.
+    For the versions of JAX with which fnet is tested, no feature is missing, so the returned tuple is empty. If a
+    version of JAX has renamed a primitive, fnet does not know the new name: transforms leave the primitive unchanged,
+    and `hardware.count` reports it as unknown.
     """
 
     for platform in ("cuda", "tpu"):

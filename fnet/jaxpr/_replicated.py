@@ -20,8 +20,9 @@ def may_differ(jaxpr: Any, inputs: Sequence[bool], axis: Any) -> list[bool]:
     that are read from mutable arrays are assumed to differ between devices. If an equation is a call, loop or branch,
     the function analyzes the jaxprs inside the equation. The results of a primitive without a special rule, such as add
     or ppermute, may differ between devices if one of the inputs may differ. If a primitive without a special rule
-    contains a jaxpr, the results may also differ if an operation in the jaxpr, such as axis_index, has different
-    results on different devices.
+    contains a jaxpr, the function also analyzes this inner jaxpr, as if its inputs were equal on all devices. If an
+    output of the inner jaxpr may differ between devices, for example because it depends on axis_index, the results of
+    the primitive may differ too.
 
     Args:
         jaxpr: the body of the mapped function.

@@ -20,15 +20,16 @@ from fnet.jaxpr._zero_axes import freeze_nonzero_sums
 
 
 class TiedProgram:
-    """A closed jaxpr that can be evaluated with smaller arrays, from which indices (for example channels) were removed.
+    """A closed jaxpr that can also be evaluated after indices, for example channels, were removed from its inputs.
+
     The constructor calls `Atoms.tie` for all axes of the program that must have equal sizes.
 
     Args:
         closed: the program.
-        changing: for each input, whether indices may be removed along its axes. `changing` is True for parameters and
-            state.
-        parameters: for each input, whether it is a parameter. Removing an index along an axis (for example a channel)
-            from all arrays has the same effect as setting all parameters to zero at this index.
+        changing: for each input of the program, whether indices may be removed along its axes. The caller passes True
+            for parameters and state.
+        parameters: for each input, whether it is a parameter. If an index along an axis, for example channel 3, is
+            removed from all arrays of the program, the effect is the same as if all parameters were zero at this index.
         returned: {index of an output: index of an input} for each output that must have the same axes as an input. For
             example, the new state must have the same axes as the old state.
         factors: {index of an input: list with a tuple of sizes for each axis of the input}. Each tuple contains the
@@ -37,7 +38,7 @@ class TiedProgram:
     Attributes:
         closed, parameters: the arguments `closed` and `parameters` of the constructor.
         inputs: the axes of each input.
-        frame: the axes of all values of the program, as a `Frame`.
+        frame: a `Frame`, which maps each variable of the jaxpr to the variable's axes.
     """
 
     def __init__(self, closed: Any, changing: Sequence[bool], parameters: Sequence[bool],
@@ -82,9 +83,10 @@ class TiedProgram:
 def indices(factors: Sequence[int], kept: Sequence[np.ndarray | None]) -> np.ndarray:
     """Returns the indices of an axis that remain after some of its indices were removed.
 
-    A reshape can split the axis into smaller axes with the sizes `factors`. `kept[k]` is an array of the indices that
-    remain along the smaller axis of size `factors[k]`, or None if all indices remain. For example, for the sizes (2, 3)
-    and `kept = (None, [0, 2])`, the result is `np.arange(6).reshape(2, 3)[:, [0, 2]].ravel()`.
+    `factors` contains the sizes of the smaller axes into which a reshape can split the axis. `kept` contains, for each
+    size in `factors`, an array of the indices that remain along the smaller axis of this size, or None if all indices
+    remain. For example, for the sizes (2, 3) and `kept = (None, [0, 2])`, the result is
+    `np.arange(6).reshape(2, 3)[:, [0, 2]].ravel()`.
     """
     found = np.arange(math.prod(factors)).reshape(tuple(factors))
     for i, each in enumerate(kept):

@@ -92,15 +92,16 @@ class Interpreter:
         The methods `equation` and `wanted` get the result of the method `plan` as the argument `plan`.
 
         The tuple `wanted` contains, for each output of the jaxpr, None or a requirement, for example that the output
-        must be in float32. A requirement is a hashable object whose meaning each subclass of `Interpreter` defines.
+        must be in float32. Each subclass of `Interpreter` defines which hashable objects it uses as requirements on
+        outputs, and what these objects mean.
         """
         return None
 
     def wanted(self, plan, eqn) -> tuple:
-        """Returns the requirements on the outputs of an equation with an inner jaxpr, such as a loop.
+        """Returns a requirement, such as "must be in float32", for each output of an equation with an inner jaxpr.
 
-        The returned tuple contains, for each output, None or a requirement, for example that the output must be in
-        float32 (see `plan`).
+        The inner jaxpr is, for example, the body of a loop. The returned tuple contains None for each output without a
+        requirement (see `plan`).
         """
         return (None,) * len(eqn.outvars)
 
@@ -157,7 +158,7 @@ class Interpreter:
         return Value(x)
 
     def opened(self, closed):
-        """Returns the jaxpr that is evaluated in place of `closed`, the jaxpr of a whole function.
+        """Returns the closed jaxpr to evaluate for a function whose traced jaxpr is `closed`.
 
         A subclass may override `opened` to return an equivalent jaxpr, for example a jaxpr in which jitted functions
         are inlined.
@@ -165,10 +166,9 @@ class Interpreter:
         return closed
 
     def outer(self, jaxpr) -> tuple:
-        """Returns the requirements on the outputs of the whole function.
+        """Returns a requirement, such as "must be in float32", for each output of the whole function.
 
-        The returned tuple contains, for each output, None or a requirement, for example that the output must be in
-        float32 (see `plan`).
+        The returned tuple contains None for each output without a requirement (see `plan`).
         """
         return (None,) * len(jaxpr.outvars)
 

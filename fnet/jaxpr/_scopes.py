@@ -31,11 +31,12 @@ class Scope(NamedTuple):
     Attributes:
         path: the named scopes, joined by "/"; "" outside of all scopes.
         phase: "forward", "backward", or "recomputed" (computed again for the backward pass).
-        transposes: how often "transpose" occurs in the name stacks of the operation and of the equations around it.
-            Inside a jax.checkpoint whose parameter `differentiated` is True, only the occurrences of "transpose" inside
-            this jax.checkpoint are counted. When JAX transposes a jax.checkpoint inside a loop, call or branch, JAX may
-            duplicate the scope names in its name stack once, such as a/b/a/b in place of a/b. Therefore, fnet removes
-            duplicate scope names, such as the second a/b in a/b/a/b, at most once for each occurrence of "transpose".
+        transposes: how often "transpose" occurs in the name stacks of the operation and of the equations around it. If
+            the operation is inside a jax.checkpoint whose parameter `differentiated` is True, the name stacks of this
+            jax.checkpoint and of the equations around it are not counted. When JAX transposes a jax.checkpoint inside a
+            loop, call or branch, JAX may write the scope names of the jax.checkpoint twice, such as a/b/a/b in place of
+            a/b. Therefore, if "transpose" occurs n times in the name stacks, fnet shortens scope names such as a/b/a/b
+            to a/b at most n times.
     """
 
     path: str = ""
@@ -88,8 +89,8 @@ def _doubled(stack: str, differentiated: bool, transposes: int) -> dict[tuple[st
     JAX may duplicate the scope names in the name stack of a jax.checkpoint, such as a/b/a/b in place of a/b. If the
     function finds no duplicate scope names in the name stack, it returns {}. `transposes` counts how often "transpose"
     occurs in the name stacks of the equations (for example a loop) that contain the jax.checkpoint. The result may be
-    wrong for scope names that the program itself repeats (such as a/a), for nested checkpoints in a loop, and for
-    second derivatives.
+    wrong if the program itself nests scopes of the same name, as in a/a. The result may also be wrong for second
+    derivatives, and for a jax.checkpoint inside another jax.checkpoint in a loop.
     """
     tokens = _tokens(stack)
     names = tuple(name for name, mark in tokens if not mark)
@@ -102,7 +103,11 @@ def _doubled(stack: str, differentiated: bool, transposes: int) -> dict[tuple[st
 
 
 def _undoubled(names: tuple[str, ...], times: int) -> tuple[str, ...]:
-    """Removes the second half of a tuple while it equals the first half, as in (a, b, a, b), at most `times` times."""
+    """Replaces a tuple with two equal halves, such as (a, b, a, b), by one half, such as (a, b).
+
+    The function repeats the replacement until the two halves of the tuple differ, but makes at most `times`
+    replacements.
+    """
     half = len(names) // 2
     return _undoubled(names[:half], times - 1) if times and half and names[:half] == names[half:] else names
 
@@ -149,8 +154,8 @@ def _extended(scope: Scope, stack: str, differentiated: bool) -> Scope:
 def _parsed(stack: str, doubled: tuple = ()) -> Scope:
     """Parses a name stack as a scope.
 
-    `doubled` contains pairs (scope names with duplicates, scope names without duplicates). If `doubled` contains the
-    pair (("a", "b", "a", "b"), ("a", "b")), a name stack that begins with a/b/a/b is parsed as if it began with a/b.
+    `doubled` is a tuple of pairs. If `doubled` contains the pair (("a", "b", "a", "b"), ("a", "b")), a name stack that
+    begins with a/b/a/b is parsed as if it began with a/b.
     """
     written = _tokens(stack)
     tokens = _once(written)
@@ -197,9 +202,10 @@ def _once(tokens):
     """Removes duplicates from a name stack, given as a tuple of scope names and names of transformations.
 
     The name stack of a differentiated jax.checkpoint contains its scope names twice, such as
-    "transpose(jvp(a))/jvp(a)". `_once` removes the second half of "transpose(jvp(a))/jvp(a)", because "transpose"
-    occurs more often in the first half than in the second half. Derivatives of higher order may create name stacks with
-    more than two copies of the scope names, so `_once` repeats the removal until it finds no more duplicates.
+    "transpose(jvp(a))/jvp(a)". `_once` shortens "transpose(jvp(a))/jvp(a)" to "transpose(jvp(a))". `_once` removes the
+    second copy of the scope names only if "transpose" occurs more often in the first copy than in the second copy.
+    Derivatives of higher order may create name stacks with more than two copies of the scope names, so `_once` repeats
+    the removal until it finds no more duplicates.
     """
     marks = [token == ("transpose", True) for token in tokens]
     for end in range(1, len(tokens) if any(marks) else 0):

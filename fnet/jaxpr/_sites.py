@@ -65,7 +65,7 @@ class Site:
 
     @property
     def leaves(self) -> list[int]:
-        """The indices of the leaves of the named value (a pytree) that occur in the program's jaxpr."""
+        """The leaves of the named value (a pytree) that occur in the program's jaxpr, as a list of leaf indices."""
         return [i for i, t in enumerate(self.types) if t is not None]
 
 
@@ -73,10 +73,11 @@ class Level:
     """The sites (named values) of one call of a jaxpr. Several calls of the same jaxpr have separate `Level` objects.
 
     Attributes:
-        made: a dict that maps the id of an equation to the leaves of named values that the equation computes. Each leaf
-            is given as a tuple (index of the equation's output, `Site` object of the named value, index of the leaf).
-        complete: a dict that maps the id of an equation to the list of the sites (named values) that become complete
-            (all leaves are computed) with this equation.
+        made: a dict that maps the id of an equation to a list of tuples (i, site, j). The tuple (i, site, j) states
+            that output i of the equation is leaf j of the named value (a pytree) that the `Site` object `site`
+            describes.
+        complete: a dict that maps the id of an equation to the list of the sites (named values) whose last missing leaf
+            the equation computes.
         inner: a dict that maps the id of an equation, such as a loop, to the `Level` object (list of named values) of
             the jaxpr inside the equation.
         sites: all sites (named values) of the jaxpr, including those in the jaxprs inside its equations (such as the
@@ -104,7 +105,7 @@ class _Place:
 
 
 def find(jaxpr: Any) -> Level:
-    """Returns a `Level`, which lists all sites (named values) of a program. Sets the attribute `name` of each site."""
+    """Returns a `Level` with all sites (named values) of a program, and sets the attribute `name` of each `Site`."""
     level = _level(jaxpr, _Place(), [True] * len(jaxpr.outvars))
     uses = collections.Counter(site.path for site in level.sites)
     numbers: dict[str, int] = collections.Counter()
@@ -141,8 +142,8 @@ def _level(jaxpr, place: _Place, live: list[bool]) -> Level:
 def _tagged(level, jaxpr, place, scopes, forward) -> dict[int, list[Site]]:
     """Finds the values of a jaxpr that were passed to `tag`.
 
-    Returns a dict that maps the index of an equation to the list of the sites (named values) that become complete (all
-    leaves are computed) with this equation.
+    Returns a dict that maps the index of an equation to the list of the sites (named values) whose last missing leaf
+    the equation computes.
     """
     current: dict[Any, tuple[Site, list]] = {}
     groups = []
@@ -190,8 +191,8 @@ def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int
     """Creates a site (named value) for each `jax.named_scope` whose outputs were not passed to `tag`.
 
     The outputs of a `jax.named_scope` are the arrays that are computed inside the scope and used outside of it. Returns
-    a dict that maps the index of an equation to the list of the sites (named values) that become complete (all leaves
-    are computed) with this equation.
+    a dict that maps the index of an equation to the list of the sites (named values) whose last missing leaf the
+    equation computes.
     """
     runs, open_runs = [], []
     for i in forward:
@@ -226,10 +227,10 @@ def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int
 
 
 def _entries(eqn, path, outer) -> list[tuple[str, tuple]]:
-    """Returns (path, key) for each named scope around an equation; the key identifies an execution of the `with` block.
+    """Returns (path, key) for each `jax.named_scope` around an equation, outermost first.
 
-    The outermost scope is first. Equations that were traced in the same execution of a `with jax.named_scope(name)`
-    block have equal keys.
+    The key identifies one execution of a `with jax.named_scope(name)` block: equations that were traced in the same
+    execution of the block have equal keys.
     """
     relative = path[len(outer):].lstrip("/") if outer else path
     if not relative:

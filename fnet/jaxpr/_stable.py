@@ -24,7 +24,7 @@ from fnet.jaxpr._scopes import TOP
 
 
 class Unsupported(NotImplementedError):
-    """An operation that has no stable form, that is, no form that is independent of JAX.
+    """Raised for an operation that fnet cannot represent as plain data that is independent of the version of JAX.
 
     Attributes:
         primitive: the name of JAX's primitive.

@@ -43,12 +43,12 @@ def boxed(tree: Any) -> Any:
 
 
 def results_boxed(tree: Any, arguments: Any = ()) -> Any:
-    """Wraps in `Static`s all leaves of a tree of results that are neither arrays nor numbers.
+    """Wraps each leaf of a tree of function results in a `Static` if the leaf is neither an array nor a number.
 
-    A Python number is wrapped in a `Static` only if it is an unchanged option of a returned object, such as an Equinox
-    module. An option, for example the attribute `rate` of the object, counts as unchanged if an attribute `rate` in the
-    tree `arguments` contains a `Static` with the same number. JAX does not convert a number in a `Static` to an array,
-    so an unchanged option stays a Python number.
+    A Python number is wrapped in a `Static` only if it is an option of a returned object, such as the attribute `rate`
+    of an Equinox module, and the function did not change it. The attribute `rate` counts as unchanged if the tree
+    `arguments` (the arguments of the function) contains a `Static` with the same number in an attribute `rate`. JAX
+    does not convert a number in a `Static` to an array, so an unchanged option stays a Python number.
     """
     given = {(_field(path), x) for path, x in jax.tree.leaves_with_path(arguments, is_leaf=_static) if _static(x)}
 
@@ -112,7 +112,10 @@ def _inside(path) -> bool:
 
 
 def _field(path) -> tuple:
-    """Returns the part of a key path that begins at its last attribute (`GetAttrKey`), or the path if it has none."""
+    """Returns the part of a key path from its last attribute (`GetAttrKey`) on, such as `.x[0]` of `.a.x[0]`.
+
+    A key path without attributes is returned unchanged.
+    """
     return path[max((i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)), default=0):]
 
 

@@ -18,7 +18,8 @@ class Traced:
     """The traced call f(*args, **kwargs).
 
     Attributes:
-        closed: the closed jaxpr, from the arrays among the arguments to the arrays among the results.
+        closed: the closed jaxpr of the call. The inputs of the jaxpr are the arrays in the arguments, and its outputs
+            are the arrays in the results.
         arrays: the arguments that are arrays.
     """
 
@@ -53,7 +54,7 @@ class Traced:
 
 
 def _check(x: Any) -> None:
-    """Raises TypeError if `x` is not an array but contains traced arrays, such as a function that closes over them."""
+    """Raises TypeError if `x` is not an array but contains traced arrays, for example in the closure of a function."""
     if isinstance(x, _TRACED) or is_array(x):
         return
     inside = list(getattr(x, "__dict__", {}).values())

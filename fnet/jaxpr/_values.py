@@ -15,10 +15,10 @@ class Value:
     Attributes:
         x: the array. The dtype of the array may differ from the dtype with which the value was traced.
         note: hashable information about the value, set by the interpreter. Default None.
-        restored: the array `x`, converted by `restore` to the dtype with which the value was traced. `restored` is None
-            until the function `restore` converts `x`. All equations that need the array in the dtype with which it was
-            traced use the same converted array, so JAX sums the gradients of these equations in that dtype, for example
-            in float32.
+        restored: the array `x`, converted by `restore` to the traced dtype (the dtype with which the value was traced).
+            `restored` is None until the function `restore` converts `x`. All equations that need the array in the
+            traced dtype, for example float32, use the same converted array `restored`. Therefore, JAX sums the
+            gradients of these equations in the traced dtype.
     """
 
     __slots__ = ("note", "restored", "x")

@@ -32,14 +32,14 @@ _BOTH = frozenset(("add", "sub", "add_any", "or", "concatenate", "stack", "dynam
 
 
 def freeze_nonzero_sums(frame: Frame, inputs: Sequence[Zero], atoms: Atoms) -> list[Zero]:
-    """Fixes the size of each axis over which a jaxpr sums, if removing an index of the axis could change the sum.
+    """Marks axes whose size must not change, because a jaxpr sums over them and removing an index may change the sum.
 
     Args:
         frame: a `Frame`, which contains the jaxpr and the axes of each of its variables.
-        inputs: for each input of the jaxpr, a set of axes, or the constant `ALWAYS` if the input is zero everywhere. An
-            axis is in the set of an input if the input is zero at every index of the axis at which all parameters are
-            zero. For example, the set of an input contains the channel axis if setting channel 3 of all parameters to
-            zero makes channel 3 of the input zero.
+        inputs: for each input of the jaxpr, the set of the axes along which zeros in all parameters imply zeros in the
+            input at the same index, or the constant `ALWAYS` if the input is zero everywhere. For example, if setting
+            channel 3 of all parameters to zero makes channel 3 of an input zero, the set of axes for this input
+            contains the channel axis.
         atoms: an `Atoms` with all axes of the program. `freeze_nonzero_sums` calls `atoms.freeze` for each axis whose
             size must not change.
 
@@ -106,7 +106,7 @@ def _zero(frame, eqn, ins, atoms) -> list[Zero]:
 
 
 def _broadcast(frame, eqn, v, zero, atoms) -> Zero:
-    """Removes from `zero`, a set of axes, the axes along which the operand `v` of an equation is broadcast."""
+    """Returns the set of axes `zero` without the axes along which the operand `v` of an equation is broadcast."""
     if not zero:
         return zero
     pairs = zip(frame.of(v), frame.of(eqn.outvars[0]))
@@ -131,12 +131,13 @@ def _bounded(eqn, name, ins) -> Zero:
 
 
 def _multiplied(frame, eqn, found, ins, atoms) -> Zero:
-    """Returns the axes along which zeros in the operands of a matrix product or convolution make the result zero.
+    """Returns the axes along which zeros in the parameters imply zeros in a matrix product or convolution.
 
-    Along a batch axis (or the groups of a convolution), the result is zero at each index at which one of the two
-    operands is zero. Along an axis of the result that is not a batch axis and comes from one operand, the result is
-    zero at each index at which this operand is zero. If an axis of the result comes from both operands but is not a
-    batch axis, as in x @ x.T, the result is zero at each index at which both operands are zero.
+    In the matrix product einsum("bij,bjk->bik", x, y), the result is zero at each index b of the batch axis at which x
+    or y is zero. The result of einsum("bij,bjk->bik", x, y) is also zero at each index i at which x is zero, and at
+    each index k at which y is zero. The groups of a convolution are treated like a batch axis. If both axes of a matrix
+    product x @ y are the same axis of the program, as in x @ x.T, the product is zero at each index at which both x and
+    y are zero.
     """
     lhs, rhs = (frame.of(v) for v in eqn.invars[:2])
     if found.op.name == "dot_general":

@@ -214,7 +214,7 @@ def _by_kernel(platform, primitive, f):
 
 
 def _explain(primitive, query, key, *_, form, compute, **params) -> str:
-    """Describes how an attention equation is implemented on this machine."""
+    """Describes how an equation with an attention primitive is implemented on this machine."""
     platform = jax.default_backend()
     if platform == "cpu":
         if len(xla.spans(form, query.shape[1], key.shape[1])) > 1:
@@ -255,14 +255,14 @@ def _weights(eqn, arrays):
 
 
 def _reweighted(eqn, arrays, weights):
-    """Returns the outputs of an attention equation whose attention weights are replaced by `weights`."""
+    """Returns the outputs of an equation with the attention primitive, computed with the given attention weights."""
     form, compute = _form(**eqn.params)
     y = xla.mixed(Products(compute, xla.widened(compute), form.precision), weights, arrays[2])
     return [y.astype(eqn.outvars[0].aval.dtype)]
 
 
 def _axes(eqn):
-    """Describes the axes of an attention equation, as documented for `jaxpr.Description.axes`.
+    """Describes the axes of the inputs and outputs of an attention primitive (see `jaxpr.Description.axes`).
 
     The letters b, t, s, g and d stand for the same axes as in the docstring of `dot_product_attention`, such as b for
     batch. The letter "o" stands for an axis of length 1. The axis of the h query heads is written "gr", because each of
@@ -278,10 +278,10 @@ def _axes(eqn):
 
 
 def _lower(params, compute, out) -> dict | None:
-    """Returns a dict with the new dtypes that autocast sets in the parameters of an attention equation.
+    """Returns a dict with the new dtypes that autocast sets in an equation with an attention primitive.
 
-    Returns None, so that autocast does not change the equation, if the equation's dtype is not float32 or if the user
-    set a precision.
+    If the equation's dtype is not float32 or if the user set a precision, the function returns None, and autocast does
+    not change the equation.
     """
     if params["compute"] != jnp.float32 or params["form"].precision is not None:
         return None

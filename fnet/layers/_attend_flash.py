@@ -221,8 +221,8 @@ _KERNELS = {"cuda": (_cudnn_attention, _cudnn_attention), "tpu": (_splash_forwar
 def _split(kernel, form, operands, results, partitioning):
     """Returns a function of `*arrays` that calls `kernel(form, operands, results, *arrays)`.
 
-    XLA can partition the returned function along the batch and the heads. Arrays that are sharded along other axes are
-    gathered first.
+    XLA can partition the returned function along the batch and the heads. Arrays that are sharded along the time axes
+    or head_dim are gathered first.
 
     Args:
         operands, results: the axes of each array as a string of letters, such as "bthd". The letters are b for batch, t

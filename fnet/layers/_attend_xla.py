@@ -55,9 +55,9 @@ class Span(NamedTuple):
 def spans(form: Form, t: int, s: int) -> list[Span]:
     """Splits the queries into up to eight blocks (more with a window), each with the keys that it can attend to.
 
-    With a causal mask and four blocks of queries, only 5/8 of the products of queries and keys are computed. With more
-    than eight blocks, the matrix products have so few rows that the total time increases. If the number of queries or
-    of keys is symbolic, all queries form one block.
+    With a causal mask, four blocks of queries attend to 1/4, 2/4, 3/4 and all of the keys, so only 5/8 of the attention
+    logits are computed. With more than eight blocks, the matrix products have so few rows that the total time
+    increases. If the number of queries or of keys is symbolic, all queries form one block.
     """
     if not sized(t, s):
         return [Span(0, t, 0, s)]
@@ -177,8 +177,11 @@ def mixed(products: Products, weights, v):
 
 
 def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest):
-    """Returns the cotangents of q, k and v. `rest` contains the optional arrays (mask, lengths, starts), the results of
-    `forward` (the output and the softmax statistics peak and total), and the cotangent of the output.
+    """Returns the cotangents of q, k and v.
+
+    `rest` contains the optional arrays (mask, lengths, starts), the three results of `forward`, and the cotangent of
+    the attention output. The results of `forward` are the attention output, the maximum `peak` of each row of logits,
+    and the row sum `total` of exp(logits - peak).
 
     The attention weights are recomputed from q, k, peak and total, with the same operations as in the forward pass. If
     the forward and the backward pass are in one program, XLA computes the attention weights only once. In the formulas,
@@ -186,11 +189,12 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
 
         v' = w^T y',  w' = y' v^T,  logits' = w (w' - sum(w w')),  q' = logits' k,  k' = logits'^T q
 
-    In exact arithmetic, sum(w w'), the sum over the keys of each attention weight times its cotangent, equals
-    sum(y y'), the sum over the features of the attention output times its cotangent. The sum over the features is
-    faster to compute than the sum over the keys (Dao et al., 2022, FlashAttention, appendix B.4). In 16-bit dtypes,
-    however, the output is rounded. The cotangents of a row of logits sum to 0 in exact arithmetic, but would not sum to
-    exactly 0 if they were computed from the rounded output. Therefore `backward` computes the sum over the keys.
+    In exact arithmetic, sum(w w'), the dot product of a query's attention weights and their cotangents, equals the dot
+    product of the attention output and its cotangent. The dot product of the attention output and its cotangent, which
+    sums over the features, is faster to compute than sum(w w'), which sums over the keys (Dao et al., 2022,
+    FlashAttention, appendix B.4). In 16-bit dtypes, however, the attention output is rounded. The cotangents of a row
+    of logits sum to 0 in exact arithmetic, but would not sum to exactly 0 if they were computed from the rounded
+    output. Therefore `backward` computes the dot product of the attention weights and their cotangents.
     """
     *where, _, peak, total, y = rest
     b, t, h, d = q.shape

@@ -41,8 +41,8 @@ class Rotary:
     angles depend on the length of the text. If `by_length` is True, `scaling` has a second argument, an array [batch]
     with the number of tokens of each example, and returns an array [batch, head_dim / 2]. If `by_length` is True, an
     `Attention` layer caches the keys before their rotation, and rotates all cached keys with the angles for the current
-    length. The cached keys and values of deeper layers are not recomputed when the rotation angles change with the
-    length, so they still depend on earlier angles.
+    length. When the text becomes longer, the rotation angles may change, but the cached keys and values of deeper
+    layers are not recomputed, so they still depend on the angles for the shorter text.
 
     Args:
         base: the base of the powers in the formula for the angles. The pair that rotates most slowly completes one

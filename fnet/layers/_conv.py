@@ -111,11 +111,12 @@ class ConvTranspose(Layer):
     """Transposed convolution, for example to increase the resolution of images by the factor `strides`.
 
     As in PyTorch and Keras, the layer is the transpose of a `Conv` with the same window, strides, padding and dilation.
-    The backward pass of a `Conv` is a linear map from the gradient of the output to the gradient of the input.
-    In its forward pass, `ConvTranspose` applies the linear map of a `Conv`'s backward pass, and then adds a bias.
-    With the padding "SAME", the output size of the transposed convolution is the input size times the stride. With the
-    padding "VALID" and dilation 1, the output size is (input size - 1) * stride + window. Explicit padding is the
-    padding that a `Conv` would add to its input, so `ConvTranspose` removes this number of positions from its output.
+    The backward pass of a `Conv` is a linear map from the gradient of the output to the gradient of the input. In its
+    forward pass, `ConvTranspose` applies the linear map of a `Conv`'s backward pass, and then adds a bias. With the
+    padding "SAME", the output size of the transposed convolution is the input size times the stride. With the padding
+    "VALID" and dilation 1, the output size is (input size - 1) * stride + window. With the explicit padding 2, for
+    example, a `Conv` adds 2 positions at each end of its input, so `ConvTranspose` removes 2 positions at each end of
+    its output.
 
     Args:
         features: number of output channels.

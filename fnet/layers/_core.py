@@ -193,7 +193,7 @@ _METHODS = {name for name in vars(Layer) if not name.startswith("__")}
 
 
 def method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a method of a layer, so that it is called with a scope inside a model, and with params outside.
+    """Decorates a layer's method, so that callers pass a scope inside a model, and the parameters outside of a model.
 
     >>> class Twice(nn.Layer):
     ...     def forward(self, scope, x):

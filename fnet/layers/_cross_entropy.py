@@ -31,7 +31,8 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
         x: [..., time, features], floating point. The axes before the time axis are not split into chunks, so they can
             be sharded.
         kernel: [features, vocab_size], cast to the dtype of x. For tied embeddings, pass `embedding.T`.
-        labels: [..., time], integers in 0 .. vocab_size - 1. For any other label, the loss is NaN.
+        labels: [..., time], integers in 0 .. vocab_size - 1. If a label is negative or at least vocab_size, its loss is
+            NaN.
         bias: [vocab_size]. Default None: no bias.
         softcap: a bound on the logits. The logits are replaced by softcap * tanh(logits / softcap), as in Gemma 2.
             Default None: no bound.

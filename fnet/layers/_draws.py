@@ -1,4 +1,4 @@
-"""Random initialization without a long compilation for every shape.
+"""Initializes parameters with random values, without a long compilation for each new shape of a parameter.
 
 Most of the compile time of `he_normal(key, (3, 3, 64, 64))` is spent on the random bits. In JAX's threefry, a random
 bit depends on the key and on the index of the bit, not on the number of bits. Therefore one compiled program draws the
@@ -32,9 +32,9 @@ def compiled(init, key, shape, dtype):
 def _size(init, shape, dtype, x64):
     """Returns the number of random 32-bit integers to generate for the initializer `init`, a number in `_SIZES`.
 
-    The function returns None in three cases: the initializer draws more random integers than the largest number in
-    `_SIZES`; the initializer does not use its random key; or the initializer uses the key for anything other than
-    drawing 32-bit integers, for example for `jax.random.split`.
+    The function returns None if the initializer does not use its random key, or if it draws more random integers than
+    the largest number in `_SIZES`. The function also returns None if the initializer uses the key for anything other
+    than drawing 32-bit integers, for example for `jax.random.split`.
     """
     uses = list(_uses(jax.make_jaxpr(init, static_argnums=(1, 2))(jax.random.key(0), shape, dtype)))
     if not uses or any(eqn.primitive.name != "random_bits" or jaxpr.random_bits(eqn)[0] != 32

@@ -26,8 +26,8 @@ class Embed(Layer):
         embedding_init: initializer of the table. Default: normal with standard deviation 0.02 (Radford et al., 2018).
             A standard deviation of 0.02 is also suitable if `attend` computes logits with the embedding table.
 
-    Input: integers [...] in 0 .. vocab_size - 1. For a token that is negative or at least vocab_size, the output is
-    NaN. Output: [..., features], in the dtype of the table.
+    Input: integers [...] in 0 .. vocab_size - 1. If a token is negative or at least vocab_size, its output vector
+    contains only NaN. Output: [..., features], in the dtype of the table.
 
     Parameters: embedding [vocab_size, features].
 

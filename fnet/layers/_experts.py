@@ -38,11 +38,12 @@ class MixtureOfExperts(Layer):
         normalize: whether the weights of the selected experts are divided by their sum, as in Mixtral. Default True.
         capacity: the maximum load of an expert, as a multiple of the mean load. An expert processes at most
             ceil(capacity * tokens * top_k / experts) tokens of the batch. An expert first processes the tokens that
-            have this expert as their first choice, then the tokens that have it as their second choice, and so on.
-            Tokens for which the expert has the same rank, such as first choice, are processed in batch order. If the
-            router selects an expert for more tokens than the expert may process, the output of the expert is 0 for the
-            remaining tokens. With a capacity, all experts do equal work, so they can be placed on different devices,
-            for example by `parallel.rules(spec, {"expert": "tensor"})`. Default None: no maximum (dropless).
+            have this expert as their first choice, then the tokens that have it as their second choice, and so on. If
+            several tokens have the expert as the same choice, for example as their first choice, the expert processes
+            them in batch order. If the router selects an expert for more tokens than the expert may process, the output
+            of the expert is 0 for the remaining tokens. With a capacity, all experts do equal work, so they can be
+            placed on different devices, for example by `parallel.rules(spec, {"expert": "tensor"})`. Default None: no
+            maximum (dropless).
         activation: the function that is applied to the outputs of `gate`. Default: `jax.nn.silu`.
         kernel_init: initializer of the arrays gate, up and down, each [E, in, out].
 

@@ -28,9 +28,9 @@ def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
         module: the module, which must not be bound to variables. In the fields of the module, lists become tuples and
             dicts become FrozenDicts, so that the module can be hashed.
         train: the name of the module's argument that selects training mode, such as "is_training". For an argument that
-            selects inference mode, write "not " before its name, for example "not frozen". If the module has no
-            argument for the mode, write "". Default None: `from_linen` searches the signature of `__call__` for train,
-            training or is_training, and for deterministic, use_running_average or inference.
+            selects inference mode, write "not " before its name, for example "not frozen". If no argument of the module
+            selects training or inference mode, pass `train=""`. Default None: `from_linen` searches the signature of
+            `__call__` for train, training or is_training, and for deterministic, use_running_average or inference.
 
     Returns:
         A layer that accepts the same inputs as the flax.linen module.

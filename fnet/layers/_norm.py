@@ -151,9 +151,9 @@ class BatchNorm(Layer):
         epsilon: added to the variance. Default 1e-5.
         use_scale: whether to multiply by scale. Default True.
         use_bias: whether to add bias. Default True.
-        axis_name: the name of a mapped axis (of `pmap`, `vmap` or `shard_map`), or several names. The statistics are
-            computed over the batch and the mapped axes together. With `jit` and sharded arrays, no axis name is needed,
-            because the statistics are always those of the complete batch. Default None.
+        axis_name: the name of a mapped axis (of `pmap`, `vmap` or `shard_map`), or several names. The mean and the
+            variance are computed over the batch and over the mapped axes that `axis_name` names. With `jit` and sharded
+            arrays, no axis name is needed, because the statistics are always those of the complete batch. Default None.
         scale_init: initializer of scale. Default: ones.
 
     Inputs:
@@ -235,11 +235,12 @@ def _moments(x):
 
     For each channel of x, the function subtracts a constant, sums the differences and the squares of the differences,
     and computes the mean and the variance from the two sums. The constant that is subtracted from a channel is the
-    channel's value at the first position of the batch, x[0, ..., 0, channel]. The choice of this constant affects only
-    the rounding errors of the mean and the variance. The rounding errors are small if the difference between the
-    subtracted constant and the channel's mean is not much larger than the channel's standard deviation (Chan, Golub and
-    LeVeque, 1983, Algorithms for computing the sample variance, eq. 1.6 and section 5). The array of subtracted
-    constants is named `fnet.jaxpr.SHIFT` by `checkpoint_name`, so that a transform can find and replace this array.
+    channel's value at the first position of the batch, x[0, ..., 0, channel]. The choice of the subtracted constant
+    affects only the rounding errors of the mean and the variance. The rounding errors are small if the difference
+    between the subtracted constant and the channel's mean is not much larger than the channel's standard deviation
+    (Chan, Golub and LeVeque, 1983, Algorithms for computing the sample variance, eq. 1.6 and section 5). The array of
+    the constants that are subtracted from the channels is named `fnet.jaxpr.SHIFT` by `checkpoint_name`, so that a
+    transform can find and replace it.
     """
     axes = range(x.ndim - 1)
     if 0 in x.shape:
@@ -257,10 +258,11 @@ def _own(x):
 
     The normalization layer reads its input `x` only once, to copy it, and computes the mean and all other values from
     the copy. If a normalization layer read its input `x` in several operations, XLA:CPU would compute the gradient of
-    the residual stream, including the gradients of all later blocks, several times. Because all operations of the layer
-    read the copy of `x`, JAX sums their gradients first, and adds only this sum to the gradients from other uses of
-    `x`, such as a residual connection. On a CPU, copying the inputs of the normalization layers halves the time of a
-    training step of a ViT.
+    the residual stream, including the gradients of all later blocks, several times. If the layer copies its input `x`,
+    JAX first sums the gradients with respect to the copy from all operations of the layer. Only the summed gradient
+    with respect to the copy is added to the gradients from other operations that read `x`, such as a residual
+    connection. On a CPU, copying the input of each normalization layer halves the time of a training step of a ViT,
+    because it avoids repeated computation of gradients.
     """
     return jnp.copy(wide(x))
 

@@ -55,7 +55,7 @@ class Place:
         return found
 
     def key(self):
-        """Returns this node's random key, derived from the path and the key of the call, or None without a key."""
+        """Derives the layer's random key from its path and the key of the call. Returns None if the call has no key."""
         if self._key is None and self.run.key is not None:
             self._key = self.run.key if self.parent is None else _spec.fold(self.parent.key(), self.path[-1])
         return self._key
@@ -279,7 +279,7 @@ class Scope:
             copies: the number of stacked copies of the layer. Every array of params, state and key has a leading axis
                 of length `copies`. Copy `i` of the layer has the same initial values as the layer would have in the
                 scope `scope[str(i)]`. Default None: one layer, and no leading axis.
-            options: example keyword inputs, like `inputs`.
+            options: example keyword arguments. As for `inputs`, only the shapes and dtypes of arrays are used.
 
         Returns:
             `(f, params, state, key)`. The function is `f(params, *inputs, state=None, key=None, train=None, **options)`

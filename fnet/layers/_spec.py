@@ -57,10 +57,10 @@ class ParamSpec:
 class Copies(ParamSpec):
     """The spec of an array that stacks the arrays of several copies of a layer along the first axis.
 
-    `each` describes the array in a single copy of the layer. `depth` is the number of names in the array's path
-    relative to the copied layer, for example 2 for "dense/kernel". A stacked layer with the path "blocks" has the same
-    initial values as separate (unrolled) layers with the paths "blocks/0", "blocks/1", .... Therefore stacking the
-    parameters of the separate layers gives the parameters of the stacked layer.
+    `each` is the `ParamSpec` of the unstacked array, that is, of the array in a single copy of the layer. `depth` is
+    the number of names in the array's path relative to the copied layer, for example 2 for "dense/kernel". A stacked
+    layer with the path "blocks" has the same initial values as separate (unrolled) layers with the paths "blocks/0",
+    "blocks/1", .... Therefore stacking the parameters of the separate layers gives the parameters of the stacked layer.
     """
 
     each: ParamSpec = None
@@ -143,7 +143,7 @@ def digest(name: str) -> np.uint32:
 
 
 def numbers(count: int) -> np.ndarray:
-    """Returns an array [count] with the digests of "0", "1", ..., the names of `count` copies of a layer."""
+    """Returns `digest("0")`, `digest("1")`, ... as an array [count], to derive a random key for each layer copy."""
     return np.array([digest(str(i)) for i in range(count)], np.uint32)
 
 

@@ -5,8 +5,8 @@ each tile by the kernel of its expert. `tile_dot` is a scan over the tiles, and 
 tile's expert without copying it. If JAX transposed the scan of `tile_dot`, each iteration would add an array of the
 size of all kernels to the gradient. Therefore, the gradient of the kernels is computed by a second primitive,
 `tile_outer`, the transpose of `tile_dot` with respect to the kernels. Each iteration of `tile_outer` adds a matrix
-product to the gradient of a single kernel. `lax.ragged_dot` computes the same products as `tile_dot`, but on CPUs it
-multiplies all rows by all kernels.
+product to the gradient of a single kernel. `lax.ragged_dot` computes the same results as `tile_dot`, but on CPUs it
+multiplies each row by the kernels of all experts, not only by the kernel of the row's expert.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ def heads_of(dense: str, norm: str, logits: str, bias: str, *others: str) -> tup
 def architectures(prefix: str, without: str = "Model") -> dict:
     """Returns {name of a class of the library transformers: {field of the model: value}}.
 
-    The class that config.json states determines the fields of the model. If the value of a field is `...`, another
-    field of config.json determines the value.
+    The class that config.json states determines the fields of the model. In the returned dict, `...` is a placeholder
+    for a value that another field of config.json determines.
     """
     return {
         f"{prefix}{without}": dict(head=None), f"{prefix}ForMaskedLM": dict(head="masked_lm"),
@@ -307,7 +307,7 @@ class Bert(Model):
 def sentence_embedding(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
     """Averages the features of each example's valid tokens and normalizes the average to length 1.
 
-    The dot product of two such sentence embeddings is their cosine similarity.
+    Because the returned embeddings have length 1, the dot product of two of them is their cosine similarity.
 
     Args:
         hidden: the features of the tokens, [batch, time, width].

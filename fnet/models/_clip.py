@@ -1,4 +1,4 @@
-"""CLIP: an encoder of images and an encoder of texts with comparable features."""
+"""CLIP: an image encoder and a text encoder that map images and texts to the same vector space."""
 
 from __future__ import annotations
 

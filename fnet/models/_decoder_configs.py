@@ -92,7 +92,7 @@ def head_dim(absent=None):
 def family(fields, architecture, *, irrelevant="", names=("huggingface",), sets="", **constants) -> Config:
     """Returns the `Config` for a family of decoders, which states what each field of config.json means.
 
-    The field `model_type` of config.json determines the fields of `Decoder` that no other field of config.json sets.
+    The `model_type` in config.json determines each field of `Decoder` that no other field of config.json sets.
 
     Args:
         fields: {field of config.json: `Use`, `Must` or `Fields`}.

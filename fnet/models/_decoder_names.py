@@ -29,7 +29,7 @@ def header(model):
 
 
 def ends(block_rules):
-    """Returns the naming rules for the arrays of the blocks, and for those before and after the blocks."""
+    """Returns the naming rules for all arrays of a decoder: the embedding, the blocks, the last norm and the head."""
     rates = "model.layers.{i}.self_attn.rotary_emb.inv_freq"
     return (torch.embed("embed", "model.embed_tokens"), torch.dense("head", "lm_head"), both(block_rules),
             torch.norm("norm", "model.norm"), Tied("lm_head.weight", "embed/embedding"),

@@ -93,8 +93,8 @@ class LSTMClassifier(Model):
 
     Output: logits [batch, classes].
 
-    Source: Schuster and Paliwal (1997), Bidirectional Recurrent Neural Networks. Source of the maximum over time:
-    Conneau, Kiela, Schwenk, Barrault and Bordes (2017), Supervised Learning of Universal Sentence Representations,
+    Source: Schuster and Paliwal (1997), Bidirectional Recurrent Neural Networks. Source of the max pooling (the maximum
+    of each feature over time): Conneau et al. (2017), Supervised Learning of Universal Sentence Representations,
     section 3.2.2.
 
     >>> model = models.LSTMClassifier(classes=2, vocab_size=100)

@@ -1,4 +1,4 @@
-"""RoBERTa and XLM-R: BERT's encoder, in which the first position is the index of the padding token plus 1."""
+"""RoBERTa and XLM-R: BERT's encoder, with position indices that start at the index of the padding token plus 1."""
 
 from __future__ import annotations
 

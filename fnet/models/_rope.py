@@ -42,9 +42,9 @@ class Llama3Scaling:
 
     The rotation rate of a pair of features is divided by `factor` if the pair completes fewer than `low_freq_factor`
     rotations within the original context. The rotation rate does not change if the pair of features completes more than
-    `high_freq_factor` rotations within the original context. If the number of rotations is between `low_freq_factor`
-    and `high_freq_factor`, the new rotation rate is interpolated between the original rate and the original rate
-    divided by `factor`.
+    `high_freq_factor` rotations within the original context. If a pair of features completes between `low_freq_factor`
+    and `high_freq_factor` rotations within the original context, the rotation rate r of the pair is replaced by an
+    interpolation between r and r / `factor`.
 
     Args:
         factor: the divisor of the rotation rates, > 0.
@@ -83,10 +83,10 @@ class YarnScaling:
 
     The rotation rate of a pair of features is divided by `factor` if the pair completes fewer than `beta_slow`
     rotations within the original context. The rotation rate does not change if the pair of features completes more than
-    `beta_fast` rotations within the original context. If the number of rotations is between `beta_slow` and
-    `beta_fast`, the new rotation rate is interpolated between the original rate and the original rate divided by
-    `factor`. The interpolation of the rotation rate is linear in the index of the pair of features. The rotated
-    features are multiplied by an amplitude.
+    `beta_fast` rotations within the original context. If a pair of features completes between `beta_slow` and
+    `beta_fast` rotations within the original context, the rotation rate r of the pair is replaced by an interpolation
+    between r and r / `factor`. The interpolation of the rotation rate is linear in the index of the pair of features.
+    The rotated features are multiplied by an amplitude.
 
     Args:
         factor: the divisor of the rotation rates, > 0.
@@ -95,8 +95,8 @@ class YarnScaling:
             completes within the original context.
         amplitude: factor by which the rotated queries and keys are multiplied. Default: 0.1 ln(factor) + 1, or 1 if
             `factor` is at most 1.
-        truncate: whether the index range of the pairs of features with interpolated rotation rates is rounded to
-            integers: the first index down, and the last index up.
+        truncate: whether the bounds of the interpolation, which are indices of pairs of features, are rounded to
+            integers: the lower bound down, and the upper bound up.
 
     Source: Peng et al. (2023), YaRN: Efficient Context Window Extension of Large Language Models, section 3.
 
@@ -179,10 +179,10 @@ class DynamicScaling:
 class LongScaling:
     """LongRoPE's scaling of a rotary embedding, as in Phi-3.
 
-    The rotation rate of each pair of rotated features is divided by its own divisor. `LongScaling` has two lists of
-    divisors of the rotation rates: `short` for texts within the original context, and `long` for longer texts. For each
-    example of a batch, the length of this example alone determines whether the rotation rates are divided by `short` or
-    by `long`. The rotated features are multiplied by an amplitude.
+    Each pair of rotated features has its own divisor, by which the rotation rate of the pair is divided. `LongScaling`
+    has two lists of divisors of the rotation rates: `short` for texts within the original context, and `long` for
+    longer texts. For each example of a batch, the length of this example alone determines whether the rotation rates
+    are divided by `short` or by `long`. The rotated features are multiplied by an amplitude.
 
     Args:
         short: the divisor of the rotation rate of each pair of rotated features, for texts of at most

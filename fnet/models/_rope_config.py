@@ -26,10 +26,7 @@ def whole(value, least=1):
 
 
 def collapsed(values):
-    """Shortens a list that contains one value for each layer of a model.
-
-    The result is a single value if all values are equal, and otherwise the shortest tuple whose repetition is `values`.
-    """
+    """Converts a list of values, one per layer, to its shortest repeating pattern, or to one value if all are equal."""
     values = tuple(values)
     period = next(n for n in range(1, len(values) + 1) if all(
         value == values[i % n] for i, value in enumerate(values)))
@@ -164,8 +161,8 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
 
     def outside(name, value, config):
         """Whether to use the value of a field at the top level of config.json, such as `rope_theta`. If
-        `rope_parameters` or `rope_scaling` also contains this field, the value at the top level is not used, but must
-        be equal to the other value."""
+        `rope_parameters` or `rope_scaling` contains the same field as the top level, the two values must be equal, and
+        the value at the top level is not used."""
         held = inner(config).get(name, value)
         if held != value:
             raise ValueError(f"expected {held!r}, the {name} in rope_parameters or rope_scaling")

@@ -55,9 +55,9 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
          names: str | None = None, check_config: bool = True, revision: str | None = None) -> tuple:
     """Reads pretrained weights: `(params, state)` for a model, or `(model, params, state)` for a folder or a preset.
 
-    If the weights are not given by a path, `load` searches fnet's cache (~/.cache/fnet) and Hugging Face's cache.
-    Weights in neither fnet's cache nor Hugging Face's cache are downloaded from Hugging Face's hub into Hugging Face's
-    cache (this needs `pip install 'fnet[hub]'`). `load` downloads only config.json, generation_config.json,
+    If the weights are not given by a path, `load` searches fnet's cache (~/.cache/fnet) and Hugging Face's cache. If
+    neither fnet's nor Hugging Face's cache has the weights, `load` downloads them from Hugging Face's hub into Hugging
+    Face's cache (this needs `pip install 'fnet[hub]'`). `load` downloads only config.json, generation_config.json,
     preprocessor_config.json, the files of the tokenizer and *.safetensors, never pickles or code. The next call of
     `load` continues an interrupted download, without downloading complete files again. Each downloaded file must have
     the checksum that the hub lists. The environment variables HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are respected.
@@ -158,14 +158,14 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
             represent.
         path: the folder, or the file to write: *.safetensors, or *.bin for llama2.c. If `path` is a file, no
             config.json is written.
-        names: the framework whose parameter names are written, a key of the model's `NAMES`. Default: the only
-            framework that matches the model's configuration.
-        like: a file or folder of weights, or None (default). The new file gets the names and the metadata of `like`,
-            and also the arrays of `like` that the model does not need (such as num_batches_tracked in PyTorch). If
-            `like` and `path` are folders, `save` also copies generation_config.json, the files of the tokenizer, and
-            the fields of config.json that do not affect the output.
-        max_shard_size: the maximum size of a weight file in a folder: a number of bytes, or a string such as "5GB". If
-            the weights are larger, they are split into several files (shards) with an index,
+        names: the framework whose parameter names are written, a key of the model's `NAMES`. Default: the framework
+            that matches the model's configuration, if exactly one framework does.
+        like: a file or folder of weights, whose array names and metadata are used for the new file, or None (default).
+            The new file also gets the arrays of `like` that the model does not need (such as num_batches_tracked in
+            PyTorch). If `like` and `path` are folders, `save` also copies generation_config.json, the files of the
+            tokenizer, and the fields of config.json that do not affect the output.
+        max_shard_size: the maximum size of a weight file in a folder: a number of bytes, or a string such as "5GB".
+            Weights larger than `max_shard_size` are split into several files (shards) with an index,
             model.safetensors.index.json. An array that is larger than `max_shard_size` has a file of its own.
 
     Returns:
@@ -174,7 +174,7 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
     Raises:
         ValueError: the names or shapes in `params` or `state` do not match the model. Without `names` and `like`,
             exactly one framework must match the model's configuration. ValueError is also raised if `save` would
-            replace a training run's config.json, or if `path` has a config.json and none can describe the model.
+            replace a training run's config.json, or `path` has a config.json but no config.json can describe the model.
 
     >>> import tempfile
     >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)
@@ -234,7 +234,7 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
 
 
 def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
-    """Returns the model of the preset `name`, with the field values that the given weights require.
+    """Returns the model of the preset `name`, with the values of fields (such as epsilon) that the weights require.
 
     Weights from different frameworks may need different field values, which the shapes of the arrays do not show. For
     example, ResNet-50 needs an epsilon of 1e-3 for Keras' weights and of 1e-5 for torchvision's weights.

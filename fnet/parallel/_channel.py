@@ -168,8 +168,8 @@ class Channel:
         """Returns an error if a process is late or has left the loop over batches, or None to continue waiting.
 
         The list `missing` contains the processes for which this process waits. If processes in `missing` have left the
-        loop over batches, the error names only these processes. Otherwise, if the time limit has passed (`late` is
-        True), the error names all processes in `missing`.
+        loop over batches, the error names only these processes. If no process in `missing` has left the loop over
+        batches, and the time limit has passed (`late` is True), the error names all processes in `missing`.
         """
         left = self._list("left")
         if early := [p for p in missing if p in left]:
@@ -180,8 +180,8 @@ class Channel:
         """Ends this process with a message on stderr if the main thread does not raise `error` within a time limit. A
         main thread that is blocked in a step, waiting for a missing process, cannot raise an exception.
 
-        If another process left the loop over batches without an exception, there is no time limit for raising `error`,
-        because the main thread of this process may still be computing its last step.
+        If another process left the loop over batches without an exception, `end_process` waits for the main thread
+        without a time limit, because the main thread may still be computing its last step.
         """
         began, seconds = time.monotonic(), math.inf if _LEFT in str(error) else self.timeout
         while not taken.wait(_SLICE) and not self.closed:
@@ -215,7 +215,7 @@ class Channel:
             return None
 
     def _wait(self, key):
-        """Returns the value of a key, or None if the key is not set within a short time."""
+        """Returns the value of a key in the key-value store, or None if the key is not set within `_SLICE` seconds."""
         if self.closed:
             raise Closed
         try:

@@ -19,7 +19,7 @@ class Compiled(NamedTuple):
     Attributes:
         arguments: bytes of the program's arguments on each chip.
         peak: bytes that the program needs on each chip, or None if the program does not fit into memory.
-        ledger: the transfers between chips, or None if the compiler does not return the text of the program.
+        ledger: the transfers between chips, or None if the compiler does not return the HLO text of the program.
         said: the error message of the compiler if the program does not fit into memory, or an empty string if it fits.
     """
 
@@ -47,8 +47,8 @@ def compiled(step, state, batch) -> Compiled:
 
 
 def _sent(program) -> Ledger | None:
-    """Returns the ledger (the transfers between chips) of a program, or None if the compiler does not return the text
-    of the program. For some large programs, libtpu (the compiler for TPUs) does not return the text."""
+    """Returns the ledger (the transfers between chips) of a program, or None if the compiler does not return the HLO
+    text of the program. libtpu (the compiler for TPUs) does not return the HLO text of some large programs."""
     try:
         text = program.as_text()
     except jax.errors.JaxRuntimeError:

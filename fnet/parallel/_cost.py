@@ -45,8 +45,8 @@ def time(counted: Count, target: Target, state: int, persistent: int, sent: floa
         persistent: bytes of the state in each chip's memory. Each chip is assumed to read and write the state once in a
             step.
         sent, between: bytes that a chip sends within its group (a slice or a machine), and between groups.
-        alike: the number of devices that repeat the same work. `alike` is larger than 1 if the mesh has an axis over
-            which neither the batch nor a parameter is split. Default 1.
+        alike: the number of devices that repeat the same work. Devices along an axis of the mesh repeat the same work
+            if neither the batch nor a parameter is split over this axis. Default 1.
     """
     chip, share = target.chip, target.chip.chips_of(target.count)
     by_scope = compute_seconds(counted, chip, share / alike, None)
@@ -71,7 +71,8 @@ class Units(NamedTuple):
 
 def units(batch: Any) -> Units:
     """Returns the size of a batch. A batch that contains an integer array [rows, time] is counted in tokens. A batch
-    without tokens is counted in images if it contains an array [rows, height, width, channels], or else in rows."""
+    that contains no tokens, but an array [rows, height, width, channels], is counted in images. A batch with neither
+    tokens nor images is counted in rows."""
     leaves = jax.tree.leaves(batch)
     rows = max((x.shape[0] for x in leaves if x.ndim), default=1)
     tokens = max((x.size for x in leaves if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer)), default=0)

@@ -1,5 +1,5 @@
-"""Estimates the memory and the transfers of a step on each chip from its jaxpr. The estimate takes seconds and needs no
-compiler.
+"""Estimates, from the jaxpr of a step, the memory and the transfers of the step on each chip. The estimate takes
+seconds and needs no compiler.
 
 For each operation, the shardings of the outputs are derived from the shardings of the inputs. A value is live from the
 operation that produces it to the last operation that reads it. Values that a compiler would fuse into the operations
@@ -102,10 +102,10 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
 class _Loop(NamedTuple):
     """Properties of a loop. `once` is the number of times that a step starts the loop (not the number of iterations).
     `same` contains the indices of the inputs of the body that are equal in all iterations. `summed` contains the sizes
-    (numbers of elements) of the loop's carries, except scalars. If the size of a sum over the batch is in `summed`, the
-    loop is assumed to accumulate this sum in a carry. A sum over the batch that a loop accumulates in a carry is
-    reduced over the chips only once, after the loop. `fused` states whether a matrix product is fused with the single
-    elementwise operation that reads its result."""
+    (numbers of elements) of the loop's carries, except scalars. If a sum over the batch has as many elements as a carry
+    of the loop, the loop is assumed to accumulate this sum in the carry. A sum over the batch that a loop accumulates
+    in a carry is reduced over the chips only once, after the loop. `fused` states whether a matrix product is fused
+    with the single elementwise operation that reads its result."""
 
     once: int
     same: frozenset[int] = frozenset()

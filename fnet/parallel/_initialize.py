@@ -85,8 +85,9 @@ def _check(address, processes, process):
 
 
 def _join(which, address, first, seconds, options):
-    """Calls `jax.distributed.initialize` in a thread, because after its own timeout JAX ends the process without a
-    helpful message."""
+    """Calls `jax.distributed.initialize` in a thread, and waits at most `seconds` for this thread. The timeout of
+    `jax.distributed.initialize` itself is longer, because after this timeout JAX ends the process without a helpful
+    message."""
     failed: list[BaseException] = []
 
     def join():

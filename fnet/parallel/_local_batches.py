@@ -1,5 +1,4 @@
-"""Pads the rows of each batch that this process provides, and transfers them to the devices with the plan's
-shardings."""
+"""Pads this process's rows of each batch, and transfers the rows to the devices with the plan's shardings."""
 
 from __future__ import annotations
 
@@ -105,8 +104,8 @@ class LocalBatches:
         return leaves
 
     def nothing(self) -> list:
-        """Returns a batch in which every row has weight 0. Except for `batch["weight"]`, the leaves of the returned
-        batch are those of the previous batch, or zeros if there is no previous batch."""
+        """Returns a batch in which every row has weight 0. All leaves of the returned batch except `batch["weight"]`
+        are those of the previous batch, or zeros if there is no previous batch."""
         leaves = self.last or [np.zeros(x.shape if share is None else (share, *x.shape[1:]), _dtype(x))
                                for x, share in zip(self.wanted, self.shares)]
         return [np.zeros_like(x) if i == self.at else x for i, x in enumerate(leaves)]
@@ -122,9 +121,9 @@ class LocalBatches:
         return jax.tree.unflatten(self.structure, placed)
 
     def _leaves(self, batch):
-        """Returns the leaves of a batch in the order of the plan's batch. If the plan's batch has the leaf "weight" and
-        the given batch does not, the result contains None for this leaf, and `fill` replaces None by an array of
-        ones."""
+        """Returns the leaves of a batch, in the same order as the leaves of the plan's batch (the batch that was passed
+        to `parallel.plan`). If the plan's batch has the leaf "weight" and the given batch does not, the result contains
+        None for this leaf, and `fill` replaces None by an array of ones."""
         leaves, structure = jax.tree.flatten(batch)
         if structure == self.structure:
             return leaves
@@ -168,8 +167,8 @@ def _dtype(x):
 
 def _own(x, wanted, place):
     """Copies an array `x` if a CPU device could share its memory, because the user may overwrite `x` later. A CPU
-    device can share the memory of a NumPy array only if this memory is aligned. An array whose memory is not aligned is
-    returned without a copy."""
+    device can share the memory of a NumPy array only if this memory is aligned, so `x` is returned without a copy if
+    its memory is not aligned."""
     if not isinstance(x, np.ndarray) or not x.size:
         return x
     part = math.prod(place.shard_shape(wanted.shape)) * x.itemsize

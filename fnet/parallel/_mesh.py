@@ -13,8 +13,8 @@ from fnet.parallel._targets import Target
 
 def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
     """Returns the mesh axes as {axis: length}: "slice" first, then "data", then the other axes in the requested order.
-    If the requested axes do not include "data", the length of the axis "data" is the number of devices divided by the
-    lengths of the other axes.
+    If the argument `asked` does not contain the axis "data", the length of this axis is the number of devices divided
+    by the product of the lengths of all other axes.
 
     Raises:
         ValueError: the lengths of the mesh axes do not match the number of devices, or an axis has a name that is not

@@ -106,11 +106,11 @@ class _Pins(Interpreter):
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*free)))
 
     def gathered(self, product, inputs):
-        """Replicates the operands of the convolution (with `batch_group_count` > 1) that computes the gradient of a
+        """Replicates the operands of a convolution with `batch_group_count` > 1, which computes the gradient of a
         grouped convolution's kernel. If the operands are not replicated, XLA (jaxlib 0.10 to 0.12) also sums the
-        gradient of the kernel over mesh axes over which the batch is not split, so the gradient is wrong. The
-        replication of the operands causes no additional transfers, because XLA gathers the operands of convolutions
-        with `batch_group_count` > 1 in any case."""
+        gradient of the kernel over mesh axes over which the batch is not split, so the gradient is wrong. XLA always
+        gathers the operands of convolutions with `batch_group_count` > 1, so replicating the operands causes no
+        additional transfers."""
         if product is None or product.op is not jaxpr.CONVOLUTION or product.groups[1] == 1:
             return inputs
         whole = NamedSharding(self.mesh, P())
@@ -166,8 +166,8 @@ class _Pins(Interpreter):
         return [Value(y, note) for y, note in zip([*carried, *stacked], notes)]
 
     def ready(self, x, note, program, i):
-        """Returns the constant `x` of a scan. If `x` is a weight of a matrix product, convolution or gather, `x` is
-        gathered on all chips before the scan."""
+        """Returns `x`, an array that is the same in all iterations of a scan. If `x` is a weight of a matrix product,
+        convolution or gather, `x` is gathered on all chips before the scan."""
         if note is not None or not self.activations or not self.alone or x.ndim < 2 or self.chips == 1:
             return x
         if not _taken(program, program.invars[i]):
@@ -216,9 +216,9 @@ class _Pins(Interpreter):
         return found
 
     def partial(self, eqn, inputs) -> Value | None:
-        """Returns the output of an equation if this output is a partial sum over the batch, and None otherwise. The
-        output can be a partial sum if the equation contracts the batch axis, or if the equation is linear and its
-        inputs are partial sums."""
+        """Returns the output of a jaxpr equation if this output is a partial sum over the batch, and None otherwise. A
+        partial sum is a sum over only those rows of the batch that are on one chip. A matrix product that contracts the
+        batch axis can return partial sums. Sums, transposes and some casts of partial sums are also partial sums."""
         name, notes = eqn.primitive.name, [value.note for value in inputs]
         if name in ("add", "add_any") and notes == [PARTIAL, PARTIAL]:
             return Value(inputs[0].x + inputs[1].x, PARTIAL)
@@ -233,8 +233,9 @@ class _Pins(Interpreter):
 
     def product(self, found, inputs) -> Value | None:
         """Computes a matrix product that contracts the batch axis. Each chip contracts only its own rows, so each chip
-        has a partial sum. Returns None if the matrix product does not contract the batch axis, if the dtype of its
-        result has fewer than 32 bits, or if the number of rows is not a multiple of the number of chips."""
+        has a partial sum. Returns None if the matrix product does not contract the batch axis, or if its result has a
+        dtype of fewer than 32 bits. Also returns None if the number of rows is not a multiple of the number of
+        chips."""
         eqn, ((left, right), (left_batch, right_batch)) = found.eqn, found.dimensions
         rows = tuple(value.note for value in inputs[:2])
         if rows not in zip(left, right):

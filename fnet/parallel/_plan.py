@@ -75,7 +75,8 @@ class Plan:
     that were compared.
 
     Attributes:
-        target: the devices for which the plan was made, with their chip and number.
+        target: the devices for which the plan was made, a `Target` that contains the type of the chips and the number
+            of devices.
         mesh: the mesh of the devices, a `Mesh`. The mesh is an `AbstractMesh` if programs cannot be compiled for the
             devices.
         options: the selected strategy, a `Strategy` object. The property `strategy` is the name of the strategy.

@@ -41,15 +41,15 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
         step = plan.jit(step)
 
     `plan` estimates from the jaxpr of the step how much memory each strategy needs, and how many bytes the chips send
-    to each other. If the step can be compiled for the devices, `plan` instead reads the needed memory and the number of
-    sent bytes from the compiled program. The devices need not be attached, and no arrays are allocated.
+    to each other. If the step can be compiled for the devices, `plan` uses the memory and the number of sent bytes of
+    the compiled program instead of the estimates. The devices need not be attached, and no arrays are allocated.
 
-    `plan` first discards the strategies that do not fit into memory. Second, `plan` discards each strategy that sends
-    over 5 % more bytes than the remaining strategy that sends the fewest bytes. Third, `plan` discards each strategy
-    whose estimated time is over 5 % longer than the shortest estimated time of the remaining strategies. Finally,
-    `plan` selects the simplest remaining strategy that needs at most half of the memory of a device. If all remaining
-    strategies need more than half of the memory of a device, `plan` selects the remaining strategy that needs the least
-    memory.
+    `plan` first discards the strategies that do not fit into memory. Second, `plan` determines the smallest number of
+    bytes that any of the remaining strategies sends, and discards the strategies that send over 5 % more bytes than
+    this minimum. Third, `plan` discards each strategy whose estimated time is over 5 % longer than the shortest
+    estimated time of the remaining strategies. Finally, `plan` selects the simplest remaining strategy that needs at
+    most half of the memory of a device. If all remaining strategies need more than half of the memory of a device,
+    `plan` selects the remaining strategy that needs the least memory.
 
     The strategies are:
 
@@ -273,8 +273,9 @@ class Drafts:
         """Returns the largest number of rows of a batch with which the given strategy fits into the memory of the
         devices.
 
-        Peak memory is roughly linear in the number of rows, so the search interpolates linearly between the two nearest
-        numbers of rows that it has tried.
+        Peak memory is roughly linear in the number of rows. The search therefore interpolates linearly between two
+        numbers of rows that it has tried: the largest number that fits into memory, and the smallest number that does
+        not fit. If all or none of the tried numbers fit, the search extrapolates from two of these numbers.
         """
         def peak(rows):
             resized = lambda x: jax.ShapeDtypeStruct((rows * x.shape[0] // given, *x.shape[1:]), x.dtype)

@@ -33,9 +33,9 @@ def layout(state, kind: str, chips: int, scanned: frozenset[str], ruled: dict[st
     the array is split along the last of these axes. An array is never split along an axis that a sharding rule already
     splits. An array is also never split along an axis over which a scan runs, because each iteration of the scan would
     need a transfer. Leaves of the optimizer's state that belong to a parameter, such as its moments, are split like
-    this parameter. An implicit array, such as a quantized array, consists of values and scales. The scales of an
-    implicit array are split along the same axis as its values if the length of this axis in the scales is a multiple of
-    `chips`.
+    this parameter. An implicit array, such as a quantized array, consists of an array of values and an array of scales.
+    The scales of an implicit array are split along the same axis as its values if the number of scales along this axis
+    is a multiple of `chips`.
 
     Args:
         state: a tree of shapes.

@@ -202,9 +202,10 @@ def compare(step: Callable, init: Callable, batch: Any, chips: Sequence[str], *,
         step, init, batch: the functions `step(state, batch) -> (state, metrics)` and `init(key) -> state`, and a batch
             or its shapes, as for `plan`.
         chips: names of chips, systems or slices, as for the argument `devices` of `plan`.
-        precision: the dtypes of the step. With "auto" (default), `ft.autocast` casts the step to the dtypes that
-            `hardware.policy` selects for each chip. With "float32", "bfloat16" or "float16", `ft.autocast` casts the
-            step to this dtype for all chips. With "as written", the step is not changed.
+        precision: the dtypes of the step. With "auto" (default), `hardware.policy` selects the dtypes for each chip,
+            and `ft.autocast` converts the step to mixed precision with these dtypes. With "float32", "bfloat16" or
+            "float16", `ft.autocast` converts the step to this dtype for all chips. With "as written", the step is not
+            changed.
         examples: the number of rows in an epoch. If `examples` is given, the table states the energy and the rental
             cost of an epoch. If `examples` is None (default), the table states the energy and the rental cost of 1,000
             steps.

@@ -191,9 +191,10 @@ def _environment(variables: dict[str, str]):
 def _rates(chip, axes, group, ring=4) -> tuple[float | None, float | None]:
     """Returns the bytes/s that a device can send within its slice or machine, and to other slices or machines.
 
-    In a torus of TPU chips, a chip has two links along each axis, or one link along an axis of two chips. Every axis of
-    more than two chips is treated as a closed ring. A short axis of a TPU slice is in fact an open line of chips, in
-    which only the two chips at the ends have one link fewer. If a chip has several devices, they share its links.
+    In a torus of TPU chips, a chip has two links along each axis, or one link along an axis of two chips. Each axis of
+    the torus that has more than two chips is treated as a closed ring. In fact, a short axis of a TPU slice is not a
+    closed ring: the first and the last chip along this axis have one link fewer than the other chips. If a chip has
+    several devices, they share its links.
     """
     links = chip.links
     if links is None:

@@ -27,8 +27,8 @@ def write(folders: str | os.PathLike | Iterable[str | os.PathLike], path: str | 
     The report is a single HTML file that loads no other files and executes no content of the runs. The report shows
     learning curves, speed, predictions, text samples, the model, profiles, differences between configurations, the
     environment, the sharding plan, checkpoints and events. The curves of runs that differ only in their seed are shown
-    as one band. If a run has not recorded the data for a part of the report, this part is omitted. The report lists the
-    files of the runs that cannot be used.
+    as one band. If a run has not recorded the data for a part of the report, this part is omitted. If a file of a run
+    cannot be used, the report lists this file.
 
     Args:
         folders: the folder, or the folders, of the runs, as they were passed to `training.fit(workdir=)`.

@@ -25,8 +25,8 @@ class Halving:
       scores: the scores of the members (training runs) in `state`, an array [m].
       indices: an array [m], which contains for each member (training run) in `state` the index of its hyperparameters
         in the argument `hyper` of `halving`.
-      rungs: for each rung (stage of the search), a tuple of the number of training runs, the number of their steps up
-        to the end of the rung, and the best score.
+      rungs: for each rung (stage of the search), a tuple (number of training runs, number of steps, best score). The
+        number of steps is counted from the start of a training run to the end of the rung.
       member_steps: the total number of training steps of all training runs in all stages of the search.
 
     >>> print(search.Halving(None, np.array([0.9]), np.array([3]), ((4, 10, 0.8), (1, 40, 0.9)), 70))
@@ -64,8 +64,8 @@ def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, s
         larger score is better; NaN is the worst score.
       steps: the total number of steps of a training run that is not stopped early.
       first: the number of steps of the first stage.
-      eta: the factor between two stages (rungs) of the search. From one stage to the next, the number of training runs
-        is divided by eta, and the number of steps is multiplied by eta.
+      eta: the reduction factor of successive halving. From one stage (rung) of the search to the next, the number of
+        training runs is divided by eta, and the number of steps is multiplied by eta.
       key: the PRNG key for `init_n`.
       workdir: a folder for the checkpoints of each stage, or None. If `workdir` is a folder, an interrupted search can
         be continued.

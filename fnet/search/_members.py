@@ -96,7 +96,8 @@ class Separate:
 
 
 def separate(population: Population, mesh: Mesh | None) -> Separate:
-    """Copies the state of each member to separate arrays, and deletes the arrays with the states of all members."""
+    """Copies the state of each member (training run) from the combined arrays of a population to separate arrays, and
+    deletes the combined arrays."""
     found, hyper, n = population._members, population.hyper, population.diverged.shape[0]
     if not isinstance(found, Separate):
         states, hypers = zip(*parts((found, hyper), n, mesh))
@@ -113,7 +114,7 @@ def separate(population: Population, mesh: Mesh | None) -> Separate:
 
 def parts(tree: Any, n: int, mesh: Mesh | None) -> list[Any]:
     """Splits a tree of arrays [n, ...], where n is the number of members of a population, into one tree for each
-    member. The tree of a member is on the device that trains this member."""
+    member. The arrays of a member's tree are on the device that trains this member."""
     if mesh is None:
         return _parts(tree, n)
     tree = jax.device_put(tree, NamedSharding(mesh, P(mesh.axis_names[0])))

@@ -17,8 +17,8 @@ class Fits:
 
     Attributes:
       state: the exact size of the state and the hyperparameters of one member of the population, in bytes.
-      working: the estimated size of gradients and activations during the step of one member of the population, in
-        bytes.
+      working: the estimated size of the gradients and activations of one training step, for one member (training run)
+        of the population, in bytes.
       memory: the memory of the device, in bytes.
       vmap: the number of members of the population that fit into the memory if all of them run at the same time
         (methods vmap and split).

@@ -97,7 +97,8 @@ class Step:
               `prepare`, the method in this result is used.
 
         Returns:
-          A dict of the fields of `Methods`: the method, the measured times, the reason and the number of members.
+          A dict of the fields of `Methods`: the selected method, the measured time of each method, the reason for the
+          selection, and the number of members (training runs) of the population.
         """
         n = _members(state)
         if n not in self._methods:
@@ -240,8 +241,8 @@ def checked(step: Callable) -> Callable:
 
 
 def marked(diverged: jax.Array, metrics: Any) -> tuple[jax.Array, Any]:
-    """Marks the members of a population that have diverged. Returns (diverged, metrics). In the returned metrics, the
-    values and weights of the diverged members of the population are 0.
+    """Marks the members of a population that have diverged. Returns (diverged, metrics). In the returned metrics, all
+    values of the diverged members of the population are set to 0, and so are the weights of these values.
 
     A member of a population has diverged if one of its metrics was NaN or infinite in this step or in an earlier step.
     The leaves of `metrics` have the shape [n, ...], where n is the number of members of the population. The states of

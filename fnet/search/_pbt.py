@@ -19,9 +19,10 @@ def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, frac
     The m members of the population with the lowest scores are replaced (truncation selection). Each replaced member
     becomes a copy of one of the population's m best members, drawn at random. The parameters, the optimizer state and
     the hyperparameters are copied. After a member is copied, each hyperparameter of the copy that is in `space` is
-    changed at random. With probability `resample`, the new value of a hyperparameter is drawn from `space`. Otherwise,
-    the value of the hyperparameter is multiplied by one of the two `factors` and clipped to its range. If a member of
-    the population has diverged (NaN or infinite metrics), it is treated as if it had the lowest score.
+    changed at random. With probability `resample`, the new value of a hyperparameter is drawn from `space`. A
+    hyperparameter whose new value is not drawn from `space` is multiplied by one of the two `factors` (selected at
+    random), and clipped to its range. If a member of the population has diverged (NaN or infinite metrics), it is
+    treated as if it had the lowest score.
 
     Args:
       state: a population, whose `hyper` is a dict.
@@ -31,8 +32,7 @@ def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, frac
         that are not in the space, such as seeds, are copied unchanged.
       key: a PRNG key. Pass a different key for each generation.
       fraction: the fraction of the population's members that are replaced by copies of better members, in (0, 0.5].
-      factors: two numbers. A hyperparameter whose new value is not drawn from `space` is multiplied by one of the two
-        `factors`, selected at random.
+      factors: the two numbers by which a hyperparameter can be multiplied.
       resample: the probability of drawing a new value from the space, in [0, 1].
 
     Raises:

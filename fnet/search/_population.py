@@ -42,9 +42,9 @@ def population(init: Callable, step: Callable, *, method: str = "auto", devices:
     hyperparameter.
 
     There are three methods to run the members (training runs) of a population: "vmap", "split" and "loop". The method
-    "vmap" runs the step under `jax.vmap`. The method "split" is like "vmap", but if each member has its own convolution
-    kernel, a separate convolution is computed for each member. The method "loop" runs one compiled program for one
-    member after another.
+    "vmap" runs the step under `jax.vmap`. The method "split" also uses `jax.vmap`, but if each training run has its own
+    convolution kernel, a separate convolution is computed for each training run. The method "loop" runs one compiled
+    program for one training run after another.
 
     Which of the methods vmap, split and loop is the fastest depends on the model and the device. For example, if each
     member of the population has its own convolution kernels, `vmap` on a CPU is several times slower than `loop`. With

@@ -1,5 +1,5 @@
-"""A round of federated averaging: the clients on each device train, and a weighted sum of their changes of the
-parameters is computed."""
+"""A round of federated averaging: the clients on each device train, and the weighted sum of the clients' parameter
+changes is computed."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class Round:
         return self._step.explained(*self._first(state))
 
     def _first(self, state):
-        """Returns the arguments of the first local training step on the first device of this process: the `Population`
-        of the device's clients, and the batch."""
+        """Returns the arguments of the first local training step on the first device of this process: the states of the
+        clients on this device (as a `Population`), and the batch."""
         first, device, data = self._places[0]
         server = _put((state.params, state.key, state.step), device)
         return self._begin_jit(server, data[1], np.int32(first), self._each)[0], (np.int32(0), data, server[0])
@@ -101,9 +101,9 @@ class Round:
     def _begin(self, server, sizes, first, count):
         """Returns the initial states of `count` clients of a federated averaging round, beginning with client `first`.
 
-        The result is (clients, answers). `clients` is a `Population` that contains one member for each client, with the
-        initial state of the client. `answers` is a bool array [count] that is False for each client that will not
-        answer.
+        The result is (clients, answers). `clients` is a `Population` (the states of several training runs) that
+        contains the initial state of each client. `answers` is a bool array [count] that is False for each client that
+        will not answer.
         """
         params, key, step = server
         keys, rows = jax.random.split(jax.random.fold_in(key, step), 3), first + jnp.arange(count, dtype=jnp.int32)
@@ -133,8 +133,8 @@ class Round:
         return jax.tree.map(keep, new, carry), metrics
 
     def _close(self, clients, answers, metrics, server, sizes):
-        """Returns four values: the weighted sum of the clients' changes of the parameters, the sum of the clients'
-        weights, the number of clients that answered, and the sum of the clients' metrics."""
+        """Returns four values: the weighted sum of the clients' parameter changes, the sum of the clients' weights, the
+        number of clients that answered, and the sum of the clients' metrics."""
         answers = answers & ~clients.diverged
         weights = jnp.where(answers, sizes[clients.hyper["client"]], 0).astype(jnp.float32)
 

@@ -65,8 +65,8 @@ class Sweep:
 
     Args:
       folder: the path of the folder, which is created if necessary.
-      settings: the settings that determine the trials. The settings must equal those of an existing sweep in the
-          folder.
+      settings: a dict of the settings of the sweep, such as the script, the search space and the sampler. If the folder
+          already contains a sweep, the settings of this sweep must be equal to `settings`.
 
     Raises:
       ValueError: the folder contains a sweep with other settings.

@@ -25,10 +25,11 @@ def best(trials: Sequence[Any]) -> Any:
 
 def importance(points: Sequence[Mapping[str, Any]], values: Sequence[float], space: Mapping[str, Any]
                ) -> dict[str, float]:
-    """Returns the importance of each hyperparameter: the share of the metric's variance that it explains alone.
+    """Returns the importance of each hyperparameter, a number from 0 to 1.
 
-    The trials are divided into up to four groups by the value of the hyperparameter. The importance, from 0 to 1, is
-    the adjusted R^2 of a one-way analysis of variance over the groups of trials, or 0 if the adjusted R^2 is negative.
+    The importance of a hyperparameter is the share of the metric's variance that this hyperparameter alone explains.
+    The trials are divided into up to four groups by the value of the hyperparameter. The importance is the adjusted R^2
+    of a one-way analysis of variance over the groups of trials, or 0 if the adjusted R^2 is negative.
     """
     values = np.asarray(values, float)
     shares = {}

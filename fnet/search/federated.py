@@ -199,9 +199,10 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
     """Returns one round of federated averaging as a step for `tr.fit`.
 
     A round draws `sampled` different clients at random, and each of these clients receives the parameters w of the
-    server. Each of the drawn clients trains for `epochs` epochs on its own data. The clients run like the training runs
-    of a `search.population`. After the local training, client k has the parameters w_k. The server's optimizer uses the
-    mean of the differences w_k - w, weighted with the number of examples n_k of each client:
+    server. Each of the drawn clients trains for `epochs` epochs on its own data. The clients of a round are run by the
+    same methods as the training runs of a `search.population`: vmap, split or loop. After the local training, client k
+    has the parameters w_k. The server's optimizer uses the mean of the differences w_k - w, weighted with the number of
+    examples n_k of each client:
 
         delta = sum_k n_k (w_k - w) / sum_k n_k,        w = w + server.update(-delta)
 
@@ -225,8 +226,9 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
         `search.population`.
       devices: the devices over which the clients of a round are distributed; None: the default device. `sampled` must
         be a multiple of the number of devices. The devices may belong to several processes (`parallel.initialize`). If
-        the devices belong to several processes, each process must call the round with the same data and the same state.
-        Each process runs the clients of its own devices, and `round` returns the same result in all processes.
+        the devices belong to several processes, each process must pass the same `data` to `fedavg`, and the same
+        `state` to the function that `fedavg` returns. Each process runs the clients of its own devices, and `round`
+        returns the same result in all processes.
 
     Returns:
       `round(state, batch) -> (state, metrics)`, which ignores the batch. `metrics` contains the metrics of the local

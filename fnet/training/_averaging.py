@@ -83,8 +83,8 @@ def averaged_weights(opt_state: Any) -> Any:
     """Returns the averaged parameters from the state of an optimizer that contains `average_weights`.
 
     Raises:
-        ValueError: the optimizer contains no `average_weights` or more than one, or there were fewer than `start`
-            updates, so that no parameters have been averaged yet.
+        ValueError: the optimizer does not contain exactly one `average_weights`, or no parameters have been averaged
+            yet, because there were fewer than `start` updates.
 
     >>> tx = tr.average_weights(start=1)
     >>> _, state = tx.update(jnp.ones(2), tx.init(jnp.zeros(2)), jnp.zeros(2))
@@ -104,8 +104,8 @@ def batch_statistics(f: Callable, params: Any, state: Any, batches: Iterable[Any
     """Recomputes the running statistics of a model, such as those of BatchNorm, from the given batches.
 
     The running statistics of BatchNorm are valid only for the parameters with which they were computed. Therefore,
-    recompute the statistics after you average, prune or quantize the parameters. Each new running statistic is the mean
-    of this statistic over the given batches.
+    recompute the statistics after you average, prune or quantize the parameters. Each statistic, such as the mean of an
+    activation, is computed for each of the given batches, and the new running statistic is the mean of the results.
 
     The function works for any model whose state contains running averages `new = m * old + (1 - m) * statistic`.
 
@@ -117,7 +117,7 @@ def batch_statistics(f: Callable, params: Any, state: Any, batches: Iterable[Any
             `state` are not used. Leaves of `state` that are not running averages, such as counters, are returned
             unchanged.
         batches: the batches, all of the same size. A batch is a tuple of the arguments of f after `params`. If f has
-            only one argument after `params`, a batch may also be this argument itself.
+            only one argument after `params`, a batch may be this argument itself instead of a tuple of length 1.
         key: a PRNG key for f. Default None.
 
     Returns:

@@ -94,8 +94,8 @@ class Logger:
       workdir: the folder of the run, as a path or a URL. In an object store, each call of `write` writes the complete
         log object again. When a log object has reached 256 KiB, a new object is started, such as metrics.jsonl.0001.
       step: the step from which the run is resumed. Log lines of steps after `step` are removed, because the resumed run
-        writes them again. If a process is killed some steps after its last checkpoint, the log contains lines of later
-        steps than the checkpoint. Damaged log lines are also removed, with a `LogWarning`, and the original file is
+        writes them again. The log contains lines of steps after `step` if the previous process was killed some steps
+        after its last checkpoint. Damaged log lines are also removed, with a `LogWarning`, and the original file is
         kept as metrics.jsonl.damaged. If `step` is 0 (default), all existing log lines are removed.
       tensorboard: whether to write TensorBoard's event files, too. Default True.
       again: the names of the logged values that the resumed run computes again at `step`, such as "validation/loss".

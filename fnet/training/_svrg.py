@@ -48,10 +48,10 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
             params = optax.apply_updates(params, updates)
 
     The estimate g of the full gradient is unbiased. The variance of the estimate g vanishes as the parameters w and the
-    anchor approach the optimum. Therefore, if the loss f is strongly convex, SVRG converges linearly with a constant
-    step size. With n examples and batches of b examples, the anchor (the stored earlier parameters) is usually replaced
-    every 2n / b steps for a convex loss, and every 5n / b steps otherwise. SVRG does not improve the training of deep
-    networks (Defazio and Bottou 2019).
+    anchor (the stored earlier parameters) approach the optimum. Therefore, if the loss f is strongly convex, SVRG
+    converges linearly with a constant step size. With n examples and batches of b examples, the stored earlier
+    parameters are usually replaced every 2n / b steps for a convex loss, and every 5n / b steps otherwise. SVRG does
+    not improve the training of deep networks (Defazio and Bottou 2019).
 
     Call `refresh_anchor` before the first update. Before the first call of `refresh_anchor`, the stored full gradient
     is zero, and the wrapped optimizer receives zero gradients.

@@ -52,7 +52,8 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
       The last `TrainState`, or with `restore_best=True`, the best `TrainState`.
 
     Raises:
-      TypeError: `model` has no `init`, `data` is not a function of the step, or a batch has no inputs and targets.
+      TypeError: `model` has no `init`, `data` is not a function of the step, or a batch does not contain both inputs
+        and targets.
       ValueError: `epochs` and `steps` are both given or both missing, or `epochs` is given but the length of an epoch
         is unknown. A ValueError is also raised if the loss or a metric does not return one value for each example.
       Other errors: `train` also raises the errors of `fit`.

@@ -173,9 +173,9 @@ class _Autocast(Interpreter):
 
     def plan(self, jaxpr, wanted):
         """Returns a dict that describes how the values in a jaxpr are used. `dict[variable]` is True if the variable is
-        used only in float32. `dict[id(equation)]` is a tuple (kind, wide, operand). `wide` is True if the outputs of
-        the equation are used only in float32. `operand` is True if the outputs are used only as operands of
-        low-precision matrix products or convolutions."""
+        used only in float32. `dict[id(equation)]` is a tuple of the kind of the equation (see `Row`) and two bools:
+        whether its outputs are used only in float32, and whether its outputs are used only as operands of low-precision
+        matrix products or convolutions."""
         kept = self.demands.setdefault(jaxpr, {})
         if wanted not in kept:
             kept[wanted] = self._demand(jaxpr, wanted)
@@ -226,8 +226,8 @@ class _Autocast(Interpreter):
         return (True,) * len(outs) if eqn.primitive.name in ("while", "cond", "custom_vmap_call") else outs
 
     def kind(self, eqn) -> str:
-        """Returns the kind of an equation, which states how autocast evaluates it. `Row` describes the kinds. The kind
-        "author" is never returned, because it depends on the scope of the equation."""
+        """Returns the kind of an equation, which states how autocast evaluates it (see `Row`). The kind "author"
+        (excluded from autocast) is never returned, because it depends on the named scope of the equation."""
         name = eqn.primitive.name
         if name in jaxpr.BILINEAR:
             product = jaxpr.product(eqn)
@@ -354,9 +354,9 @@ def _marked(eqn) -> bool:
 def _activation(eqn, at) -> bool:
     """Whether the result of a matrix product is large, and is an activation or the gradient of an activation.
 
-    A weight gradient is a matrix product that sums over the examples, on axis 0 of both operands. In the backward pass,
-    the product of a matrix and an array with three or more axes is the gradient of an activation if it sums over a
-    single axis of the array, other than axis 0.
+    A weight gradient is a matrix product that sums over the examples, on axis 0 of both operands. A matrix product in
+    the backward pass is the gradient of an activation if one operand is a matrix, the other operand has three or more
+    axes, and the product sums over exactly one axis of the other operand, which is not axis 0.
     """
     product, shape = jaxpr.product(eqn), eqn.outvars[0].aval.shape
     if product.op is not jaxpr.DOT or any(product.dimensions[1]) or not all(isinstance(size, int) for size in shape):
@@ -377,9 +377,9 @@ class Row(NamedTuple):
     """The result of autocast for one equation: scope, primitive, kind, dtype and reason.
 
     The field `kind` states how the equation is evaluated: with low-precision operands and float32 sums ("lower"), in
-    the dtype of its inputs ("follow"), or in the dtype in which it was traced ("float32"). `kind` is "cast" for a cast
-    from bool to float32 (exact in any dtype), and "convolution" for a convolution that the policy keeps in float32. If
-    a rule or `full_precision` excludes the equation from autocast, `kind` is "author" (as written)."""
+    the dtype of its inputs ("follow"), or in the dtype in which it was traced ("float32"). A cast from bool to float32
+    has the kind "cast"; its result is exact in any dtype. A convolution that the policy keeps in float32 has the kind
+    "convolution". An equation that a rule or `full_precision` leaves as written has the kind "author"."""
 
     scope: str
     primitive: str

@@ -167,7 +167,8 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
     Raises:
         ValueError: a pattern matches no named value, or matches a named value inside a while loop, a branch of cond or
             a shard_map. A ValueError is also raised for a named value inside a function with a custom derivative, or
-            inside a function that `f` itself differentiates, because the derivative would still use the original value.
+            inside a function that `f` itself differentiates. Custom derivatives, and derivatives that `f` itself
+            computes, would still use the original value.
         TypeError: a new value differs from the original value in structure, shape or dtype.
 
     >>> def f(x):
@@ -283,7 +284,8 @@ def _value(match, leaves, indices) -> Any:
 
 def _numbers(site) -> bool:
     """Returns False if a named value contains PRNG keys. A value that is captured in a single iteration of a scan
-    becomes a part of the scan's carry. This carry is initialized with zeros, which do not exist for PRNG keys."""
+    becomes a part of the scan's carry. The initial carry contains zeros in place of the captured value, but zeros do
+    not exist for PRNG keys."""
     return not any(t is not None and jax.dtypes.issubdtype(t.dtype, jax.dtypes.extended) for t in site.types)
 
 
@@ -348,7 +350,7 @@ def _check_same(match, old, new) -> None:
 
 @jax.custom_jvp
 def _shifted(x, offset):
-    """Returns x, with the derivatives of x + offset. The array `offset` contains only zeros."""
+    """Returns x, but has the same derivatives as x + offset. The array `offset` contains only zeros."""
     return x
 
 
@@ -362,9 +364,11 @@ def _shift(leaves, indices, offsets):
 
 
 def _offsets(site) -> list:
-    """Returns arrays of zeros (offsets) with the shapes of a captured value, including the axes of scans. The gradient
-    with respect to the offsets, which are added to the value, is the cotangent of the value. In a shard_map, an offset
-    must vary over the same mesh axes as the value; otherwise, JAX would sum the cotangent over these axes."""
+    """Returns an array of zeros (an offset) for each floating-point leaf of a named value, and None for other leaves.
+    For a value inside scans, an offset has one more leading axis for each scan. Each offset is added to a leaf of the
+    named value, so that the gradient with respect to the offset is the cotangent of the leaf. In a shard_map, an offset
+    must have the same varying mesh axes as the leaf to which it is added; otherwise, JAX would sum the cotangent over
+    the missing axes."""
     lengths = tuple(length for _, length in site.scans)
     return [_jax.zeros((*lengths, *t.shape), t.dtype, _jax.varies_over(t)) if jnp.issubdtype(t.dtype, jnp.inexact)
             else None for t in (site.types[i] for i in site.leaves)]

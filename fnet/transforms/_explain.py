@@ -85,9 +85,9 @@ def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Us
     """Explains what autocast, tune, fold or use_implicit_arrays does in a function. The function is traced, but
     normally not run.
 
-    To select the fastest implementation, `explain` may time a step of `search.population`, or a step tuned with
-    `measure=True`, on copies of the arguments. The explanation of a population states with which method its members
-    (the models that are trained together) are run.
+    If `f` is a step of `search.population`, or is tuned with `measure=True`, `explain` may run and time `f` on copies
+    of the arguments to select the fastest implementation. The explanation of a population states with which method its
+    members (the models that are trained together) are run.
 
         step = ft.jit(ft.autocast(ft.value_and_grad(loss)))
         print(ft.explain(step, params, batch))

@@ -63,8 +63,9 @@ class Folds:
     `str()` returns a table.
 
     Attributes:
-        rows: one `Fold` for each changed matrix product or convolution, with the fields path (its named scope),
-            primitive, and folded (the primitives of the operations that were merged with it).
+        rows: one `Fold` object for each changed matrix product or convolution. A `Fold` describes a matrix product or
+            convolution by the fields `path` (its named scope), `primitive`, and `folded` (the primitives of the
+            operations that were merged into it).
     """
 
     rows: tuple[jaxpr.Fold, ...]
@@ -85,9 +86,9 @@ def fold(f: Callable, params: Any, state: Any = None) -> Callable:
 
     A matrix product or convolution with a constant kernel is often followed by additions and multiplications with
     constants for each output feature, such as biases, scales, and the running statistics of BatchNorm. `fold`
-    multiplies the kernel by the scale factors, and combines all additions into one:
+    multiplies the kernel by the scale factors, and combines all additions into one, for example for a matrix product:
 
-        ((x * kernel) - mean) * rate + bias  =  x * (kernel rate) + (bias - mean rate)
+        ((x @ kernel) - mean) * rate + bias  =  x @ (kernel * rate) + (bias - mean * rate)
 
     `ft.explain(predict, x)` lists the matrix products and convolutions that `fold` changed. `fold` does not change
     16-bit matrix products and convolutions, because the new kernels would have to be rounded to 16 bits. Matrix

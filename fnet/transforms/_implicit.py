@@ -20,12 +20,12 @@ def use_implicit_arrays(f: Callable) -> Callable:
         logits = ft.use_implicit_arrays(model)(params, x)
 
     An implicit array is a parameter that is computed from several arrays (its components), for example from 8-bit codes
-    and scales. f itself is traced with plain arrays. Matrix products, convolutions and lookups with an implicit array
-    are computed directly from its components. Before a matrix product, convolution or lookup, an implicit array (for
-    example a quantized parameter) may be transposed, reshaped or cast, and passed through jit, scans, remat, branches
-    and loops. If an operation cannot use the components of an implicit array, the implicit array is first converted to
-    a plain array (materialized). `ft.explain` lists all operations that read an implicit array, such as a quantized
-    parameter:
+    and scales. f itself is traced with plain arrays. Matrix products, convolutions and lookups (indexing) read the
+    components of an implicit array directly, for example the 8-bit codes and scales of a quantized parameter. Before a
+    matrix product, convolution or lookup, an implicit array may be transposed, reshaped or cast, and passed through
+    jit, scans, remat, branches and loops. If an operation cannot use the components of an implicit array, the implicit
+    array is first converted to a plain array (materialized). `ft.explain` lists all operations that read an implicit
+    array, such as a quantized parameter:
 
         print(ft.explain(ft.use_implicit_arrays(model), params, x))
 
@@ -100,8 +100,8 @@ class Uses:
 
 
 def uses(f: Callable, args: tuple, kwargs: dict) -> Uses:
-    """Returns the uses of implicit arrays (such as quantized arrays) in f for the arguments `args` and `kwargs`.
-    Nothing is computed."""
+    """Returns a list of the operations in `f(*args, **kwargs)` that read implicit arrays (such as quantized arrays), as
+    a `Uses` object. f is traced, but nothing is computed."""
     interpreter = ImplicitInterpreter()
     arrays, rebuild = array_leaves((args, kwargs))
 

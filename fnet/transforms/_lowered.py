@@ -1,12 +1,12 @@
 """A primitive for bilinear operations in low precision. The derivatives of every order of the primitive also use low
 precision.
 
-If JAX's dot_general has bfloat16 operands and a float32 result, the cotangent of the result is float32. This float32
-cotangent is an operand of each matrix product in the backward pass, so the backward pass is not computed in bfloat16.
-If dot_general has a bfloat16 result, weight gradients are rounded to bfloat16. The primitive `lowered` casts its
-operands itself, so the operands and the result may have any floating-point dtype. `lowered` multiplies in the
-low-precision dtype and accumulates in float32. The gradient of each operand has the dtype of the operand, so that the
-gradient of a float32 weight is summed in float32.
+If JAX's dot_general has bfloat16 operands and a float32 result, its backward pass is not computed in bfloat16, because
+the float32 cotangent of the result is an operand of each matrix product in the backward pass. If dot_general has a
+bfloat16 result, weight gradients are rounded to bfloat16. The primitive `lowered` casts its operands itself, so the
+operands and the result may have any floating-point dtype. `lowered` multiplies in the low-precision dtype and
+accumulates in float32. The gradient of each operand has the dtype of the operand, so that the gradient of a float32
+weight is summed in float32.
 """
 
 from __future__ import annotations

@@ -127,9 +127,10 @@ def _traced(f, first):
     """Traces `f(i, slice)` once.
 
     Returns:
-        (run, shapes, effects, values). `run(i, slice, gate)` evaluates f after applying the function `gate` to every
-        floating-point value that f reads, including values in the closure of f. `shapes` are the shapes of f's outputs.
-        `effects` are the side effects of f. `values` is a list of the floating-point values that f reads.
+        (run, shapes, effects, values). `run(i, slice, gate)` evaluates `f(i, slice)`, but first replaces each
+        floating-point array x in `slice` and in the closure of f by `gate(x)`. `shapes` are the shapes of f's outputs.
+        `effects` are the side effects of f. `values` is a list of the floating-point arrays in `slice` and in the
+        closure of f.
     """
     traced, closed = jax.closure_convert(f, jnp.int32(0), first)
     program, shapes = jax.make_jaxpr(traced, return_shape=True)(jnp.int32(0), first, *closed)
@@ -196,8 +197,8 @@ def batch_rows(who: str, args, where) -> int:
 
 
 def _slices(args, where, n):
-    """Returns the batched leaves as arrays [n, rows / n, ...], and a function that returns the arguments with slice i
-    in place of the batch."""
+    """Returns the batched arrays, split into n slices, as arrays [n, rows / n, ...]. Also returns a function that
+    replaces the whole batch in the arguments by one of the slices."""
     arrays, rebuild = batch_leaves(args, where)
 
     def split(a):
@@ -209,9 +210,8 @@ def _slices(args, where, n):
 def batch_leaves(args, where):
     """Returns the batched arrays, and a function `rebuild` that replaces the batched arrays in the arguments.
 
-    The batched arrays are the leaves of the batched arguments that are not scalars. `rebuild(i, arrays)` returns all
-    arguments of the call with `arrays` in place of the batched arrays, and with the integer i folded into the scalar
-    random keys.
+    The batched arrays are the non-scalar leaves of the batched arguments. `rebuild(i, arrays)` returns all arguments of
+    the call with `arrays` in place of the batched arrays, and with the integer i folded into the scalar random keys.
     """
     leaves, structure = jax.tree.flatten([args[i] for i in where])
 

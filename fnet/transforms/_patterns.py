@@ -112,8 +112,8 @@ def _indexed(who, pattern, sites) -> list[Match]:
 def _assigned(given, site) -> tuple | None:
     """Finds the scan to which each index in a pattern refers. For example, the index 3 in "blocks[3]/mlp" refers to the
     scan with the path "blocks". Returns a tuple with one element for each scan that contains the named value: the index
-    of the selected iteration, or None for all iterations. Returns None if an index in the pattern cannot be assigned to
-    a scan around the named value."""
+    of the selected iteration, or None for all iterations. Returns None if an index in the pattern corresponds to none
+    of the scans that contain the named value."""
     indices: list[int | None] = [None] * len(site.scans)
     for before, index in given:
         depth = before.count("/") + 1

@@ -133,7 +133,7 @@ def unreplicate(tree: Any) -> Any:
     [...].
 
     Raises:
-        ValueError: a leaf is a scalar, so it has no axis of devices.
+        ValueError: a leaf is a scalar, so it has no first axis with one position for each device.
 
     >>> devices = jax.devices()[:1]
     >>> ft.unreplicate(ft.replicate({"w": jnp.ones(3)}, devices))["w"].shape

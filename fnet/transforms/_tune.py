@@ -70,8 +70,8 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
     - On TPUs, the weights of the unrolled layers, and their gradients, are separate arrays within the step, because the
       compiler prefetches whole arrays, but not slices, into on-chip memory.
 
-    - On TPUs, the statistics of BatchNorm for a bfloat16 array x are computed from the sums of x and x², so that the
-      kernels of the convolutions compute these sums.
+    - On TPUs, the mean and variance of BatchNorm for a bfloat16 array x are computed from the sums of x and x², so that
+      XLA can compute the sums in the same compiled kernel as the convolution whose result is x.
 
     - On TPUs, a scatter that overwrites up to 16 slices, as in text generation, becomes an elementwise selection.
 
@@ -121,8 +121,8 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
 
 
 class _Tuned:
-    """A tuned step. `_Tuned` is a class, not a function with the attributes `trace` and `lower`: `jax.jit` would copy
-    these attributes to the jitted function and replace its own methods."""
+    """A tuned step, a callable object with the methods `trace` and `lower`. If a tuned step were a function with the
+    attributes `trace` and `lower`, `jax.jit` would copy these attributes over the methods of the jitted function."""
 
     def __init__(self, step, chip, rules, measure):
         wraps(step)(self)
@@ -245,7 +245,8 @@ class _Program:
 
 class _Stage:
     """A stage of ahead-of-time compilation (traced, lowered or compiled). `_Stage` is used for a program that has
-    arguments or results that are not arrays. The compiled stage is called with the step's arguments."""
+    arguments or results that are not arrays. A compiled `_Stage` is called with the same arguments as the step
+    itself."""
 
     def __init__(self, program, stage):
         self._program, self._stage = program, stage

@@ -82,8 +82,8 @@ def _separated(x):
 
 def _weights(parts) -> list[int]:
     """Returns the indices of the scanned inputs that matrix products or convolutions use, such as the stacked weights
-    of layers. Returns an empty list if the scan is not a scan over layers, that is, if a matrix product or convolution
-    in its body uses the same array in each iteration. For example, a recurrent network uses the same weights in each
+    of layers. Returns an empty list if a matrix product or convolution in the body of the scan uses the same array in
+    each iteration, such as the weights of a recurrent network. A scan over layers uses different weights in each
     iteration."""
     consts, _, slices = parts.split(parts.jaxpr.invars)
     first = parts.consts + parts.carry
@@ -93,12 +93,12 @@ def _weights(parts) -> list[int]:
 
 
 def _operands(program, origins):
-    """Yields, for each matrix product or convolution in a scan, a list with the origin of each operand.
+    """Yields a list for each matrix product or convolution in a scan, which states where each operand comes from.
 
-    The origin of an operand is the index of a scanned input, `CONSTANT` for an array that is the same in each
-    iteration, or None for any other value. If the operand is a cast, transposed or reshaped scanned input, its origin
-    is also the index of this scanned input. The argument `origins` maps each input variable of the jaxpr to its origin
-    (an index, `CONSTANT` or None).
+    Each list contains the origins of the operands: the index of a scanned input, `CONSTANT` for an array that is the
+    same in each iteration, or None for any other value. If a scanned input is cast, transposed or reshaped before a
+    matrix product, the origin of the operand is still the index of the scanned input. The argument `origins` maps each
+    input variable of the jaxpr to its origin (an index, `CONSTANT` or None).
     """
     origins = dict(origins)
     for eqn in program.eqns:
@@ -165,8 +165,8 @@ def comparison(eqn, inputs):
     """Selects one element of each row, such as a label's logit, by a comparison instead of a lookup.
 
     The rule also applies to the gradient of the lookup, which is 0 except at the selected element of each row. XLA
-    fuses a comparison with other operations on the same row, such as the sum of a softmax. Without this rule, the
-    gradient of a lookup is a scatter-add into an additional array of zeros.
+    fuses a comparison with other operations that read the same row of the array, for example with the sum in a softmax.
+    Without this rule, the gradient of a lookup is a scatter-add into an additional array of zeros.
     """
     mode = jaxpr.lookup_mode(eqn)
     x, indices = inputs[0].x, inputs[1].x
@@ -190,8 +190,8 @@ def two_rows(eqn, inputs):
 
     For the product of a one-row operand and a matrix, XLA multiplies the elements, rounds the results to 16 bits,
     writes them to memory, and reads them again to sum them. For the product of a two-row operand and a matrix, XLA
-    reads the matrix once and accumulates in float32. If the operand has two equal rows, the result also has two equal
-    rows, of which `two_rows` returns the first one.
+    reads the matrix once and accumulates in float32. Because the operand has two equal rows, the result also has two
+    equal rows, and `two_rows` returns only the first row of the result.
     """
     product = jaxpr.product(eqn)
     contract, batch = product.dimensions
@@ -208,13 +208,13 @@ def two_rows(eqn, inputs):
 
 
 def unshifted(eqn, inputs):
-    """Replaces by zeros the constants that `nn.BatchNorm` subtracts from a bfloat16 array.
+    """Makes `nn.BatchNorm` subtract 0 instead of the first value of each channel from a bfloat16 array.
 
-    `nn.BatchNorm` subtracts the first value of each channel from the channel, and then sums the array. If BatchNorm
-    subtracts constants from the result of a convolution, XLA cannot compute the sums in the same compiled kernel as the
-    convolution. The sums are in float32. If no constants are subtracted, the relative error of the variance is about
-    2^-24 (mean / standard deviation)^2. Rounding the array to bfloat16 already causes a relative error of about 2^-20
-    (mean / standard deviation)^2 in the variance.
+    Without the rule `unshifted`, `nn.BatchNorm` subtracts the first value of each channel from the channel, and then
+    sums the array. If BatchNorm subtracts constants from the result of a convolution, XLA cannot compute the sums in
+    the same compiled kernel as the convolution. If BatchNorm sums the array in float32 without subtracting constants,
+    the relative error of the variance is about 2^-24 (mean / standard deviation)^2. Rounding the array to bfloat16
+    already causes a relative error of about 2^-20 (mean / standard deviation)^2 in the variance.
     """
     x = inputs[0].x
     return [jnp.zeros_like(x)] if jaxpr.value_name(eqn) == jaxpr.SHIFT and x.dtype == jnp.bfloat16 else None

@@ -6,8 +6,8 @@ input (an input with zeros between its elements). A depthwise convolution is rep
 one for each position of the window. The gradient of a convolution with groups is replaced by one convolution for each
 group. A convolution whose window is larger than its input is replaced by a matrix product. A convolution with a dilated
 input is changed in one of two ways: either the zeros between the elements are written to memory before the convolution,
-or the operands are exchanged, so that the dilated array becomes the window. The new forms take between a half and a
-hundredth of the original time (`python -m benchmarks.convolutions`).
+or the operands are exchanged, so that the dilated array becomes the window. The rewritten convolutions take between a
+half and a hundredth of the original time (`python -m benchmarks.convolutions`).
 """
 
 from __future__ import annotations
@@ -148,9 +148,9 @@ def dilated_input(eqn, inputs):
 
 
 def _kind(product, x, w) -> str | None:
-    """Returns the kind of a depthwise convolution, or None for any other operation. The kind is "kernel" for the
-    gradient with respect to the kernel. The kind is "forward" for the depthwise convolution itself. The gradient with
-    respect to the input has the same form as the convolution, so its kind is also "forward"."""
+    """Returns "forward" for a depthwise convolution, "kernel" for the gradient of a depthwise convolution with respect
+    to its kernel, and None for any other operation. The gradient of a depthwise convolution with respect to its input
+    has the form of a depthwise convolution, so `_kind` also returns "forward" for this gradient."""
     (lhs, rhs, _), (features, batches) = product.dimensions, product.groups
     if batches == 1 and 1 < features == x[lhs[1]] == w[rhs[0]]:
         return "forward"
@@ -164,9 +164,9 @@ def _taps(window):
 
 
 def _slice(x, tap, step, size, stride):
-    """Slices every spatial axis of x, an array [examples, *space, channels]. `tap` is a position in the convolution
-    window. Along each spatial axis, the slice starts at the index tap * step, and has `size` elements with the stride
-    `stride`."""
+    """Slices every spatial axis of x, an array [examples, *space, channels]. Along each spatial axis, the slice starts
+    at the index `tap * step`, where `tap` is a position in the convolution window, and `step` is the dilation of the
+    window. The slice has `size` elements along each spatial axis, with the stride `stride`."""
     start = [0, *(k * d for k, d in zip(tap, step)), 0]
     stop = [len(x), *(k * d + s * (n - 1) + 1 for k, d, n, s in zip(tap, step, size, stride)), x.shape[-1]]
     return lax.slice(x, start, stop, [1, *stride, 1])

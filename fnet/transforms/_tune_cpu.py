@@ -62,8 +62,8 @@ class Rule(NamedTuple):
 
 
 def apart(x):
-    """Returns x after an optimization barrier. Without the barrier, XLA may fuse a strided copy of x with the
-    elementwise operations that compute x.
+    """Returns x after an optimization barrier. Without an optimization barrier, XLA may fuse the elementwise operations
+    that compute x with a later strided copy of x.
     """
     return lax.optimization_barrier(x)
 
@@ -74,9 +74,9 @@ def products(eqn, inputs):
     the array is the first operand and its last axis is contracted. In a matrix product x^T y, the smaller operand
     becomes the first operand.
 
-    Under vmap, the matrix product of a dense layer has a result whose first axis is the axis of the features. If an
-    array with the features as its first axis is added to an array with the features as its last axis, XLA computes the
-    inputs of the sum twice, once in each layout. If vmap maps only the weights of a dense layer, the matrix product is
+    Under vmap, the matrix product of a dense layer has a result whose first axis is the axis of the features. XLA
+    computes the inputs of an addition twice, once for each order of axes, if the features are the first axis of one
+    input and the last axis of the other input. If vmap maps only the weights of a dense layer, the matrix product is
     not rewritten, because the rule would have to transpose the weights. Matrix products with batch axes, as in
     attention, are not rewritten, because the rule would not make them faster.
     """
@@ -188,11 +188,11 @@ def max_pool_gradient(eqn, inputs):
 
 
 def _ends_swapped(x):
-    """Transposes an array [a, b, c] to [c, b, a] by several transposes that use the CPU's cache well. A single
-    transpose would take four to ten times as long as these transposes.
+    """Transposes an array [a, b, c] to [c, b, a] by three transposes that use the CPU's cache well. A single transpose
+    from [a, b, c] to [c, b, a] would take four to ten times as long.
 
-    Without the loop over the two halves of x, XLA would fuse the computation of x and its transposes into one strided
-    copy.
+    The first two of the three transposes run in a loop over the two halves of x, because XLA would otherwise fuse the
+    computation of x and the transposes into one strided copy.
     """
     a, b, c = x.shape
     halves = 1 if a % 2 else 2
@@ -202,7 +202,7 @@ def _ends_swapped(x):
 
 
 def convolution_gradient(eqn, inputs):
-    """Computes the weight gradient of a convolution with the axis order of a forward convolution (NHWC and HWIO).
+    """Transposes the operands of a convolution's weight gradient to NHWC and HWIO, as in forward convolutions.
 
     Bfloat16 operands are cast to float32, because XLA:CPU without oneDNN computes bfloat16 convolutions in float32. The
     weight gradients of convolutions with strides, few examples or few channels are not rewritten, because XLA computes

@@ -47,8 +47,8 @@ def _order(value):
     """Returns the order of axes to which a value was transposed, or None if the value was not transposed.
 
     The attribute `note` of a transposed value is the order of its axes, a tuple as in `jnp.transpose`. `_order` also
-    returns None if the length of the tuple `note` differs from the number of axes of the value. In a loop, for example,
-    a slice of a transposed array has one axis fewer than the array, but the attribute `note` of the slice may be that
-    of the whole array.
+    returns None if the length of the tuple `note` differs from the number of axes of the value. For example, a slice of
+    a transposed array in a loop has one axis fewer than the array, but its attribute `note` may still be the order of
+    the axes of the whole array.
     """
     return value.note if isinstance(value.note, tuple) and len(value.note) == np.ndim(value.x) else None

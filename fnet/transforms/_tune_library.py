@@ -5,7 +5,7 @@ with float32 sums, oneDNN needs a tenth of the time of YNNPACK and Eigen on CPUs
 instructions for bfloat16, oneDNN usually needs at most half of the time of YNNPACK and Eigen
 (`python -m benchmarks.convolutions bfloat16`). For bfloat16 matrix products, oneDNN is slower than YNNPACK. For weight
 gradients of float32 convolutions, oneDNN is slower than Eigen. A compiler option applies to the whole program, so the
-kind of operation with the most work determines the option.
+library is selected for the operations (matrix products or convolutions) that do most of the program's multiplications.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def pools_apart(equations: Sequence) -> bool:
 
 
 def onednn_pays(equations: Sequence) -> bool:
-    """Whether large bfloat16 convolutions are most of the program's work."""
+    """Whether large bfloat16 convolutions do most of the program's multiplications, and oneDNN can run them."""
     work, products = _work(equations), filter(None, map(product, equations))
     every, low = sum(each.op is CONVOLUTION for each in products), work["convolution", BF16]
     return 2 * low > sum(work.values()) and low >= LARGE * every and onednn()

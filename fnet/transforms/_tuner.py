@@ -22,9 +22,9 @@ class Fired(NamedTuple):
 
 
 class Tuner(Interpreter):
-    """Evaluates a jaxpr equation by equation. The attribute `note` of a value is True if the value is a function
-    argument, a view of an argument, or a broadcast scalar (see `_tune_cpu`). The attribute `note` is a tuple if the
-    value is a transposed array (see `_tune_layout`). For any other value, `note` is None."""
+    """Evaluates a jaxpr equation by equation. The attribute `note` of a value is True if the value can be read without
+    a computation: a function argument, a view of an argument, or a broadcast scalar (see `_tune_cpu`). The attribute
+    `note` is a tuple if the value is a transposed array (see `_tune_layout`). For any other value, `note` is None."""
 
     def __init__(self, rules, rows=None):
         super().__init__()

@@ -101,8 +101,8 @@ class _Server:
         return {"Connection": "close"} if self.draining else {}
 
     def endpoint(self, path: str, function: Callable) -> Callable:
-        """Returns a function that responds to the requests for a path. The returned function performs the checks that
-        all paths of the server share, calls `function`, and converts errors to responses."""
+        """Returns a function that responds to the requests for a URL path. The returned function performs the checks
+        that are common to all URL paths of the server, calls `function`, and converts errors to responses."""
         from starlette.requests import ClientDisconnect
         from starlette.responses import JSONResponse, Response
 

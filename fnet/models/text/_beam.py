@@ -45,8 +45,8 @@ def beam_search(model: nn.Layer, params: dict, prompts: jax.Array, *, beams: int
 
     Each iteration extends the best `beams` texts of each prompt by every possible token, and keeps the best `beams`
     results. A text that ends with a stop token is finished and is not extended. The beam search for a prompt ends after
-    at most `max_tokens` tokens. The search ends earlier if `beams` texts are finished and each of them has at least the
-    score of every unfinished text.
+    at most `max_tokens` tokens. The search ends before `max_tokens` tokens if `beams` texts are finished and no
+    unfinished text has a higher score than the worst of these `beams` texts.
 
         best = models.beam_search(model, params, prompts, beams=4, max_tokens=50, stop=tokenizer.stop)
         print(tokenizer.decode(best.tokens[0, 0, :best.lengths[0, 0]]))

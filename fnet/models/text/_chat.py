@@ -209,7 +209,7 @@ def chat(model: nn.Layer, params: dict, tokenizer: Any, messages: Sequence[Mappi
 
 
 def encoded(tokenizer, text: str) -> list[int]:
-    """Returns the tokens of a rendered template, without the tokens that the tokenizer adds to each text."""
+    """Converts a rendered chat template to tokens. The tokenizer adds no special tokens, such as <s>, to the text."""
     more = {"special_tokens": False} if "special_tokens" in inspect.signature(tokenizer.encode).parameters else {}
     return [int(token) for token in tokenizer.encode(text, **more)]
 

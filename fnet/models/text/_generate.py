@@ -116,8 +116,9 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
         `Generated(tokens, lengths, log_probs)`, with tokens [batch * samples, max_tokens].
 
     Raises:
-        ValueError: the shape of `prompts` is not [batch, time]; `lengths` are outside 1 .. time; an option is outside
-            its range; the prompt and `max_tokens` exceed the model's context; or the key for sampling is missing.
+        ValueError: the shape of `prompts` is not [batch, time], a value in `lengths` is not from 1 to `time`, or an
+            option is outside its range. ValueError is also raised if a prompt and `max_tokens` together exceed the
+            model's context, or if `key` is None although tokens are sampled.
         TypeError: `prompts` are not integers.
 
     >>> from fnet import models

@@ -69,7 +69,7 @@ def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key:
         prompt: the text to continue. The prompt must have at least one token.
         key: a `jax.random.key`, not needed for temperature 0.
         stop: strings that end the text. The generated text ends before the first stop string. If stop strings overlap
-            in the text, the first stop string is the one whose last character comes first.
+            in the text, the generated text ends before the stop string that is completed first.
         options: `max_tokens` and other options of `generate`, except `samples` and `lengths`.
 
     Yields:

@@ -116,7 +116,7 @@ class WordPiece:
         Args:
             text: the text.
             max_length: the maximum number of tokens, including [CLS] and [SEP]. If a text has more than `max_length`
-                tokens, the last tokens before [SEP] are dropped. By default, there is no maximum.
+                tokens, the last tokens before [SEP] are dropped. By default, the number of tokens is not limited.
             special_tokens: whether to add [CLS] and [SEP].
         """
         if max_length is not None and max_length < 2 * special_tokens:

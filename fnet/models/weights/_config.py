@@ -19,7 +19,7 @@ SKIP = object()    # used instead of a field's value: do not compare the field w
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """States that a field of config.json sets one field of the model.
+    """Describes a field of config.json that sets exactly one field of the model.
 
     Args:
         field: the name of the model's field.
@@ -56,7 +56,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Must:
-    """States that a field of config.json must have one of the supported values, but sets no field of the model.
+    """Describes a field of config.json that must have one of the supported values, but sets no field of the model.
 
     Args:
         values: the supported values.
@@ -185,8 +185,8 @@ class Config:
     def _wanted(self, config):
         """Returns a list of the settings in config.json, and a list of problems.
 
-        Each setting is a tuple (entry, given, values). `entry` is the `Use`, `Must` or `Fields` object for a field of
-        config.json. `given` is a text with the name and value of the field. `values` is {field of the model: value}.
+        Each setting is a tuple for one field of config.json: its `Use`, `Must` or `Fields` object, a text with its name
+        and value, and {field of the model: value}.
         """
         wanted, problems = [], []
         for name in [*config, *(name for name in self.fields if name not in config)]:
@@ -354,9 +354,8 @@ def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str,
             `irrelevant` and `fields` is ignored when config.json is read, but `save` writes this field. With
             `save(like=...)`, the fields that have no effect on the forward pass are copied from the config.json of
             `like`.
-        other_heads: names of heads that the model may have even if `architectures` in config.json states a different
-            head. All heads must have different array names, so that `load` can detect a file with the weights of
-            another head.
+        other_heads: names of the model's heads for which `architectures` in config.json may state a different head. All
+            heads must have different array names, so that `load` can detect a file with the weights of another head.
         options: other arguments of `Config`.
     """
     def architecture(value, config):

@@ -53,9 +53,11 @@ def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
 
     Args:
         model: the model.
-        names: the framework of the array names in the file of weights, a key of the model's `NAMES`.
-        like: the content of an existing config.json, or {}. If the `model_type` of `like` can describe the model, the
-            result has the same `model_type`, and also the fields of `like` that do not affect the output of the model.
+        names: a key of the model's `NAMES`, such as "huggingface": the framework whose array names are in the file of
+            weights.
+        like: the content of an existing config.json, or {}. If a config.json with the `model_type` of `like` can
+            describe the model, the result has the same `model_type`, and also the fields of `like` that do not affect
+            the output of the model.
     """
     kinds = sorted(model.CONFIGS, key=lambda kind: kind != _config.kind_of(like))
     for kind in kinds:

@@ -20,9 +20,9 @@ def timm(architecture: Callable[[str], Mapping[str, Any] | None], write: Callabl
 
     Args:
         architecture: function that returns the fields of the model for the name of a timm architecture, or None.
-        write: the inverse of `architecture`. `write` may return a name of an architecture that fnet does not know, for
-            which `architecture` returns None.
-        pool: the supported value of `global_pool`.
+        write: the inverse of `architecture`. `write` may return a name that fnet does not know; for this name,
+            `architecture` returns None.
+        pool: the only supported value of `global_pool` in config.json, such as "avg".
         expected: a description of the supported architectures, for error messages.
     """
     def fields(value, config):

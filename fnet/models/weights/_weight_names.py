@@ -7,9 +7,9 @@ A `Rule` connects the path of an array in fnet with its key in the file, and sta
 A placeholder in braces, such as `{s}`, matches an integer in the path. In the key (the name in the file), `{s+1}` is
 the integer `s` plus a constant, and `{b:letter}` is the integer `b` as a letter (0 is a). In fnet, the arrays of all
 layers of an `nn.Stack` are one array, whose leading axis is the layer index. In the file, each layer has its own array.
-Therefore, the key of an array of an `nn.Stack` contains a placeholder for the layer index, which the path in fnet does
-not contain. If a rule has several paths for one key, the array in the file is split along its last axis into the arrays
-in fnet, for example into query, key and value.
+Therefore, for an array of an `nn.Stack`, the key in the file contains a placeholder for the layer index, but the path
+in fnet contains none. If a rule has several paths for one key, the array in the file is split along its last axis into
+the arrays in fnet, for example into query, key and value.
 """
 
 from __future__ import annotations
@@ -103,12 +103,13 @@ class Rule:
     Args:
         ours: the path or paths in fnet. A path may contain placeholders in braces for integers, such as `{s}` in
             "stage{s}".
-        theirs: the key (array name) in the file, which may contain the same placeholders as the path, such as `{s}`. A
-            placeholder that occurs in the key in the file but not in the path in fnet stands for the index of a layer
-            in an `nn.Stack`.
+        theirs: the key (array name) in the file, which may contain the same placeholders as the path, such as `{s}`. If
+            the path in fnet lacks a placeholder of the key, this placeholder stands for an index along a leading axis
+            of the array in fnet, such as the layer index in an `nn.Stack`.
         layout: the change of layout between the file and fnet. Default: no change.
         beside: `Spare` objects, which describe keys that the file may contain although the model does not need them.
-            The key of a `Spare` may contain the placeholders of the path `ours`, such as `{s}`.
+            The key in a `Spare` object may contain the same placeholders as the path in fnet, such as `{s}` in
+            "stage{s}".
 
     >>> rule = models.pretrained.Rule("blocks/fc/kernel", "layers.{i}.fc.weight", models.pretrained.DENSE)
     """
@@ -174,8 +175,8 @@ class Names:
             tuple of naming rules.
         prefixes: possible prefixes of the keys (array names in the file). `save` writes the first element of `prefixes`
             for a model without a head, and the last element for a model with a head.
-        heads: naming rules for arrays whose keys (names in the file) have no prefix, such as the arrays of a head after
-            an encoder.
+        heads: naming rules whose keys (names in the file) are used without any of the `prefixes`, such as the rules for
+            a head after an encoder.
         aliases: {end of a key in older files: end of the same key in newer files}.
         config: {field of the model: value that the framework's weights require}, for values that cannot be derived from
             shapes, such as BatchNorm's epsilon.

@@ -23,7 +23,8 @@ def parts(path: Path | StorePath) -> list[Path | StorePath]:
 def rewrite(path: Path | StorePath, keep: Callable[[bytes], bytes]) -> None:
     """Replaces the content of each part of a log by `keep(content)`, from the last part to the first part.
 
-    If the process is killed during `rewrite`, the first parts of the log still have the old content.
+    If the process is killed during `rewrite`, the last parts of the log (objects in an object store) may already have
+    the new content, but the parts before them still have the old content.
     """
     for part in reversed(parts(path)):
         raw = part.read_bytes()

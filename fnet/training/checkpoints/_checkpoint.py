@@ -128,8 +128,8 @@ class Checkpoints(Reading):
         self._values.clear()
 
     def _ready(self) -> None:
-        """Locks the folder. Only process 0 owns the lock of the folder. Before the first save, all processes wait until
-        process 0 has locked the folder."""
+        """Locks the folder. Only process 0 holds the lock of the folder. Before the first save, all processes wait
+        until process 0 has locked the folder."""
         if self._shared or jax.process_count() == 1:
             self.lock()
             return
@@ -147,7 +147,8 @@ class Checkpoints(Reading):
         self._shared = True
 
     def _held(self, *, ask: bool = True) -> None:
-        """Raises an error if another run owns the folder. If `ask` is False, no request is sent to an object store."""
+        """Raises an error if this run no longer holds the lock of the folder. If `ask` is False, no request is sent to
+        an object store."""
         if self._lock is not None and not (self._lock.holds() if ask else self._lock.kept()):
             raise CheckpointError(f"{self.folder}: this folder was removed or replaced, or another run took it over; "
                                   "nothing more is written there. Start the run again")
@@ -188,7 +189,7 @@ class Checkpoints(Reading):
         """Adds metrics and notes to the manifest (JSON file) of a saved step, in the background.
 
         A pending save is completed before the manifest is changed. The arrays of the checkpoint are not written again.
-        If the step was not saved because `sound` was False, `amend` has no effect.
+        If `sound` was False in the call of `save`, the step has no checkpoint, and `amend` has no effect.
 
         Args:
           step: a step that was passed to `save`.

@@ -78,13 +78,13 @@ class Folder:
         return f"arrays-{process}.safetensors"
 
     def write_part(self, step: int, process: int, text: str) -> None:
-        """Writes a JSON description of the file of `process`. Process 0 reads the descriptions of all files before it
-        commits the step."""
+        """Writes a JSON file that describes the arrays saved by process `process`. Process 0 reads the JSON files of
+        all other processes before it commits the step."""
         write_whole(self._part(step, process), text.encode())
 
     def take_part(self, step: int, process: int) -> str | None:
-        """Removes and returns the JSON description of the file of `process`. Returns None if the description of the
-        file does not exist yet."""
+        """Reads and deletes the JSON file that describes the arrays saved by process `process`. Returns the JSON text,
+        or None if the JSON file does not exist yet."""
         part = self._part(step, process)
         if not part.exists():
             return None
@@ -106,7 +106,7 @@ class Folder:
         Args:
           step: the step.
           content: the content of the manifest, which describes the files and arrays.
-          check: a function that raises an error if this run no longer owns the folder.
+          check: a function that raises an error if this run no longer holds the lock of the folder.
         """
         _manifest.write_manifest(self.partial(step), content)
         check()

@@ -103,9 +103,10 @@ def raw_bytes(array: np.ndarray) -> memoryview:
 
 
 def joined(before: int, own: int, raw: Any) -> int:
-    """Returns the CRC-32 of a sequence of bytes followed by `raw`.
+    """Returns the CRC-32 of two concatenated sequences of bytes.
 
-    `before` is the CRC-32 of the sequence of bytes without `raw`, and `own` is the CRC-32 of `raw` alone.
+    `before` is the CRC-32 of the first sequence of bytes. `raw` is the second sequence of bytes, and `own` is the
+    CRC-32 of `raw`.
 
     Source: zlib's crc32_combine, which multiplies polynomials over GF(2).
     """
@@ -279,7 +280,7 @@ def opened(path: Path | StorePath) -> Iterator[tuple[Any, int]]:
 
 
 class _Whole(Readable):
-    """An unbuffered file whose `read` and `readinto` return fewer bytes than requested only at the end of the file."""
+    """An unbuffered file. `read` and `readinto` return fewer bytes than requested only at the end of the file."""
 
     def __init__(self, file):
         self._file = file

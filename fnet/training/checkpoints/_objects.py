@@ -106,8 +106,8 @@ class Objects:
 
     def discard(self, step: int) -> None:
         """Abandons a checkpoint that could not be committed, so that the other processes no longer wait for it. The
-        arrays of the checkpoint are kept until `tidy` is called, because the manifest exists if only the response of
-        the object store was lost."""
+        arrays of the checkpoint are kept until `tidy` is called, because the checkpoint may be complete: if only the
+        response of the object store was lost, the manifest (JSON file) of the checkpoint exists."""
         with contextlib.suppress(OSError):
             for name in self.partial(step).keys():
                 if name.startswith(".part-"):
@@ -138,8 +138,8 @@ class Objects:
         return name
 
     def tidy(self) -> None:
-        """Removes the objects that interrupted saves and removals have left: objects of prefixes without a manifest,
-        and objects that are not listed in the manifest of their checkpoint."""
+        """Removes the objects that remain after an interrupted save or removal of a checkpoint. A removed object is not
+        listed in the manifest (JSON file) of its checkpoint, or its checkpoint has no manifest."""
         for name, inside in self._names().items():
             if not name.isdecimal() or inside == [""]:
                 continue

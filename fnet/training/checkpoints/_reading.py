@@ -190,8 +190,8 @@ class Reading:
             failed.append(self._set_aside(step, why) if me == 0 else f"step {step} is damaged ({why})")
 
     def _candidate(self, tried: list[int]) -> int:
-        """Returns the newest checkpointed step that is not in `tried`, or -1 if there is no such step. Process 0
-        determines this step from the folder of checkpoints, and sends it to the other processes."""
+        """Returns the newest checkpointed step that is not in `tried`, or -1 if there is no such step. Process 0 reads
+        the steps of all checkpoints from the folder, and sends the selected step to the other processes."""
         if jax.process_index() > 0:
             if (step := _shards.first_says(0)) == -2:
                 raise CheckpointError(f"{self.folder}: the first process could not list the checkpoints; its own "

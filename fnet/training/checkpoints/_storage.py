@@ -229,7 +229,7 @@ class StorePath:
         return self._conditional(data, "create")
 
     def replace(self, data: bytes, before: Meta) -> Meta | None:
-        """Overwrites the object if it has not changed since its metadata `before` were read. Returns the new metadata,
+        """Overwrites the object if its version is still the version in the metadata `before`. Returns the new metadata,
         or None if the object has changed."""
         return self._conditional(data, before.version)
 

@@ -15,9 +15,9 @@ class Batches:
     i.
 
     Each epoch is a random permutation of the examples. The permutations of all epochs are concatenated to one sequence
-    of examples. Batch i contains the elements i * batch_size to (i + 1) * batch_size - 1 of the concatenated
-    permutations. Every example occurs once in each epoch, and all batches have the same size. A resumed run continues
-    with the same batches, without a saved iterator.
+    of examples. Batch i contains the examples at positions i * batch_size to (i + 1) * batch_size - 1 of the sequence
+    of examples from all epochs. Every example occurs once in each epoch, and all batches have the same size. A resumed
+    run continues with the same batches, without a saved iterator.
 
     Args:
       data: arrays with one row for each example. The arrays are in a dict such as {"image": [n, ...], "label": [n]}, in

@@ -39,16 +39,16 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
     run gets, and `fit` logs this information. The value of `batches.resume` is one of the strings "exact", "epoch" and
     "none":
 
-    - "exact": the resumed run gets the batches of an uninterrupted run. `batches.resume` is "exact" if the source is
-      read by index, for example a sequence, a Grain MapDataset or a Hugging Face Dataset. `batches.resume` is also
+    - "exact": the resumed run gets the same batches as an uninterrupted run. `batches.resume` is "exact" if the source
+      is read by index, for example a sequence, a Grain MapDataset or a Hugging Face Dataset. `batches.resume` is also
       "exact" if the source has a state that can be stored in a checkpoint. A source has a state if the iterable or its
       iterator has the methods state_dict and load_state_dict, or get_state and set_state. Examples of sources with a
       state are a Hugging Face IterableDataset, a torchdata StatefulDataLoader and a Grain IterDataset.
 
     - "epoch": the interrupted epoch is read again, and the batches before the interruption are skipped. The resumed run
-      gets the batches of an uninterrupted run if the source yields the same batches each time an epoch is read. For
-      example, the interrupted epoch is read again if the source is a function that returns a generator for each epoch,
-      or a torch DataLoader that does not shuffle. The interrupted epoch of a Hugging Face IterableDataset after
+      gets the same batches as an uninterrupted run if the source yields the same batches each time an epoch is read.
+      For example, the interrupted epoch is read again if the source is a function that returns a generator for each
+      epoch, or a torch DataLoader that does not shuffle. The interrupted epoch of a Hugging Face IterableDataset after
       `shuffle(buffer_size=)` is also read again, because the state of the dataset does not contain the shuffle buffer.
 
     - "none": the resumed run starts with the first batch of the data, and a `ResumeWarning` is issued. For a shuffled
@@ -59,8 +59,9 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
 
     Args:
       source: an iterable that can be iterated again for each epoch, or a function that returns such an iterable. If
-        `source` is a function, it takes no argument, or the number of the epoch. The items of the iterable are batches,
-        which are trees of arrays. If `batch_size` is given, the items are single examples instead of batches.
+        `source` is a function, it takes no argument, or the number of the epoch. If `batch_size` is None, each item of
+        the iterable is a batch, which is a tree of arrays. If `batch_size` is given, each item of the iterable is a
+        single example, and `from_iterator` combines the examples into batches.
       batch_size: the number of examples in a batch, if the items of the source are examples. Default None: the items of
         the source are batches.
       seed, shuffle: the seed of the permutations (default 0), and whether to permute the examples (default True), as in
@@ -210,8 +211,8 @@ class _Stream:
         self._at = step
 
     def _open(self, at: int) -> None:
-        """Opens the source, so that the next batch is the batch of step `at`. Step `at` must be the first step of an
-        epoch, or the state of the source before this step must be stored."""
+        """Opens the source, so that the next batch is the batch of step `at`. `at` must be the first step of an epoch,
+        or a step for which the state of the source has been stored."""
         self._at, self._first = at, max(first for first in self._epochs if first <= at)
         self._opened = self._make(self._epochs[self._first])
         state, of_source = self._states.get(at), _state_methods(self._opened)

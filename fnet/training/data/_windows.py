@@ -26,9 +26,9 @@ class Windows:
         vocab_size). Default None: tokens are not checked.
 
     Raises:
-      ValueError: `tokens` is not longer than `length` or is not an integer array, or `length` or `batch_size` is less
-        than 1. If `vocab_size` is given, `windows(i)` raises a ValueError for a token that is negative or not less than
-        `vocab_size`.
+      ValueError: `tokens` is not an integer array, or has at most `length` elements. A ValueError is also raised if
+        `length` or `batch_size` is less than 1. If `vocab_size` is given, `windows(i)` raises a ValueError for a token
+        that is negative or not less than `vocab_size`.
 
     Example:
       >>> windows = Windows(np.arange(100), length=4, batch_size=2, seed=0)

@@ -26,8 +26,8 @@ def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str]
     Args:
       step: the step function, as in `fit`.
       state: the state before the first step. The state after every step has the same shardings as `state`.
-      keeps: whether the state keeps its old values after a step that produces NaN or infinity. If the old values are
-          kept, only the counter `step` increases.
+      keeps: whether a step that produces NaN or infinity leaves the state unchanged, except that the counter `step` of
+          the state increases.
       exempt: the paths of the leaves of the state that are not checked, because they are infinite at the start.
       metrics: whether `advance` returns the metrics of the step. If False, `advance` returns None instead of the
           metrics.

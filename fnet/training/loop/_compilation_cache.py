@@ -36,17 +36,17 @@ def compilation_cache(path: str | os.PathLike | None = None) -> Iterator[None]:
             state = init(jax.random.key(0))        # a second process starts without compiling
 
     `fit` and the experiments of fnet use the compilation cache automatically. A program is loaded from the cache only
-    if it has the same operations, shapes, devices, compiler options and library versions. A program is not loaded from
-    the cache if the instruction set or the number of cores of the CPU differs. If the environment variable
+    if it has the same operations, shapes, devices, compiler options and library versions. A cached program that was
+    compiled on a CPU with another instruction set or another number of cores is not loaded. If the environment variable
     JAX_COMPILATION_CACHE_DIR names a folder, JAX's own cache in this folder is used instead of fnet's cache.
     JAX_ENABLE_COMPILATION_CACHE=false disables fnet's cache and JAX's cache. If a cached program is damaged or cannot
     be read, it is compiled again.
 
     Args:
       path: the folder of the cache, which grows to at most 4 GiB. The folder is used only if the current user owns the
-        folder and no other user can write to it, because the programs in the folder are executed. If `path` is None,
-        the folder is `compiled` in $FNET_CACHE if this environment variable is set, otherwise in $XDG_CACHE_HOME/fnet
-        or ~/.cache/fnet. Default None.
+        folder and no other user can write to it, because the programs in the folder are executed. Default None: the
+        folder `compiled` in fnet's cache folder. fnet's cache folder is $FNET_CACHE, or if this environment variable is
+        not set, $XDG_CACHE_HOME/fnet or ~/.cache/fnet.
 
     Example:
       >>> import tempfile

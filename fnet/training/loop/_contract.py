@@ -38,8 +38,8 @@ def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
       step: the result of `traced`.
 
     Raises:
-      TypeError: the step returns a state with another structure, shape or dtype, so the run could not be resumed. A
-        TypeError is also raised if a leaf of the batch is neither an array nor a number.
+      TypeError: the step changes the structure, a shape or a dtype of the state; a run with such a step could not be
+        resumed. A TypeError is also raised if a leaf of the batch is neither an array nor a number.
     """
     leaves = [((), batch)] if isinstance(batch, Iterator) else jax.tree_util.tree_leaves_with_path(batch)
     for path, leaf in leaves:
@@ -59,7 +59,8 @@ def check_state(state: Any, new: Any) -> None:
     `check_state` runs whenever the step is traced, for example for a batch of another shape.
 
     Raises:
-      TypeError: the structure, a shape or a dtype of the state differs, so the run could not be resumed.
+      TypeError: the step changes the structure, a shape or a dtype of the state; a run with such a step could not be
+        resumed.
     """
     took, returned = ({path: _leaves.describe(_leaves.entry(path, leaf)) for path, leaf in _leaves.paths(tree).items()}
                       for tree in (state, new))

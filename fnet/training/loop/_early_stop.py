@@ -14,8 +14,9 @@ class EarlyStop:
     state, or with `restore_best=True`, the best state.
 
     Args:
-      metric: the logged name of the metric, such as "validation/accuracy". Compute the metric for early stopping with
-        validation data, which are used neither for training nor for the final result that you report.
+      metric: the logged name of the metric, such as "validation/accuracy". The metric for early stopping should be
+        computed from validation data, that is, examples that are used neither for training nor for the final result
+        that you report.
       patience: the number of consecutive evaluations without improvement after which the run stops.
       mode: "max" if larger values are better, "min" if smaller values are better. Default "max".
       min_delta: a value counts as an improvement only if it is better than the best value by more than `min_delta`.

@@ -1,4 +1,4 @@
-"""Saves the last complete step of a run that ends early, and records what the resumed run must still do."""
+"""Saves the last complete step of a run that ends early, and records whether it must still be logged or evaluated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Interrupted(Exception):
 
 
 class PeerLost(RuntimeError):
-    """In a run with several processes, another process has ended or cannot be reached.
+    """Raised by `fit` if another process of the same run has ended or cannot be reached.
 
     After a `PeerLost` error, a script can end with an exit code that tells the scheduler to restart the job:
 

@@ -82,7 +82,7 @@ def identity(batches: Callable[[int], Any], at: int, sample: Any) -> dict[str, A
 
 
 def compare(before: Mapping[str, Any], now: Mapping[str, Any], config: Any, where: Any) -> None:
-    """Checks that a resumed run has the configuration and the data of its checkpoint, and at least as many steps.
+    """Checks that the config and the data of a resumed run match its checkpoint, and that `steps` has not decreased.
 
     If the current call of `fit` or the checkpoint has no config, a `ResumeWarning` says that the configurations cannot
     be compared.

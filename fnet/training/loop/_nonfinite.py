@@ -50,8 +50,8 @@ def watched(metrics: Mapping[str, Any], state: Any, exempt: Collection[str] = ()
 
 def exempt(state: Any) -> set[str]:
     """Returns the paths of the leaves of the state that contain NaN or infinity before the first step. For example, the
-    state of `optax.contrib.reduce_on_plateau` starts with a best value of infinity. Parameters and leaves larger than 1
-    MiB are not checked."""
+    state of `optax.contrib.reduce_on_plateau` starts with a best value of infinity. `exempt` checks neither the
+    parameters nor other leaves of the state that are larger than 1 MiB."""
     def infinite(path, leaf):
         if path.startswith("params/") or not _inexact(leaf) or leaf.nbytes > 1 << 20 or not leaf.is_fully_replicated:
             return False
@@ -122,8 +122,8 @@ def sound(watch: Mapping[str, Any], skip: bool) -> Any:
 def first_layer(step: Callable, inputs: tuple[Any, Any], before: tuple[Any, Any] | None) -> str:
     """Names the first operation of a step that produces NaN or infinity from finite inputs.
 
-    An operation that also produced NaN or infinity in the previous step is ignored, because the state and the metrics
-    after the previous step were finite.
+    `first_layer` ignores operations that also produced NaN or infinity in the previous step, because the new state and
+    the metrics of the previous step were finite nevertheless.
 
     Args:
       step: the step function, as in `fit`.

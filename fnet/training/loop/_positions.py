@@ -33,8 +33,9 @@ def gathered(position: Mapping[str, Any]) -> Mapping[str, Any]:
 def own(saved: Mapping[str, Any] | None, step: int) -> Mapping[str, Any] | None:
     """Returns this process's position in its data source, from the positions in a checkpoint.
 
-    If the number of processes has changed since the checkpoint was saved, `own` issues a `ResumeWarning` and returns,
-    in every process, the position of process 0 with None as the internal state of the data source."""
+    If the number of processes has changed since the checkpoint was saved, `own` issues a `ResumeWarning` and returns
+    the position of process 0 in every process. In the returned position of process 0, the internal state of the data
+    source (the key "state") is replaced by None."""
     if saved is None:
         return None
     every, count = saved.get("processes", [saved]), jax.process_count()

@@ -32,8 +32,8 @@ class Arguments:
         """Describes how a tree differs from the tree of the previous call. Returns None at the first call, or if the
         structure, shapes and dtypes of the tree have occurred before.
 
-        To limit the number of messages, None is also returned if each leaf whose shape or dtype differs from the
-        previous call has already been reported 8 times.
+        To limit the number of messages, `changed` also returns None if it has already reported 8 changes of every leaf
+        that has changed since the previous call.
         """
         leaves, structure = jax.tree.flatten(tree)
         kind = structure, tuple([(x.shape, x.dtype, getattr(x, "weak_type", False)) if hasattr(x, "shape")

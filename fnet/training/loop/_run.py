@@ -358,7 +358,7 @@ class Run:
         return improved
 
     def criteria(self) -> dict[str, list[str] | None]:
-        """Returns [metric, mode] of `best` and of `early_stop`, which are stored in each checkpoint."""
+        """Returns the metric and mode of `best` and of `early_stop`, as a dict to be stored in each checkpoint."""
         rule = self.early_stop
         return {"best": self.best and list(self.best), "early_stop": rule and [rule.metric, rule.mode]}
 

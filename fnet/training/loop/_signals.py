@@ -23,7 +23,7 @@ _runs: list[Signals] = []      # nested runs; the innermost run handles signals,
 
 
 class Stopping(BaseException):
-    """Interrupts an evaluation, a callback or a wait for data after a signal. `fit` catches this exception.
+    """Raised after a signal, to interrupt an evaluation, a callback or a wait for data. `fit` catches this exception.
 
     `Stopping` is not a subclass of Exception, so that user code which retries after errors does not catch it.
     """
