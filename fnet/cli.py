@@ -240,7 +240,7 @@ def _comparison(item: Any) -> list[tuple[str, str]]:
 
 
 def _figures(chip: Chip) -> list[tuple[str, str]]:
-    """Returns peaks, memory and links as text, with the basis (such as published or measured) of each number."""
+    """Returns the peak rates, memory and links of a chip as text, and whether each number is measured or published."""
     rows = [(f"peak {name}", f"{si(rate)}{'OP' if name.startswith('int') else 'FLOP'}/s ({chip.basis(name)})")
             for name, rate in chip.peaks.items()]
     tops, links = chip.units.get("npu_tops"), chip.links

@@ -270,7 +270,7 @@ def _default_axes(leaf) -> tuple[int, ...]:
 
 
 def _bytes(leaf, format) -> int:
-    """Returns the bytes of the codes (the stored numbers of few bits) and scales of a parameter."""
+    """Returns the number of bytes of a quantized parameter: its codes (numbers of few bits) and scales."""
     stored, _ = _uncalibrated(format)
     shape = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
     return size(jax.eval_shape(lambda w: quantize({"kernel": w}, {"kernel": stored}), shape))

@@ -111,7 +111,7 @@ class Quote(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """The links between chips of one kind. Rates are in bytes/s.
+    """The links (such as ICI or NVLink) that connect chips. Rates are in bytes/s.
 
     Attributes:
         type: the name of the link, such as "ICI".
@@ -147,8 +147,8 @@ class Chip:
         name: the name of the chip in fnet's catalog, or the name that the device reports.
         kind: "cpu", "gpu" or "tpu".
         vendor: "Google", "NVIDIA", "AMD", "Intel", or "unknown".
-        known: whether the peaks are known, from the catalog, from the instruction set of a CPU, or from `measure`. If
-            the peaks are unknown, `peaks` is empty. fnet never uses the peaks of a similar chip instead.
+        known: whether the peak rates are known (from the catalog, the instruction set of a CPU, or `measure`). If they
+            are unknown, `peaks` is empty. fnet never uses the peaks of a similar chip instead.
         year: the year in which the chip was introduced, or None if unknown.
         device_kinds: the names that JAX reports for devices of this chip (`jax.Device.device_kind`).
         aliases: further names with which the catalog finds the chip.

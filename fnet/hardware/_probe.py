@@ -41,7 +41,7 @@ class Probe(NamedTuple):
 
     Attributes:
         dot, conv: the time with bfloat16 divided by the time with float32, `dot` for a matrix product and `conv` for a
-            convolution. If XLA cannot compile the operation for bfloat16, the value of `dot` or `conv` is infinite.
+            convolution. A ratio is infinite if XLA cannot compile the operation for bfloat16.
         clock: how the time was measured. "wall" means wall-clock time. "processor" means the time that the cores spent
             on this process, which is used if the machine is busy.
         jaxlib: the jaxlib version of the measurement.

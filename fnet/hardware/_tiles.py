@@ -99,7 +99,7 @@ def rule(chip: Chip) -> str:
 
 
 def tile_waste(matmuls: Iterable[Matmul], chip: Chip, *, below: float = 0.9) -> tuple[Waste, ...]:
-    """Finds the matrix products that fill less than the fraction `below` of their tiles.
+    """Finds the matrix products that fill too small a fraction of their tiles (less than `below`).
 
     A chip computes a matrix product in tiles (blocks) of a fixed size, and pads the operands to whole tiles.
 

@@ -249,7 +249,7 @@ def _tile(frame, eqn, ins, atoms):
 
 
 def _resized(eqn, axes, atoms, changed, why):
-    """Returns the axes of the output of a pad or dynamic_slice, which changes the sizes of some axes of its operand.
+    """Returns the tuple of atoms (see `Atoms`) for each output axis of a pad or dynamic_slice.
 
     `changed(i)` states whether the operation pads or slices axis i. If the operation pads or slices an axis, the
     function calls `Atoms.freeze` to record that the traced size of this axis is fixed, and why.

@@ -79,7 +79,7 @@ class Product:
 
 
 def product(eqn: Any) -> Product | None:
-    """Returns the matrix product or convolution that an equation computes, or None for other equations."""
+    """Describes the matrix product or convolution in an equation of a jaxpr. Returns None for other equations."""
     primitive = eqn.primitive
     if primitive.name in BILINEAR:
         return Product(eqn, primitive, eqn.params, getattr(eqn.invars[0].aval, "dtype", None))

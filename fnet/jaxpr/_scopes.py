@@ -154,8 +154,8 @@ def _extended(scope: Scope, stack: str, differentiated: bool) -> Scope:
 def _parsed(stack: str, doubled: tuple = ()) -> Scope:
     """Parses a name stack as a scope.
 
-    `doubled` is a tuple of pairs. If `doubled` contains the pair (("a", "b", "a", "b"), ("a", "b")), a name stack that
-    begins with a/b/a/b is parsed as if it began with a/b.
+    If the argument `doubled` contains the pair (("a", "b", "a", "b"), ("a", "b")), a name stack that begins with
+    a/b/a/b is parsed as if it began with a/b.
     """
     written = _tokens(stack)
     tokens = _once(written)

@@ -257,7 +257,7 @@ def taken(model, cache, rows, batch, capacity):
 
 
 def prepared(model, params, dtype):
-    """Returns the unstacked model, and its parameters cast to `dtype`."""
+    """Returns a pair: the unstacked model, and the unstacked parameters cast to `dtype`."""
     if dtype is not None:
         params = jax.tree.map(lambda x: x.astype(dtype) if _is_float(x) else x, params)
     return unstack(model, params) if getattr(model, "stacked", False) else (model, params)
