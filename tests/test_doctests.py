@@ -43,6 +43,7 @@ def examples():
 EXAMPLES = examples()
 
 
+@pytest.mark.quick_cases(240)
 @pytest.mark.parametrize("test", EXAMPLES, ids=[test.name for test in EXAMPLES])
 def test_docstring(test):
     for package in NEEDS.get(test.name, ()):

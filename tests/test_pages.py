@@ -23,7 +23,7 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
 NEEDS = {"docs/getting_started/first_network.md": "sklearn", "docs/how_to/serve.md": "uvicorn"}
 PACKAGES = {"pytorch": "torch", "keras": "keras", "equinox": "equinox", "haiku": "haiku"}
 SLOW = ("docs/getting_started/", "docs/how_to/",    # their parts have quick tests elsewhere
-        *(f"docs/{page}.md" for page in ("compress", "introspection", "models", "parallel", "search")))
+        *(f"docs/{page}.md" for page in ("compress", "introspection", "models", "parallel", "search", "transforms")))
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_cross_entropy_by_hand():
     assert spec.cross_entropy([[0.0, np.log(3.0)]], [1]) == pytest.approx(np.log(4 / 3))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["mlp", "cnn", "resnet18"])
 def test_fnet_compiles_to_what_one_writes_by_hand(name):
     small = spec.workload(name, "small")

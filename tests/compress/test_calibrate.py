@@ -64,7 +64,7 @@ def layers_over_time(p, x):
     return lax.scan(lambda h, x: (stacked(p, h + x), None), jnp.zeros((2, 8)), x.reshape(-1, 2, 8))[0]
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("f", "shape", "axes"), [
     (stacked, (3, 8, 8), -2), (over_time, (8, 8), -2), (layers_over_time, (3, 8, 8), -2),
     (lambda p, x: jax.vmap(lambda w, x: x @ w)(p["w"], x.reshape(3, -1, 8)), (3, 8, 8), -2),

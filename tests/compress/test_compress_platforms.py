@@ -145,7 +145,7 @@ def shrink_step(model, example):
     return lambda key: jax.tree.map(lambda x: jax.random.normal(key, x.shape), shrunk.params), optax.adamw(1e-3), loss
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", [pytest.param(kind, id=kind.__name__) for kind in (
     fake_step, prune_step, distil_step, shrink_step)])
 def test_training_steps(kind):

@@ -138,7 +138,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.quick_cases(35)
+@pytest.mark.quick_cases(17)
 @pytest.mark.parametrize("kind", [kind if kind in ("int8", "lora on int4") else pytest.param(
     kind, marks=pytest.mark.exhaustive) for kind in KINDS])
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -25,7 +25,7 @@ def adapted(base=None, fill=True, model=MODEL):
     return jax.tree.map(lambda w: draw(w) if fill and is_change(w) else w, params, is_leaf=is_change)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("base", [None, compress.Int8()])
 def test_no_change_at_first(base):
     params = adapted(base, fill=False)

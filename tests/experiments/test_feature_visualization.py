@@ -65,6 +65,7 @@ def test_gradients_are_finite_differences(network, x):
     assert map_.shape == (32, 32) and float(map_[10, 12]) == pytest.approx(float(jnp.abs(slope[0, 10, 12]).max()))
 
 
+@pytest.mark.exhaustive
 def test_integrated_gradients_are_complete(network, x, config):
     """Their sum is the change of the logit from the gray image."""
     label = 3

@@ -159,6 +159,7 @@ def test_random_combinations_in_one_process(tmp_path):
     assert 100 < accepted < 700, lost
 
 
+@pytest.mark.exhaustive
 def test_every_number_has_an_interval_and_every_default_lies_in_it():
     for name in torture.NAMES[:6]:
         with torture.experiment(name) as (module, _):

@@ -51,6 +51,7 @@ def interrupted(flags, log):
     return int(re.search(r"SIGINT: stopped at step (\d+) of 800 and saved it", err).group(1))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("further", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_interrupted_resumed_finished_refused_restarted(tmp_path, further):
     """One run in its life."""
@@ -101,6 +102,7 @@ def bad_shape(folder):
         idx(folder / f"{part}-labels-idx1-ubyte.gz", 8, (n,), bytes(n))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["some", "every"])
 def test_errors_are_one_line_and_exit_2(tmp_path, every):
     bad_shape(tmp_path)

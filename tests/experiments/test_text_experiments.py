@@ -308,6 +308,7 @@ def test_wrong_options(script, changes, text):
         script.checked(dataclasses.replace(script.Config(), **changes))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["some", "every"])
 def test_errors_are_one_line_and_exit_2(tmp_path, stories, minilm, every):
     (tmp_path / "mixed").mkdir()

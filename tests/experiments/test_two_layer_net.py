@@ -51,7 +51,7 @@ def test_the_three_agree(script, data, capsys):
     chex.assert_trees_all_close(a, b, c, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("wrong", [1.0001, np.nan])
 @pytest.mark.parametrize("version", ["step_by_hand", "step_with_grad"])
 def test_a_wrong_step_is_noticed(script, data, monkeypatch, version, wrong):
@@ -119,6 +119,7 @@ def test_the_script_from_end_to_end():
     assert len(last) == 3 and min(float(value) for value, _ in last) > 0.93
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "argument, message",
     [

@@ -95,7 +95,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", CASES)
 def test_layers(name, tmp_path):
     make, x, wanted = CASES[name]

@@ -281,6 +281,7 @@ def test_text(client):
     assert sampled[0] == sampled[1] and any(x != sampled[0] for x in sampled)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("body, error", [
     ({"text_input": "xyz"}, "the text contains 'x', which is not in the model's vocabulary"),
     ({"text_input": ""}, "expected text_input, or tokens: a list of at least one integer"),

@@ -200,7 +200,7 @@ def test_a_scope_inside_custom_vmap_is_seen():
     assert {("sin", "outer/inner"), ("sin", "outer/rule")} <= seen
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("wrap", [
     lambda f: f, jax.jit, jax.checkpoint,
     lambda f: lambda x: lax.scan(lambda c, _: (c, f(c)), x, None, length=2)[1],

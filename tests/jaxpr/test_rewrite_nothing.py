@@ -28,6 +28,7 @@ def lowered(f, *args):
     return jax.jit(lambda *args: f(*args)).lower(*args).as_text()
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", sampled(CASES, ["mlp", "LSTM", "custom_vjp", "custom_vmap", "shard_map",
                                                  "jit inside, with donation"]))
 def test_the_lowered_program_is_the_same(name):

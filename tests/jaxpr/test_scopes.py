@@ -122,6 +122,7 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_products_have_one_path(program, derivative):
@@ -163,7 +164,7 @@ def block(scope, x):
     return x + nn.Dense(4)(scope["proj"], jnp.tanh(y))
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", ["plain", "Remat", "Stack(Remat)", "checkpoint", "rematerialize"])
 @pytest.mark.parametrize("inside", [False, True], ids=["around grad", "inside grad"])
 def test_rules_reach_products_of_every_phase(form, inside):

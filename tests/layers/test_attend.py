@@ -170,7 +170,7 @@ def rows():
     return normal(8, 70, 4, 4), normal(8, 70, 2, 4), normal(8, 70, 2, 4, seed=1)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("how", ["jit", "jit heads", "shard_map", "pmap"])
 def test_devices_agree_with_one(how):
     arrays = rows()
@@ -287,7 +287,7 @@ def test_nan_reaches_those_who_see_it():
 
 # 16 bits
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bits(dtype):
     arrays, along, weight, options = problem("causal", dtype)

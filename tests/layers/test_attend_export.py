@@ -53,7 +53,7 @@ def test_vmap_of_the_query_alone_with_a_mask():
            [normal(3, 2, 5, 2, 4), normal(2, 5, 2, 4, seed=1), normal(2, 5, 2, 4, seed=2), mask])
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("causal", [False, True])
 def test_window_with_more_queries_than_keys(causal):
     """Some queries see no key. With symbolic sizes this is not known."""

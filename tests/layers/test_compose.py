@@ -119,7 +119,7 @@ def stacked_trees(depth, block=BLOCK):
     return params, state, nn.Stack(block, depth)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrap", [
     lambda stack: stack, nn.Remat, lambda stack: nn.Stack(stack.block, stack.depth, unroll=2),
     lambda stack: nn.Stack(nn.Remat(stack.block), stack.depth)], ids=["stack", "remat", "unroll", "remat_inside"])

@@ -64,14 +64,14 @@ def test_output_shape_and_dtype(name):
         assert y.dtype == jnp.float32
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["BatchNorm", "Dropout", "MLP", "Stack"])
 def test_jit_equals_eager_in_training(name):
     case, params, state, x = prepared(name)
     close(call(case, train=True)(params, state, *x), compiled(name, True))
 
 
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(1)
 @every
 def test_init_is_spec_and_jitted_init(name):
     case, _, _, x = prepared(name)
@@ -126,7 +126,7 @@ def test_half_precision(name, dtype):
         close(y.astype(jnp.float32), compiled(name, False)[0], 0.04)
 
 
-@pytest.mark.quick_cases(13)
+@pytest.mark.quick_cases(2)
 @every
 @pytest.mark.parametrize("train", [False, True])
 def test_state_is_a_scan_carry(name, train):
@@ -175,6 +175,7 @@ def test_stack_equals_unrolled(name):
         close(layer(new_state, i), new_apart.get(str(i), {}))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sampled(KINDS, FEW))
 def test_sharded_equals_one_device(name):
     """Compiled for eight devices, in training: statistics are global, draws are the same."""
@@ -187,6 +188,7 @@ def test_sharded_equals_one_device(name):
     close((y, new_state), compiled(name, True))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sampled(KINDS, [*FEW, "MixtureOfExperts"]))
 def test_gradient_in_shard_map_equals_one_device(name):
     """Each device computes its rows. JAX adds the gradients of the parameters, because all devices share them."""

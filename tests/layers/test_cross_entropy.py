@@ -40,7 +40,7 @@ def shapes(jaxpr):
             yield from shapes(sub.jaxpr)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("chunk_size", [None, 1, 5, 6, 100])
 def test_losses_and_gradients_are_those_of_whole_logits(chunk_size):
     args = X, KERNEL, BIAS
@@ -69,7 +69,7 @@ def test_one_sequence_and_many_axes():
     assert nn.linear_cross_entropy(X[:0], KERNEL, LABELS[:0]).shape == (0, 12)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32"])
 def test_labels_of_any_integer_type(dtype):
     vocab = 300    # more than int8 counts to
@@ -138,7 +138,7 @@ def test_heads():
     close(nn.Dense(VOCAB).cross_entropy({"kernel": KERNEL, "bias": BIAS}, X, LABELS), whole(X, KERNEL, BIAS), 1e-5)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("model", [
     models.GPT(19, 16, 1, 2, context=8),
     models.Decoder(19, 16, 1, 2, 1, 24), models.Decoder(19, 16, 1, 2, 2, 24, tied=True),

@@ -53,7 +53,7 @@ CASES = [       # experts, top_k, shape of x
     (4, 2, (0, 6))]
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("experts, top_k, shape", CASES)
 @pytest.mark.parametrize("normalize, capacity", [(True, None), (False, None), (True, 0.5), (False, 1.25)])
 def test_values(experts, top_k, shape, normalize, capacity):
@@ -88,7 +88,7 @@ def dense(layer, params, x):
     return jnp.einsum("...eh,ehf,...e->...f", hidden, params["down"], weights)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("capacity", [None, 4.0])
 def test_derivatives(capacity):
     """Gradients, and Hessians times vectors, of the layer and of plain JAX operations. No token is dropped."""

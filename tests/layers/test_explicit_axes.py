@@ -50,7 +50,7 @@ def check(f, mesh, params, state, *x, place=lambda path, array: P(), tolerance=2
     return params, state, x
 
 
-@pytest.mark.quick_cases(12)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_layer_equals_one_device(name, train):
@@ -61,7 +61,7 @@ def test_layer_equals_one_device(name, train):
         jax.eval_shape(functools.partial(case.layer.init, **case.options), KEY, *x)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", zoo.DISTINCT)
 def test_model_equals_one_device(name):
     """In float64: with float32, rounding errors move activations over the kinks of relu6."""
@@ -86,7 +86,7 @@ def trailing(_, array):
     return P(*[None] * (array.ndim - 1), "model") if array.ndim and array.shape[-1] % 2 == 0 else P()
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("place", [leading, trailing])
 @pytest.mark.parametrize("name", ["Dense", "MixtureOfExperts", "DepthwiseConv", "Embed", "LayerNorm", "GroupNorm",
                                   "BatchNorm", "RNN"])
@@ -123,7 +123,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("constant", [False, True])
 def test_options_of_layers(name, constant):
@@ -137,6 +137,7 @@ def test_options_of_layers(name, constant):
     check(f, MESHES["data_model"], params, state, SEQUENCES, *(() if constant else options.values()))
 
 
+@pytest.mark.exhaustive
 def test_decoding_with_a_cache():
     attention = nn.Attention(2, kv_heads=1, causal=True, rotary=nn.Rotary())
     params, _ = attention.init(KEY, SEQUENCES)
@@ -148,7 +149,7 @@ def test_decoding_with_a_cache():
     check(f, MESHES["data_model"], params, {}, SEQUENCES)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("how", ["greedy", "sampled", "beam", "stream"])
 @pytest.mark.parametrize("name", ["GPT", "LSTMLanguageModel"])
 def test_generated_texts(name, how):

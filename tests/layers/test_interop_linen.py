@@ -71,7 +71,7 @@ class LinenBlock(linen.Module):
         return x + linen.Dropout(0.5)(jnp.tanh(y), deterministic=deterministic)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrap", [nn.Stack, lambda block, depth: nn.Sequential(*[nn.Remat(block)] * depth)])
 def test_linen_layer_stacked_and_rematerialised(wrap):
     x, block = jax.random.normal(jax.random.key(0), (5, 4)), nn.from_linen(LinenBlock())
@@ -230,6 +230,7 @@ class Outer(linen.Module):
         return linen.Dense(5)(nn.to_linen(CNN)(x, train=train))
 
 
+@pytest.mark.exhaustive
 def test_layer_in_a_linen_model_trains_with_flax_train_state():
     variables = Outer().init({"params": jax.random.key(0)}, X)
     assert sorted(variables["params"]) == ["Dense_0", "FnetLayer_0", "body"]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import linen, nnx
 from interop_cases import CNN, KEY, NnxCNN, X, close, differ, loss_of, raises, training_step
 
@@ -88,6 +89,7 @@ class NnxBlock(nnx.Module):
         return x + self.dropout(jnp.tanh(self.norm(self.linear(x))))
 
 
+@pytest.mark.exhaustive
 def test_nnx_layer_stacked():
     block, x = nn.from_nnx(NnxBlock, 4), jax.random.normal(jax.random.key(0), (5, 4))
     plain, stacked = nn.Sequential(block, block), nn.Stack(block, 2)

@@ -13,6 +13,7 @@ from fnet import transforms as ft
 
 # Derivatives.
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", sampled(CASES, FEW))
 def test_derivatives_of_every_kind_trace(name):
     """Reverse, forward, forward over reverse, the Hessian both ways: nothing ends forward mode."""
@@ -52,7 +53,7 @@ def flat(name):
     return f, vector
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sampled(sorted(
     set(KINDS) - {"Attention", "BatchNorm", "Dropout"} | {"Attention_grouped", "BatchNorm_bare", "Conv_1d_causal"}),
     ["Attention_grouped", "BatchNorm_bare", "Conv_1d_causal", "Dense", "RNN"]))

@@ -88,7 +88,7 @@ def operations(jaxpr, name=None):
     return total
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("block", [nn.Sequential(nn.Dense(4), jnp.tanh), nn.Residual(nn.LayerNorm(), nn.Attention(2))],
                          ids=["dense", "attention"])
 def test_backward_costs_linearly_in_depth(block):

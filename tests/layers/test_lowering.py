@@ -175,7 +175,7 @@ def test_operations_counts_each_call():
     assert operations(text) == {"dot_general": 2, "reduce": 1}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("norm", [nn.LayerNorm(), nn.RMSNorm(), nn.GroupNorm(4), nn.BatchNorm()], ids=str)
 def test_residual_gradient_is_computed_once(norm):
     """What XLA:CPU fuses in a gradient reads no more arrays in deeper networks: where the gradient of a residual stream

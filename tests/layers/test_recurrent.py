@@ -81,7 +81,7 @@ def test_equals_flax(kind):
     close(both_passes(ours), both_passes(theirs), 1e-5)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @every
 @both
 def test_ragged_batch_is_row_by_row(kind, bidirectional):
@@ -101,7 +101,7 @@ def test_ragged_batch_is_row_by_row(kind, bidirectional):
     close(scan(params, x, lengths=jnp.full(BATCH, TIME)), scan(params, x))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @every
 def test_padding_counts_for_nothing(kind):
     layer, params, x = made(kind, bidirectional=True)
@@ -134,7 +134,7 @@ def test_backward_is_forward_on_the_reversed(kind):
     close(carry, {"forward": first, "backward": last})
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @every
 @both
 def test_carry_goes_on(kind, bidirectional):
@@ -173,7 +173,7 @@ def test_vmap_is_the_batch(two_ways):
     close(rows(x, LENGTHS), y)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 def test_unrolling_changes_no_number(two_ways):
     layer, params, x, y = two_ways
     close(jax.jit(dataclasses.replace(layer, unroll=4))(params, x, lengths=LENGTHS), y)
@@ -190,7 +190,7 @@ def test_stack_is_one_after_the_other():
     close(jax.jit(deep)(stacked, x), jax.jit(twin)(params, x))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @every
 def test_second_derivatives_both_ways(kind):
     layer, params, x = made(kind)
@@ -207,7 +207,7 @@ def test_second_derivatives_both_ways(kind):
     close(reverse, hessian, 1e-5)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @every
 def test_sixteen_bits_keep_a_wide_carry(kind):
     """Over 400 steps the error stays that of rounding weights and inputs once."""

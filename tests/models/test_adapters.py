@@ -42,7 +42,7 @@ def pair(inputs, outputs, rank=2, seed=0):
     return rng.normal(size=(rank, inputs)).astype(np.float32), rng.normal(size=(outputs, rank)).astype(np.float32)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["llama", "unstacked"])
 def test_an_adapter_equals_added_weights(name, tmp_path):
     """Some layers have no change, one has another rank and alpha."""
@@ -77,7 +77,7 @@ def test_a_fused_kernel(tmp_path):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), merged, want)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MODELS)
 def test_save_and_load(name, tmp_path):
     model, params = start(name)

@@ -56,7 +56,7 @@ def outputs(case):
     return [held[f"{case}/output{i}"] for i in range(9) if f"{case}/output{i}" in held]
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("case", sampled(CASES, QUICK))
 def test_outputs_and_the_way_back(case, tmp_path):
     weights, config = written(case, tmp_path)
@@ -234,7 +234,7 @@ def test_modernbert_with_the_fields_of_published_files(tmp_path):
     assert json.loads((tmp_path / "same" / "config.json").read_text())["pad_token_id"] == 0
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [dict(window=(None, 6, 6)), dict(window=(6, None, None)), dict(window=5)])
 def test_modernbert_is_equal_without_stacks_and_padding(options):
     model = models.ModernBert(9, 8, 5, 2, 8, rotary_base=(500.0, 20.0, 20.0), mlp_bias=True, **options)

@@ -97,6 +97,7 @@ def test_gradient_of_an_exported_model():
     near(got, want)
 
 
+@pytest.mark.exhaustive
 def test_training_step():
     """With a cross entropy that never holds all logits, and dropout from a typed key."""
     gpt = dataclasses.replace(UNSTACKED, dropout=0.5)
@@ -133,6 +134,7 @@ def test_step_of_a_model_with_statistics():
     near(got[0], want[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sampled(["GPT, unstacked", "LSTMLanguageModel"], ["GPT, unstacked"]))
 def test_steps_of_a_decoder(name):
     model = LSTM if name == "LSTMLanguageModel" else UNSTACKED
@@ -175,6 +177,7 @@ def test_generate():
         assert got.tokens.tolist() == want.tokens.tolist() and got.lengths.tolist() == want.lengths.tolist()
 
 
+@pytest.mark.quick_cases(13)
 @pytest.mark.parametrize("name", MODELS)
 def test_spec_of_symbolic_sizes(name):
     model, (_, params, shape, _) = MODELS[name][0], build(name)

@@ -53,7 +53,7 @@ def without_cache(name, prompt, count):
     return np.array(found[len(prompt):])
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cache_changes_no_logits(name):
     """Prompts of unequal length at once, then token by token: the logits of the full pass."""
@@ -258,7 +258,7 @@ def test_a_stacked_model_generates_what_separate_layers_do():
     np.testing.assert_array_equal(greedy(model, params, PROMPTS, max_tokens=6, lengths=LENGTHS).tokens, apart.tokens)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("platform", "chip", "rows", "rule", "count"), [
     ("gpu", "H100 SXM5 80GB", 1, "two_rows", 8), ("tpu", "TPU v5e", 2, "few_updates", 4)])
 @pytest.mark.parametrize("name", ["gpt", "llama"])

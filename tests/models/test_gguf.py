@@ -75,7 +75,7 @@ def decoded(model, params, kinds):
     return result if model.tied else result | {"head": {"kernel": new["output.weight"].T}}
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("model", "kinds", "quantized"), [
     (MODEL, {"weight": "Q8_0"}, 9), (TIED, {"weight": "Q4_0"}, 8), (MODEL, {"weight": "F16"}, 0),
     (MODEL, {"blk.0.attn_q": "Q4_0", "blk": "Q8_0", "output": "Q5_0", "embd": "BF16"}, 6),

@@ -45,7 +45,7 @@ def test_penalties_of_logits():
     np.testing.assert_array_equal(penalized(logits[None], plain, marks, counts)[0], logits)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("options", [(1.5, 0, 0), (1, 2.0, 0), (1, 0, 0.7), (1.2, 0.5, -0.3)], ids=str)
 def test_greedy_text_with_penalties(options):
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")

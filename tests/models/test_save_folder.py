@@ -97,7 +97,7 @@ def test_shards(tmp_path):
             pretrained.save(SMALL, params, {}, tmp_path, names="huggingface", max_shard_size=wrong)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes_and_implicit_arrays(dtype, tmp_path):
     params, _ = trees(SMALL, dtype)

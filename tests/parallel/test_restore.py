@@ -87,7 +87,7 @@ def host(state):
                                              else x), state)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["shapes", pytest.param("arrays", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", TARGETS)
 def test_eight_devices_go_on_on_others(saved, name, kind):
@@ -117,7 +117,7 @@ def test_it_goes_on_under_the_new_plan(saved):
     assert planned(8).jit(step)(again, X)[1]["loss"] == ends[0]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("strategy", ["data", "zero1", "fsdp"])
 def test_born_with_the_bits_of_one_device(strategy):
     plan = planned(8, strategy)

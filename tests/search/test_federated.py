@@ -45,7 +45,7 @@ def run(round, state, rounds=1):
     return state, metrics
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["vmap", "loop"])
 def test_fedsgd_with_all_clients_is_one_large_batch(method):
     with jax.enable_x64(True):

@@ -78,6 +78,7 @@ def test_affine_of_nothing_is_the_identity():
     np.testing.assert_allclose(out, IMAGES, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_affine_turns_by_up_to_the_angle():
     """Against SciPy: every image is the original turned by some angle in the range."""
     y, x = np.mgrid[:15, :15]

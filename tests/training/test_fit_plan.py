@@ -51,7 +51,7 @@ def test_the_numbers_of_one_device(tmp_path, options, plan, whole):
         np.testing.assert_allclose(list(row.values()), list(want.values()), rtol=1e-5)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("death", [1, 8])
 def test_the_same_bits_after_a_death(tmp_path, options, plan, whole, death):
     def feed(i):

@@ -42,7 +42,7 @@ FORMS = {"tuple": ((X, Y), {}), "dict": ({"x": X, "y": Y}, {}),
          "names": ({"image": X, "label": Y}, {"inputs": "image", "targets": "label"})}
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 def test_the_numbers_of_fit(tmp_path, form, reference):
     data, names = FORMS[form]

@@ -138,6 +138,7 @@ def biased(w, b, x):
     return jnp.square(jax.nn.gelu(jnp.einsum("bi,ij->bj", x, w) + b[None])).mean()
 
 
+@pytest.mark.exhaustive
 def test_a_bias_is_added_in_the_dtype_of_the_product():
     w, b, x = normal(0, 8, 8), normal(1, 8), normal(2, 4, 8)
     rows = ft.explain(ft.autocast(jax.value_and_grad(biased, (0, 1)), "bfloat16"), w, b, x).rows
@@ -223,6 +224,7 @@ def residual_case():
     return params, normal(9, 2, 4, 16)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit])
 def test_a_residual_stream_in_16_bits(wrap, inside):
@@ -263,6 +265,7 @@ def test_the_gradient_of_a_residual_stream_has_16_bits(stacked):
     assert errors[0] <= 1.5 * errors[1] and errors[0] <= 3 * errors[2], errors
 
 
+@pytest.mark.exhaustive
 def test_a_resnet_rounds_sums_with_shortcuts_but_no_statistics():
     """BatchNorm adds a shift, which is a part of the result of a convolution, to the mean of the differences."""
     model = models.ResNet((1, 1), bottleneck=True, classes=4, width=8)
@@ -306,6 +309,7 @@ def test_sums_of_parameter_gradients_stay_in_float32():
     assert "adds to the residual stream" in reasons and "adds to the gradient of the residual stream" not in reasons
 
 
+@pytest.mark.exhaustive
 def test_parameters_and_sums_that_are_no_branches_stay_in_float32():
     """A step that updates parameters by a sum, a sum of inputs, and a function with a rule."""
     params, x = residual_case()

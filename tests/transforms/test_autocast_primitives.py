@@ -99,7 +99,7 @@ def floats(eqn):
     return {v.aval.dtype for v in (*eqn.invars, *eqn.outvars) if jnp.issubdtype(v.aval.dtype, jnp.floating)}
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(1)
 @each
 @pytest.mark.parametrize("name", FOLLOW)
 def test_follows_what_it_is_given(name, dtype):

@@ -90,7 +90,7 @@ BOTH = ("mlp", "conv and BatchNorm", "attention", "LSTM", "Equinox MLP", "while_
         "custom_jvp of several outputs", "shard_map", "jax.nn.dot_product_attention")    # the others in bfloat16 only
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name, dtype", [(name, dtype) for dtype in (BF16, F16) for name in CASES
                                          if dtype == BF16 or name in BOTH])
 def test_table(name, dtype):

@@ -29,7 +29,7 @@ def mean(params, x):
     return jnp.sum(jnp.sin(SMALL(params, x))) / len(x)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore:tune. the compiler options")
 @pytest.mark.parametrize("name", sampled(TRANSFORMS, ["autocast", "tune", "rematerialize", "microbatch"]))
 def test_pairs(name):
@@ -69,6 +69,7 @@ def near(got, want, tolerance):
         assert a.shape == b.shape and error <= tolerance * largest, (jax.tree_util.keystr(path), error)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.filterwarnings("ignore:tune. the compiler options")
 @pytest.mark.parametrize("name", sampled(TRANSFORMS, ["autocast", "tune", "rematerialize", "microbatch"]))
 def test_tags_change_no_transform(name):

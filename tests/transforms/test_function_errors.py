@@ -53,6 +53,7 @@ def test_wrong_arguments(call, error, message):
         call()
 
 
+@pytest.mark.exhaustive
 def test_taylor_mode_of_autocast():
     f = lambda x: jnp.tanh(x @ X) @ X
     series = (X, jnp.zeros_like(X))

@@ -38,7 +38,7 @@ def cast(dtype, *trees):
     return jax.tree.map(lambda a: jnp.asarray(a, dtype), trees)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.float64, 1e-6)])
 @pytest.mark.parametrize("n", [1, 2, 8, 24])
 def test_equals_full_batch(n, dtype, tolerance):
@@ -195,7 +195,7 @@ WAYS = {
 }
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("batch", [PADDED, SIGNED], ids=["weight 0", "negative weight"])
 def test_weights_of_any_sign_in_every_derivative(way, batch):
@@ -242,6 +242,7 @@ def test_gradients_of_the_batch_and_of_closures():
         close(jax.jacfwd(jax.grad(f))(0.5), jax.grad(jax.grad(nonlinear))(0.5, PADDED))
 
 
+@pytest.mark.exhaustive
 def test_weight_that_depends_on_the_parameters():
     importance = lambda p, batch: jnp.exp(p * batch["x"]) * batch["w"]
 

@@ -86,7 +86,7 @@ def error(got, want):
                for a, b in zip(*(map(np.asarray, jax.tree.leaves(tree)) for tree in (got, want))))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_numbers(name):
     loss, params, x = CASES[name](jnp.asarray(X))
@@ -187,7 +187,7 @@ def through_a_gradient(w, x):
     return jax.value_and_grad(penalty)(w)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("step", [two_players, through_a_gradient])
 def test_several_backward_passes(step):
     x = jnp.asarray(X[:, :, :16])

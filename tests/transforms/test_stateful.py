@@ -121,7 +121,7 @@ def data(tree):
     return jax.tree.map(lambda x: jax.random.key_data(x) if key(x) else x, jax.tree.map(jnp.asarray, tree))
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("library", [equinox, haiku, flax])
 @each_transform
 def test_a_step_carries_its_state(library, transform):

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.usefixtures("every_size"),
               pytest.mark.filterwarnings("ignore:tune. the compiler options")]    # tested in test_tune_calls
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", STEPS)
 def test_numbers_stay(name):
     step, args = STEPS[name]()

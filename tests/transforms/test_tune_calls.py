@@ -143,7 +143,7 @@ WRAPS = {
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", WRAPS)
 def test_an_nnx_step_trains(name):
     (values, state), (wanted, expected) = trained(WRAPS[name]), trained(nnx.jit)

@@ -113,7 +113,7 @@ def outputs(f, x, w):
     return (y, *back(y + 0.5))
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("case", [*CASES, *GROUPED])
 def test_value_and_gradients(case):
     f, x, w = (CASES | GROUPED)[case]
@@ -140,7 +140,7 @@ def test_inputs_with_zeros(case):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max()))
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", SMALL)
 def test_windows_larger_than_the_input(case, dtype, every_size, monkeypatch):
@@ -161,7 +161,7 @@ def test_a_small_convolution_of_few_multiplications_stays():
     assert not ft.explain(ft.tune(f, "cpu"), x, w).rows
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", ["3x3, stride 2", "groups: strided"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_other_dtypes(dtype, case):
