@@ -19,8 +19,7 @@ TINY = steps.Size(spec.GPT(2, 16, 16, 1, 2, 31, True), spec.ResNet(2, 32, (1, 1,
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name if name == "gpt" else pytest.param(name, marks=pytest.mark.exhaustive)
-                                  for name in gpu.PARTS])
+@pytest.mark.parametrize("name", gpu.PARTS)
 def test_rehearsal(name, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpu, "pytorch", lambda workload, seconds: {})
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):    # Optax needs both

@@ -46,7 +46,7 @@ def losses(trainable, frozen, model=MODEL, remat=False):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("remat", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("remat", [True, False])
 def test_gradients_in_a_scan_and_remat(remat):
     """In float64, to 1e-6 of the largest value of each leaf."""
     with jax.enable_x64(True):

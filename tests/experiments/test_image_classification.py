@@ -52,8 +52,7 @@ def interrupted(flags, log):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("further", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_interrupted_resumed_finished_refused_restarted(tmp_path, further):
+def test_interrupted_resumed_finished_refused_restarted(tmp_path):
     """One run in its life."""
     flags = [f"--workdir={tmp_path}", "--steps=800", "--model=mlp", "--batch_size=8", "--nolast20"]
     at = interrupted(flags, tmp_path / "metrics.jsonl")
@@ -67,8 +66,6 @@ def test_interrupted_resumed_finished_refused_restarted(tmp_path, further):
     steps = [json.loads(line)["step"] for line in lines]
     assert sorted(set(steps)) == list(range(40, 801, 40))
 
-    if not further:
-        return
     again = run(*flags).stdout
     assert "resumed at step 800" in again and "compiled" not in again
     assert again.splitlines()[-1] == out.splitlines()[-1]
@@ -103,8 +100,7 @@ def bad_shape(folder):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["some", "every"])
-def test_errors_are_one_line_and_exit_2(tmp_path, every):
+def test_errors_are_one_line_and_exit_2(tmp_path):
     bad_shape(tmp_path)
     (tmp_path / "config.json").write_text('{"step": 3}')
     (tmp_path / "file").write_text("")
@@ -122,7 +118,7 @@ def test_errors_are_one_line_and_exit_2(tmp_path, every):
             [*SCRIPT, f"--workdir={tmp_path}/run", *flags], stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT,
         ), text)
-        for flags, text in ([*cases.items()] if every else [*cases.items()][1::3])
+        for flags, text in cases.items()
     ]
     for process, text in started:
         _, err = process.communicate(timeout=120)

@@ -309,8 +309,7 @@ def test_wrong_options(script, changes, text):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["some", "every"])
-def test_errors_are_one_line_and_exit_2(tmp_path, stories, minilm, every):
+def test_errors_are_one_line_and_exit_2(tmp_path, stories, minilm):
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "model.bin").write_bytes((stories / "model.bin").read_bytes())
     (tmp_path / "mixed" / "vocab.txt").write_bytes((minilm / "vocab.txt").read_bytes())
@@ -328,7 +327,7 @@ def test_errors_are_one_line_and_exit_2(tmp_path, stories, minilm, every):
         ("embed.py",): "no sentence given: python experiments/embed.py",
     }
     items = list(cases.items())
-    for some in (items[:4], items[4:]) if every else (items[::3],):    # four at a time; one of each script
+    for some in (items[:4], items[4:]):    # four at a time
         started = [(start(*flags), text) for flags, text in some]
         for process, text in started:
             err = finished(process, 2)
