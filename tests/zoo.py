@@ -51,7 +51,7 @@ MODELS = {
     "Crepe": (models.Crepe(1), ("b, 1024", ()), {"b": (2, 3)}),
     "AlexNet": (models.AlexNet(classes=3, width=2, hidden=8), ("b, 224, 224, 3", ()), {"b": (1, 2)}),
 }
-# models that consist of the same layers and connections as another model of the table
+# The kinds of layers in these models also occur in other models of the table, so tests of transforms omit them.
 SIMILAR = "Roberta", "DistilBert", "DeiT", "CLIPVision", "CLIPText", "ResNet9", "MobileNetV2", "AlexNet"
 DISTINCT = [name for name in MODELS if name not in SIMILAR]
 # with lengths

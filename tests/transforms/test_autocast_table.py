@@ -92,7 +92,7 @@ BOTH = ("mlp", "conv and BatchNorm", "attention", "LSTM", "Equinox MLP", "while_
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name, dtype", [(name, dtype) for dtype in (BF16, F16) for name in CASES
-                                         if dtype == BF16 or name in BOTH])
+                                         if dtype == BF16 or name in BOTH], ids=str)
 def test_table(name, dtype):
     case = CASES[name]
     f, params, inputs = case.make()
