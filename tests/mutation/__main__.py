@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 
 from .faults import FAULTS
@@ -55,7 +56,13 @@ def read(folder):
     for path in sorted(Path(folder).glob("*.jsonl")):
         for text in path.read_text().splitlines():
             test, seconds, exhaustive, lines = json.loads(text)
-            rows[test] = test, seconds, exhaustive, {name: set(numbers) for name, numbers in lines.items()}
+            modules = {name: set(numbers) for name, numbers in lines.items()}
+            rows[test] = test, seconds, exhaustive, defaultdict(set, modules)
+    for path in Path(folder).glob("*.lines"):    # of processes that the tests started
+        for text in path.read_text().splitlines():
+            test, name, number = text.split("\t")
+            if test in rows:
+                rows[test][3][name].add(int(number))
     return list(rows.values())
 
 
@@ -138,7 +145,8 @@ def copied(number, folder):
 
 
 def record(folder):
-    env = {**os.environ, "FNET_LINES": str(folder), "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT / "tests/mutation/processes"), str(ROOT)])
+    env = {**os.environ, "FNET_LINES": str(folder), "PYTHONPATH": path}
     return subprocess.run([sys.executable, "-m", "pytest", "-n", "auto", "-p", "tests.mutation.lines"], cwd=ROOT,
                           env=env).returncode
 

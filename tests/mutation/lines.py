@@ -1,7 +1,7 @@
 """A pytest plugin that records which lines of fnet each test runs: `pytest -p tests.mutation.lines` (Python 3.12).
 
 Each process writes one file of JSON lines into the folder FNET_LINES when it ends: [test, seconds of processor time,
-exhaustive, {module: [line, ...]}]. Lines that run in processes started by a test are not seen.
+exhaustive, {module: [line, ...]}]. Processes that a test starts also record their lines (processes/sitecustomize.py).
 """
 
 import json

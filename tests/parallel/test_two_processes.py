@@ -19,15 +19,16 @@ from checks import close
 from fnet import training as tr
 
 SCRIPT = pathlib.Path(__file__).with_name("processes.py")
-ENV = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION")}
 
 
 def pair(case, port, *more, count=2, limit=60):
     """(exit code, what it printed, what it said, seconds) of each."""
     began = time.monotonic()
     command = [sys.executable, str(SCRIPT), case, str(port)]
+    dropped = "XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION"
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
     every = [subprocess.Popen([*command, str(i), str(count), *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                              text=True, env=ENV) for i in range(count)]
+                              text=True, env=environment) for i in range(count)]
     ends = []
     for process in every:
         try:
