@@ -16,7 +16,7 @@ def some(program, transform, checks):
     return {checks[first % len(checks)], checks[(first + few * len(checks) // 2) % len(checks)]}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore:tune. the compiler options")    # of the jit around it
 @pytest.mark.parametrize("program", CORE, ids=lambda program: program.name)
 def test_transforms_equal_plain_jax(program, quickly):

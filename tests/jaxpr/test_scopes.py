@@ -122,7 +122,6 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_products_have_one_path(program, derivative):

@@ -242,7 +242,6 @@ def test_gradients_of_the_batch_and_of_closures():
         close(jax.jacfwd(jax.grad(f))(0.5), jax.grad(jax.grad(nonlinear))(0.5, PADDED))
 
 
-@pytest.mark.exhaustive
 def test_weight_that_depends_on_the_parameters():
     importance = lambda p, batch: jnp.exp(p * batch["x"]) * batch["w"]
 
