@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -42,8 +43,9 @@ def create(folder: Path, names) -> Path:
 
 def install(python: Path, wheel: Path) -> None:
     """Installs the wheel with pip. It needs no index, because all requirements are installed."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}    # may contain fnet
     subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps",
-                    wheel], check=True)
+                    wheel], check=True, env=environment)
 
 
 def kernel(folder: Path, python: Path) -> None:
