@@ -54,6 +54,8 @@ MODELS = {
 # The kinds of layers in these models also occur in other models of the table, so tests of transforms omit them.
 SIMILAR = "Roberta", "DistilBert", "DeiT", "CLIPVision", "CLIPText", "ResNet9", "MobileNetV2", "AlexNet"
 DISTINCT = [name for name in MODELS if name not in SIMILAR]
+# Together, these models contain each kind of layer of the table. The slowest tests use only these.
+FEW = "Decoder", "ModernBert", "LSTMClassifier", "TreeLSTM", "CNN", "ViT", "EfficientNet"
 # with lengths
 RAGGED = "GPT", "Decoder", "Bert", "Roberta", "DistilBert", "ModernBert", "LSTMLanguageModel", "LSTMClassifier"
 TEXTS = *RAGGED, "TreeLSTM", "CLIPText"

@@ -5,13 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import zoo
+from checks import sampled
 from jax import export
 
 from fnet import compress
 
 pytestmark = pytest.mark.usefixtures("quickly")
-QUICK = ("Decoder",)    # a scan, attention with grouped heads, a residual stream
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in zoo.DISTINCT]
 LESS = {    # parameters that remain at fraction 0.5; LayerNorm keeps the features of transformers
     "GPT": 0.57, "Bert": 0.63, "ModernBert": 0.56, "ViT": 0.64, "DINOv2": 0.69, "MLP": 0.53, "ConvNeXt": 0.83,
     "Crepe": 0.42}
@@ -36,7 +35,7 @@ def masked(params, small):
     return jax.tree.map(mask, params, small)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(zoo.DISTINCT, ["Decoder"]))    # a scan, grouped heads, a residual stream
 def test_a_shrunk_model_equals_the_masked_one(name):
     with jax.enable_x64(True):
         f, params, x, other = build(name)
@@ -49,8 +48,7 @@ def test_a_shrunk_model_equals_the_masked_one(name):
     assert after < LESS.get(name, 0.36) * before
 
 
-@pytest.mark.parametrize("name", ["LSTMLanguageModel", *(pytest.param(name, marks=pytest.mark.exhaustive)
-                                                         for name in zoo.DISTINCT if name != "LSTMLanguageModel")])
+@pytest.mark.parametrize("name", sampled(zoo.FEW, ["LSTMClassifier"]))
 def test_a_shrunk_model_is_lowered_for_all_platforms_with_symbolic_sizes(name):
     f, params, shape, shapes = zoo.build(name)
     shrunk = compress.shrink(f, params, *zoo.inputs(name, shapes[0]), fraction=0.5)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import close
-from zoo import CONTEXT, DISTINCT, MODELS, UNSTACKED, VOCABULARY, build, inputs
+from zoo import CONTEXT, FEW, MODELS, UNSTACKED, VOCABULARY, build, inputs
 
 from fnet import export, models
 from fnet import layers as nn
@@ -108,7 +108,7 @@ def test_runs_where_fnet_is_not_installed(tmp_path):
 
 @pytest.mark.exhaustive
 def test_other_models_run_where_fnet_is_not_installed(tmp_path):
-    runs_elsewhere([name for name in DISTINCT if name not in QUICK], tmp_path)
+    runs_elsewhere([name for name in FEW if name not in QUICK], tmp_path)
 
 
 def test_the_description(path):

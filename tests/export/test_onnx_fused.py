@@ -12,7 +12,7 @@ from checks import close
 from flax import linen
 from test_bundles import specs_of
 from test_renew import normal
-from zoo import MODELS, build, inputs
+from zoo import DISTINCT, build, inputs
 
 from fnet import export
 from fnet import layers as nn
@@ -132,9 +132,9 @@ def test_the_option_and_the_opset(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_models(name, tmp_path):
-    """All models at two sizes, with the operators of opset 23 and without."""
+    """Models at two sizes, with the operators of opset 23 and without."""
     f, params, _, shapes = build(name)
     program = export.program(f, params, **specs_of(name))
     for fused in (True, False):

@@ -10,7 +10,7 @@ import pytest
 from checks import close
 from jax import lax
 from test_bundles import digits, opened, specs_of
-from zoo import DISTINCT, build, inputs
+from zoo import FEW, build, inputs
 
 from fnet import cli, export, jaxpr
 from fnet.export import _interpret, _write
@@ -139,7 +139,7 @@ def renews(name, folder):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.parametrize("name", FEW)
 def test_renews_models(name, tmp_path):
     renews(name, tmp_path)
 

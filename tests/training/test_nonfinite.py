@@ -129,17 +129,17 @@ def test_large_numbers_whose_squares_overflow_are_finite():
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (0, 2), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(), (5,), (0, 2), (2, 3, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64", "float8_e5m2"])
-def test_the_first_leaf_that_is_not_finite_is_found(value, shape, dtype):
+def test_the_first_leaf_that_is_not_finite_is_found(shape, dtype):
     from fnet.training.loop import _nonfinite
 
     good = jnp.ones(shape, dtype)
-    bad = good.at[(-1,) * len(shape)].set(value) if 0 not in shape else good
     huge = jnp.full((4,), 3e38)
     assert int(_nonfinite._first([good, huge, good])) == -1
-    assert int(_nonfinite._first([huge, good, bad, bad])) == (-1 if 0 in shape else 2)
+    for value in (np.nan, np.inf, -np.inf):
+        bad = good.at[(-1,) * len(shape)].set(value) if 0 not in shape else good
+        assert int(_nonfinite._first([huge, good, bad, bad])) == (-1 if 0 in shape else 2)
 
 
 def test_skipped_steps_leave_no_trace(tmp_path, capsys):
