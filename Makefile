@@ -17,7 +17,7 @@ endef
 # tritonclient excludes the tested version of ml_dtypes, which it uses for bfloat16 alone.
 triton = $(1) -m pip install --quiet --disable-pip-version-check --no-deps tritonclient==2.73.0
 
-.PHONY: demo test test-exhaustive test-all test-isa torture verify-pretrained verify-programs verify-export mutation pods lint docs dist bench clean
+.PHONY: demo test test-exhaustive test-all numerical test-isa torture verify-pretrained verify-programs verify-export mutation pods lint docs dist bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -32,7 +32,7 @@ test-all: test test-exhaustive
 test-exhaustive: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m exhaustive $(ARGS); status=$$?; [ $$status = 5 ] || exit $$status    # 5: none is marked
 
-# Numerical tests with the instructions of another CPU, so that no tolerance depends on one machine's rounding. AVX has
+# The numerical tests (`make numerical` prints their files) with the instructions of another CPU, so that no tolerance depends on one machine's rounding. AVX has
 # no fused multiply-add, so elementwise code rounds differently from AVX2 and AVX512, which round equally here. It is the
 # oldest set that compiles float16: with SSE4_2, XLA lacks the conversion functions. Kernels of matrix products select
 # their own instructions, so the flag does not affect them.
@@ -40,6 +40,9 @@ NUMERICAL = $(addprefix tests/,$(addprefix transforms/test_,autocast_table.py au
 	autocast_float16.py lowered.py tune.py tune_pooling.py tune_bfloat16.py tune_steps.py) $(addprefix layers/test_,attend.py \
 	attend_precision.py torch_values.py layers_values.py recurrent.py attention.py) \
 	models/test_published_models.py models/test_published_text_models.py)
+
+numerical:
+	@echo $(NUMERICAL)
 
 test-isa: $(STAMP)
 	FNET_TEST_COMPILER=default XLA_FLAGS="$$XLA_FLAGS --xla_cpu_max_isa=AVX" $(BIN)/python -m pytest -n auto $(NUMERICAL) $(ARGS)
@@ -137,7 +140,7 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 	if command -v npm >/dev/null; then npm install --silent --no-save --prefix .venv-export onnxruntime-web@1.30.0; fi
 	@touch $@
 
-.libtpu/.installed: pyproject.toml
+.libtpu/.installed: pyproject.toml | $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .libtpu libtpu==0.0.52
 	@touch $@
 
