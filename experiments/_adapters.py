@@ -21,7 +21,8 @@ def adapted(key, params, rank, base):
       params: the pretrained parameters.
       rank: the rank of the factors. Each kernel, except the first, the last and depthwise kernels, gets factors. The
         token embedding also gets factors.
-      base: the format in which these kernels are stored, one of FORMATS. The token embedding keeps its dtype.
+      base: the format in which the kernels that get factors are stored, one of FORMATS. The token embedding keeps its
+        dtype.
     """
     kernels = inner_kernels(params)
     if FORMATS[base] is not None:
@@ -31,8 +32,8 @@ def adapted(key, params, rank, base):
 
 
 def inner_kernels(params):
-    """Returns {path: number of inputs} of the kernels that get factors. Kernels with an odd number of inputs are left
-    out: those of images have 3 inputs, and those of depthwise convolutions have 1."""
+    """Returns {path: number of inputs} of the kernels that get factors. Kernels with an odd number of inputs get no
+    factors: the first kernel of a model for color images has 3 inputs, and kernels of depthwise convolutions have 1."""
     paths = ((keystr(path, simple=True, separator="/"), leaf) for path, leaf in tree_flatten_with_path(params)[0])
     return {path: leaf.shape[-2] for path, leaf in paths
             if path.endswith("/kernel") and not path.startswith("head/") and leaf.shape[-2] % 2 == 0}

@@ -1,4 +1,4 @@
-"""Code shared by the experiments: flags for runs and devices, one-line errors and exit codes.
+"""Code shared by the experiments. This module defines common flags, prints errors in one line, and sets the exit code.
 
 The exit code is 0 if the run finished, or if a signal stopped it and the state was saved. The exit code is 1 if the
 loss is not finite or an unexpected error occurred. The exit code is 2 if the flags or the files are invalid. The exit
@@ -31,7 +31,8 @@ RESIDUALS = ("auto", "float32")
 
 
 def check_temperature(value):
-    """Raises ConfigError unless the temperature is 0, which selects the most probable token, or in [0.001, 1000]."""
+    """Raises ConfigError unless the temperature is 0 or in [0.001, 1000]. At temperature 0, the most probable token is
+    selected."""
     if value != 0:
         tr.flags.check_within("temperature", value, "[0.001, 1000]" if value >= 0 else "[0, 1000]")
 
@@ -98,7 +99,10 @@ def check_memory(init, batch_bytes, advice):
 
 
 def median_speed(rows):
-    """Returns the median of the logged steps per second, or NaN if the run was too short to measure them."""
+    """Returns the median of the training speeds, in steps per second, that a run has logged in metrics.jsonl.
+
+    The result is NaN if the run was too short to log a speed. `rows` is the content of metrics.jsonl.
+    """
     speeds = [row["time/steps_per_second"] for row in rows if "time/steps_per_second" in row]
     return statistics.median(speeds) if speeds else math.nan
 
@@ -115,8 +119,11 @@ def check_steps(steps):
 
 
 def weights_notes(path):
-    """Returns the notes on pretrained weights for checkpoints: their path and, for weights from the Hugging Face Hub,
-    their commit."""
+    """Returns a dict for the argument `notes` of `fit`, which stores the dict in each checkpoint of a run.
+
+    The dict contains the path of the pretrained weights. For weights from the Hugging Face Hub, the dict also contains
+    the commit of the weights.
+    """
     from fnet.models import pretrained  # here, because most scripts load no models
 
     commit = pretrained.revision(path)
@@ -161,7 +168,8 @@ def decided(config, *workdirs, restart=False):
 
 
 def with_residual(policy, config):
-    """Returns the policy with the dtype of the residual stream that `config.residual` selects."""
+    """Returns a copy of `policy` with a bfloat16 residual stream if `config.residual` is "auto" and `policy.compute` is
+    bfloat16. Otherwise returns `policy`."""
     if config.residual == "auto" and policy.compute.name == "bfloat16":
         return dataclasses.replace(policy, residual=policy.compute)
     return policy
@@ -260,7 +268,8 @@ def plan(step, init, batch):
 
 
 def run(main):
-    """Calls `absl.app.run(main)` with one-line errors and exit codes. With --debug, errors have tracebacks."""
+    """Runs the function `main` with `absl.app.run`. If `main` raises an exception, `run` prints an error message and
+    exits with one of the exit codes in the docstring of this module. With --debug, `run` prints the traceback."""
     flags.DEFINE_bool("debug", False, "show the traceback of an error; if a value becomes NaN or infinite, replay the "
                       "step and name the layer")
     sys.stdout, sys.stderr = _Stream(sys.stdout, 1), _Stream(sys.stderr, 2)
@@ -271,8 +280,8 @@ def run(main):
 class _Stream:
     """A standard stream that may be closed during the run. The run then continues without output.
 
-    For example, `| head` causes no error, and a long run does not end because its terminal was closed. Characters that
-    the stream cannot encode are written as escape sequences.
+    For example, `| head` causes no error, and a long run continues after its terminal was closed. Characters that the
+    stream cannot encode are written as escape sequences.
     """
 
     def __init__(self, stream, number):
@@ -323,7 +332,9 @@ _GIVEN = (ValueError, TypeError, OSError, LookupError, OverflowError, MemoryErro
 
 
 def sentence(error):
-    """Returns the message of an exception as one line. Messages that list leaves or arrays keep their lines."""
+    """Returns the first line of the message of an exception, with a hint to --debug if lines are omitted or the error
+    is unexpected. For `CheckpointError`, `Diverged` and `OutOfMemory`, returns all lines of the message, because the
+    further lines can list leaves or arrays."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()

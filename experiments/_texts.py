@@ -22,8 +22,8 @@ TEMPEST = Path(__file__).parent / "data" / "tempest.txt"
 
 
 def network(config):
-    """Returns (the model, its parameters, its tokenizer, the framework of the weights' names, the folder of the
-    weights)."""
+    """Returns (model, parameters, tokenizer, names, folder). `folder` contains the file of weights. `names` is the name
+    of a framework, such as "huggingface". The parameters in the file of weights have the names of this framework."""
     path = pretrained.find(config.weights or config.model)
     folder = path if path.is_dir() else path.parent
     model = models.Decoder.of_model_bin(path / "model.bin") if (path / "model.bin").is_file() else pretrained.model(
@@ -50,8 +50,11 @@ def read(config, tokenizer):
 
 
 def task(config, model, params):
-    """Returns (trainable parameters, other arrays, evaluate). `evaluate(f)(trainable, arrays, ...)` returns f(params,
-    ...), where `params` combines both."""
+    """Returns (trainable, arrays, evaluate): the trainable parameters, the other arrays, and a function.
+
+    `evaluate` converts a function of all parameters to a function of the two parts. `evaluate(f)(trainable, arrays,
+    ...)` combines `trainable` and `arrays` into the parameters `params` of the model, and returns `f(params, ...)`.
+    """
     if not config.lora:
         return params, {}, lambda f: lambda params, arrays, *inputs: f(params, *inputs)
     trainable, frozen = adapters.adapted(jax.random.key(config.seed), params, config.lora, config.base)
@@ -127,7 +130,13 @@ def train(config, workdir, policy, **fit_options):
 
 
 def save(model, params, names, published, folder):
-    """Writes the weights, under the names of the original file, and the tokenizer, for generate.py --weights=FOLDER."""
+    """Writes the weights and the tokenizer to `folder`, so that generate.py --weights=FOLDER can read them.
+
+    Args:
+      names: the name of a framework, as returned by `network`. The parameters in the written file have the names of
+        this framework.
+      published: the folder that contains the pretrained weights and the tokenizer.
+    """
     folder.mkdir(exist_ok=True)
     pretrained.save(model, params, {}, folder, names=names)
     for file in published.glob("*"):

@@ -5,12 +5,12 @@
     python experiments/classify_image.py --weights=google/vit-base-patch16-224 photo.jpg     # any folder or repository
     python experiments/classify_image.py --weights=runs/finetune photo.png                   # weights from finetune.py
 
---weights names a file, a folder or a repository. Without --weights, the weights are searched by the name of the model
-in ~/.cache/fnet and in Hugging Face's cache. Without --model, the model is described by the config.json of transformers
-or timm in the folder of the weights. Photos are preprocessed as preprocessor_config.json or timm's config.json
-specifies, or else as for the training of the pretrained weights. The labels are read from --labels, or else from
-labels.json or config.json in the folder of the weights. If these have no labels, the labels are the 1,000 classes of
-ImageNet.
+--weights names a file, a folder or a repository. Without --weights, the program looks for the weights of the model in
+~/.cache/fnet and in Hugging Face's cache. Without --model, the model is described by the config.json of transformers or
+timm in the folder of the weights. The preprocessing of photos is described by preprocessor_config.json or by timm's
+config.json in the folder of the weights. If the folder has neither file, photos are preprocessed as in the publisher's
+evaluation of the pretrained weights. The labels are read from --labels, or else from labels.json or config.json in the
+folder of the weights. If these have no labels, the labels are the 1,000 classes of ImageNet.
 """
 
 import dataclasses
@@ -147,7 +147,8 @@ def read_labels(config, path, classes=None):
 
 
 def _labels(found):
-    """Returns the labels in a list, in a dict {number: label}, or in the config.json of transformers or timm."""
+    """Returns a list of labels. The argument `found` is the content of a JSON file: a list of labels, a dict
+    {number: label}, or the config.json of transformers or timm."""
     if isinstance(found, dict) and "label_names" in found:
         descriptions = found.get("label_descriptions") or {}
         found = [descriptions.get(name, name) for name in found["label_names"]]

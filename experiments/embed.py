@@ -1,11 +1,11 @@
-"""Compares the meaning of sentences with MiniLM's sentence embeddings.
+"""Uses MiniLM's sentence embeddings to compare the meanings of sentences.
 
     python experiments/embed.py "A cat sits on the mat." "The feline rests." "Profits fell by a tenth."
     python experiments/embed.py --file=experiments/data/tempest.txt --top=5 "people who dream"
 
 Without --file, the sentences are compared with each other. With --file, the lines of the file that are most similar to
-each sentence are printed. --weights names the file or folder of the weights. Without --weights, they are searched by
-the name of the model in ~/.cache/fnet and in Hugging Face's cache. If there are no weights, the error states what to
+each sentence are printed. --weights names the file or folder of the weights. Without --weights, the program looks for
+the weights of the model in ~/.cache/fnet and in Hugging Face's cache. If there are no weights, the error states what to
 download. vocab.txt must be in the folder of the weights.
 """
 
@@ -28,7 +28,7 @@ PRESETS = ("minilm-l6", "minilm-l12")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The flags: the weights, and what is compared."""
+    """The configuration of the program. Each field is the value of the flag with the same name."""
 
     model: str = option("minilm-l6", f"name of the model: {', '.join(PRESETS)}", choices=PRESETS)
     weights: str | None = option(None, "file or folder of the weights, with vocab.txt in the same folder")

@@ -1,15 +1,21 @@
-"""Draws saliency maps of a network for photos, and images that activate its channels.
+"""Draws two kinds of pictures: saliency maps of photos, and images that are optimized to activate a network's channels.
 
     python experiments/feature_visualization.py photo.jpg                         # saliency maps, and features by layer
     python experiments/feature_visualization.py --layers= photo.jpg other.png     # only saliency maps
     python experiments/feature_visualization.py --layers=stage2/block3 --channels=12 --steps=512
 
-Four saliency maps show which pixels determine the most probable label. The first is the gradient. SmoothGrad is the
-root mean square of the gradients of noisy copies. Integrated gradients are the mean of the gradients along the path
-from a gray image to the photo, times the difference between the two. Grad-CAM shows the important positions of the site
---cam. For some channels of each layer, an image with fixed contrast is optimized to maximize the mean of the channel.
-The first layers respond to edges and colors, later layers to textures and parts of objects, and the labels to objects.
---weights and --labels are as for classify_image.py. The pictures are written to --workdir.
+Four saliency maps show which pixels determine the most probable label. The first map is the gradient. The SmoothGrad
+map is the root mean square of the gradients at several noisy copies of the photo. The map of integrated gradients is
+the mean of the gradients along the path from a gray image to the photo, multiplied by the difference between the photo
+and the gray image. The Grad-CAM map shows the important positions in the output of one layer. The flag --cam names this
+layer, or another site of the model (see `fnet.transforms.sites`).
+
+For some channels of each layer, the program optimizes an image with fixed contrast to maximize the mean of the channel.
+The first layers respond to edges and colors, and later layers respond to textures and parts of objects. The channels of
+the last layer, the logits, respond to objects.
+
+The flags --weights and --labels have the same meaning as in classify_image.py. The pictures are written to the folder
+--workdir.
 
 Simonyan et al., Deep Inside Convolutional Networks, 2013; Smilkov et al., SmoothGrad, 2017; Sundararajan et al.,
 Axiomatic Attribution for Deep Networks, 2017; Selvaraju et al., Grad-CAM, 2017; Olah et al., Feature
@@ -44,7 +50,7 @@ LABELS = (1, 130, 323, 954, 817, 985)      # goldfish, flamingo, monarch, banana
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The flags: the weights, and what is drawn."""
+    """The values of the command-line flags."""
 
     model: str | None = option(None, f"name of the model: {', '.join(photos.PRESETS)}; if not given, resnet50",
                                choices=photos.PRESETS)
@@ -160,13 +166,13 @@ def slope(network, label):
 
 
 def gradient(network, x, label):
-    """Returns |d logit / d pixel|, the maximum over the three colors: [height, width]."""
+    """Returns the maximum of |d logit / d pixel| over the three colors: [height, width]."""
     return jnp.abs(slope(network, label)(x, network.weights)[0]).max(-1)
 
 
 def smooth_grad(network, x, label, config):
-    """Returns the root mean square of the gradients of noisy copies, the maximum over the three colors: [height,
-    width]."""
+    """Computes the root mean square of the gradients at several noisy copies of the image x. Returns an array [height,
+    width] that contains, for each pixel, the maximum of the root mean squares of the three colors."""
     keys = jax.random.split(jax.random.key(config.seed), config.samples)
     noisy = lambda key: x + config.noise * jax.random.normal(key, x.shape)
     total = sum(jnp.square(slope(network, label)(noisy(key), network.weights)[0]) for key in keys)
@@ -174,9 +180,13 @@ def smooth_grad(network, x, label, config):
 
 
 def integrated_gradients(network, x, label, config):
-    """Returns (the map [height, width], the sum of all attributions). The attribution of a pixel and color is the mean
-    gradient on the path from gray to the image, times the difference between the two. The map is the magnitude of the
-    sum over colors. The sum of all attributions approximates the difference between the logits."""
+    """Returns (saliency map [height, width], sum of all attributions).
+
+    The attribution of a pixel and color is the mean gradient on the path from a gray image to the image x, multiplied
+    by the difference between x and the gray image. For each pixel, the saliency map contains the magnitude of the sum
+    of the attributions over the three colors. The sum of all attributions approximates the difference between the
+    logit of x and the logit of the gray image.
+    """
     gray = jnp.full_like(x, 0.5)
     points = (np.arange(config.samples) + 0.5) / config.samples      # midpoints
     total = sum(slope(network, label)(gray + float(a) * (x - gray), network.weights) for a in points)
@@ -185,8 +195,9 @@ def integrated_gradients(network, x, label, config):
 
 
 def grad_cam(network, x, label, site):
-    """Returns the positive part of the sum of the site's channels, weighted by their mean cotangents: [height,
-    width]."""
+    """Returns the Grad-CAM map of a site, an array [height, width]. Each channel of the site is multiplied by the mean
+    of its cotangents over all positions. The map is the positive part of the sum over the channels, resized to the size
+    of the image x."""
     logit = lambda weights, x: network(weights, x)[0, label]
     _, seen = jax.jit(ft.capture(logit, site))(network.weights, x)
     _, slopes = jax.jit(ft.capture_cotangents(logit, site))(network.weights, x)
@@ -196,7 +207,7 @@ def grad_cam(network, x, label, site):
 
 
 def shown(values):
-    """Scales a map to [0, 1]. The lowest and the highest hundredth of the values are clipped."""
+    """Scales the values of a saliency map to [0, 1]. The lowest and the highest hundredth of the values are clipped."""
     values = np.asarray(values)
     low, high = np.percentile(values, (1, 99))
     return np.clip((values - low) / max(high - low, 1e-12), 0, 1)
@@ -280,8 +291,8 @@ def start(key, count, size):
 def image(spectrum):
     """Converts a spectrum [2, size, size // 2 + 1, 3] to an image [size, size, 3] in [0, 1].
 
-    The amplitudes are divided by the frequency, as in natural photos, so that an optimization step changes all
-    frequencies to the same degree. Otherwise, the images would contain mostly high-frequency noise. The contrast is
+    Each element of the spectrum is divided by its frequency, because the amplitudes of natural photos decrease in the
+    same way. Without the division, the optimized images would contain mostly high-frequency noise. The contrast is
     fixed. Otherwise, the optimization would mainly increase the contrast, until all pixels are black or white.
     """
     size = spectrum.shape[1]
@@ -313,8 +324,8 @@ def moved(key, x, jitter):
 
 
 def flops_of(network, site, size):
-    """Returns the FLOPs of the products and convolutions of an image, from the pixels to the site, and of their
-    gradients."""
+    """Returns the FLOPs of one forward pass from the pixels of an image to the site, and of the backward pass. Only
+    matrix products and convolutions are counted."""
     spec = jax.ShapeDtypeStruct((1, size, size, 3), np.float32)
     counted = hw.count(network, network.weights, spec)
     paths = list(counted.scopes)

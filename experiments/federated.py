@@ -81,7 +81,7 @@ def split(labels, config):
 
 
 def plot(folders, path, title):
-    """Plots the test accuracy by round of the runs in these folders."""
+    """Plots the test accuracy of each run against the round. `folders` contains the folders of the runs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")

@@ -5,22 +5,23 @@
     python experiments/finetune.py --model=vit_s_16 --lora=8 --base=int4                    # QLoRA
     python experiments/finetune.py --model=stories15m --dataset=text --lora=8 --base=int4   # The Tempest
 
---weights names the file or folder of the weights. Without --weights, they are searched by the name of the model in
-~/.cache/fnet and in Hugging Face's cache. Checkpoints record the path of the weights and, for weights from the Hugging
-Face Hub, their commit (shown by `fnet report`). For --dataset=photos, the photos are DIR/CLASS/*, of which a fifth is
-the test set, or DIR/train/CLASS/* and DIR/test/CLASS/*. For --dataset=text, the text is DIR/*.txt. DIR is --data_dir;
-without it, the text is The Tempest.
+--weights names the file or folder of the weights. Without --weights, the program searches for the weights of the model
+--model in ~/.cache/fnet, and then in Hugging Face's cache. Checkpoints record the path of the weights and, for weights
+from the Hugging Face Hub, their commit (shown by `fnet report`). For --dataset=photos, there are two possible layouts
+of the folder DIR. If the photos are DIR/CLASS/*, a fifth of the photos of each class forms the test set. If the photos
+are DIR/train/CLASS/* and DIR/test/CLASS/*, the folder DIR/test is the test set. For --dataset=text, the text is
+DIR/*.txt. DIR is --data_dir; without --data_dir, the text is The Tempest.
 
 With --mode=linear, the features of every image are computed once, and a new last layer is trained on the features. With
---mode=full, all weights are trained; for images, the last layer is new. With --mode=lora, which --lora=RANK implies,
-low-rank factors are trained for the kernels, and for images also a new last layer. The pretrained kernels are frozen,
-and stored in the format --base.
+--mode=full, all weights are trained; for images, the last layer is new. With --mode=lora, low-rank changes of the
+kernels are trained. For images, a new last layer is also trained. The pretrained kernels are frozen, and stored in the
+format --base. --lora=RANK is the rank of the changes. If --mode is not given, --lora=RANK selects --mode=lora.
 
 The run's folder (--workdir, else runs/finetune) receives config.json, metrics.jsonl, a TensorBoard log, checkpoints,
 and curves.png. For images, it also receives confusion.png, labels.json, and model.safetensors with the names of the
 original weights. experiments/classify_image.py --weights=runs/finetune reads these files. For a text, the best weights
 are in runs/finetune/merged, and experiments/generate.py --weights=runs/finetune/merged reads them. With --mode=lora,
-the folder adapter contains the low-rank factors in PEFT's format. The same command resumes an interrupted run;
+the low-rank factors are in runs/finetune/adapter, in PEFT's format. The same command resumes an interrupted run;
 --restart starts again from the first step.
 """
 
@@ -110,8 +111,8 @@ AUGMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A pretrained network: the model, its parameters and state, the framework whose names the weights have, the
-    preprocessing of the images, and the path of the weights."""
+    """A pretrained network. `names` is the framework that defines the array names in the file of the weights, `image`
+    describes the preprocessing of the images, and `path` is the path of the weights."""
 
     model: models.Model
     params: dict
@@ -143,7 +144,8 @@ def train(config, workdir, policy, **fit_options):
     training, the weights are written first, so that no later error can lose them.
 
     Returns:
-      The results of the evaluation on the test set: of the last state for images, of the best state for a text.
+      For images, a dict with the results of the last state on the test set.
+      For a text, {"loss": the lowest validation loss}.
     """
     if config.dataset == "text":
         return texts.train(config, workdir, policy, **fit_options)
@@ -233,8 +235,8 @@ def in_batches(f, x, size):
 
 
 def save_predictions(workdir, forward, state, test_set, data, size):
-    """Saves the confusion matrix and the wrong predictions with the highest probabilities for `fnet report`. Large
-    images are subsampled."""
+    """Writes a file for `fnet report`. The file contains the confusion matrix, and the wrong predictions with the
+    highest probabilities. Large images are subsampled."""
     run = jax.jit(lambda x: jax.nn.softmax(forward(state.averaged, state.state, x, None)[0].astype(jnp.float32)))
     stride = max(1, data.test_images.shape[1] // 96)
     tr.save_predictions(workdir, in_batches(run, test_set["x"], size), test_set["label"], classes=data.classes,
@@ -242,7 +244,9 @@ def save_predictions(workdir, forward, state, test_set, data, size):
 
 
 def probe(config, policy, held, model, data):
-    """Returns (inputs, params, state, forward) for --mode=linear: the features of all images, and a dense layer."""
+    """Returns (inputs, params, state, forward) for --mode=linear. `inputs` contains the features of the training images
+    and of the test images. `params` and `forward` are the parameters and the function of a new dense layer, which has
+    no state."""
 
     @jax.jit
     def features(params, state, images):
@@ -260,8 +264,8 @@ def probe(config, policy, held, model, data):
 
 
 def everything(config, policy, held, model, data):
-    """Returns (inputs, params, state, forward) for --mode=full: the images, and the whole network with a new last
-    layer."""
+    """Returns (inputs, params, state, forward) for --mode=full. `inputs` contains the training images and the test
+    images. `params`, `state` and `forward` are those of the whole network with a new last layer."""
     fresh, _ = nn.Dense(model.classes).init(jax.random.key(config.seed), held.params["head"]["kernel"].T[:1])
     augment = AUGMENT[config.augment]
 
@@ -277,8 +281,9 @@ def everything(config, policy, held, model, data):
 
 
 def low_rank(config, policy, held, model, data):
-    """Returns (inputs, params, state, forward) for --mode=lora: the images, and the whole network with trainable
-    low-rank factors and a new last layer."""
+    """Returns (inputs, params, state, forward) for --mode=lora. `inputs` contains the training images and the test
+    images. `params` contains the low-rank factors and a new last layer. `state` contains the frozen parameters and the
+    state of the network. `forward` is the function of the whole network."""
     inputs, params, state, forward = everything(config, policy, held, model, data)
     trainable, frozen = adapters.adapted(jax.random.key(config.seed), params, config.lora, config.base)
     trainable, frozen = trainable | {"head": params["head"]}, frozen | {"head": jax.tree.map(lambda _: None,

@@ -8,9 +8,9 @@
     python experiments/generate.py --weights=HuggingFaceTB/SmolLM2-135M-Instruct --chat    # a conversation
     python experiments/generate.py --weights=FOLDER --beams=4 --max_tokens=40 "The answer"   # the most probable text
 
---weights names a file, a folder or a repository. Without --weights, the weights are searched by the name of the model
-in ~/.cache/fnet and in Hugging Face's cache. If there are no weights, the error states what to download. The tokenizer
-is read from the folder of the weights: tokenizer.bin (llama2.c), characters.json, or tokenizer.json (pip install
+--weights names a file, a folder or a repository. Without --weights, the program looks for the weights of the model in
+~/.cache/fnet and in Hugging Face's cache. If there are no weights, the error states what to download. The tokenizer is
+read from the folder of the weights: tokenizer.bin (llama2.c), characters.json, or tokenizer.json (pip install
 tokenizers).
 """
 
@@ -147,7 +147,8 @@ def describe(config, model, params):
 
 
 def converse(config, model, params, tokenizer, prompts):
-    """Answers the prompts, or without prompts each line of standard input, in one conversation."""
+    """Holds one conversation, in which the model answers each prompt. If `prompts` is empty, the model answers each
+    nonempty line of standard input."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("--chat needs a folder with a chat template (chat_template.jinja, or chat_template in "
                          "tokenizer_config.json): name one with --weights")
@@ -212,8 +213,10 @@ def fitting(tokenizer, model, fits):
 
 
 def begin(tokenizer):
-    """Returns the tokens with which a text without a prompt begins. If the tokenizer encodes an empty text to no
-    tokens, the result is the token that ends a text, or else a line break."""
+    """Returns the tokens with which a text without a prompt begins. By default, the result is the encoding of an empty
+    text. If the encoding of an empty text has no tokens, the result is the first token in `tokenizer.stop`, which
+    contains the tokens that end a text. If `tokenizer.stop` is also empty, the result is the encoding of a line
+    break."""
     empty = tokenizer.encode("")
     return empty if len(empty) else np.array(tokenizer.stop[:1] or tokenizer.encode("\n"), np.int32)
 

@@ -3,11 +3,12 @@
     python experiments/hyperparameters.py                                   # digits
     python experiments/hyperparameters.py --dataset=fashion_mnist --examples=10000 --seeds=2
 
-All methods train MLPs with dropout, using SGD with momentum, and search the step size, weight decay, dropout and label
-smoothing. The budget is the total number of steps of all members: --members x --steps. Random search and
-population-based training run --members members to the end. Halving starts with more members, and drops two thirds of
-them at the end of each rung. The member with the best accuracy on a validation set is selected; its accuracy on the
-test set is reported. --workdir receives results.csv and hyperparameters.png.
+Each method trains MLPs with dropout. The optimizer is SGD with momentum. The hyperparameters to optimize are the
+learning rate, the weight decay, the dropout rate and the label smoothing. The budget is the total number of steps of
+all members: --members x --steps. Random search and population-based training run --members members to the end. Halving
+starts with more members, and drops two thirds of them at the end of each rung. The member with the best accuracy on a
+validation set is selected; its accuracy on the test set is reported. --workdir receives results.csv and
+hyperparameters.png.
 """
 
 import csv
@@ -81,8 +82,8 @@ class Problem:
         return (logits.argmax(-1) == y[None]).mean(1), losses.mean(1)
 
     def score(self, state):
-        """Returns the validation accuracy of each member, minus a small term from the loss that orders members of equal
-        accuracy."""
+        """Returns the score of each member: the validation accuracy minus a small term. The term increases with the
+        validation loss, and orders members of equal accuracy."""
         accuracies, losses = self._measured(state.members, *self.validation)
         return accuracies - losses / (1 + losses) / (2 * len(self.validation[1]))
 

@@ -1,4 +1,4 @@
-"""Trains a language model and generates text with it: a GPT, a Decoder or an LSTM over characters, bytes or tokens.
+"""Trains a language model (a GPT, a Decoder or an LSTM) on characters, bytes or tokens, and generates text with it.
 
     python experiments/language_model.py                              # The Tempest, minutes on two CPU cores
     python experiments/language_model.py --preset=10m --data_dir=DIR  # 10 million parameters, for an accelerator

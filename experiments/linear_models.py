@@ -1,9 +1,9 @@
-"""Compares three losses for linear models, and networks with no, one and two hidden layers.
+"""First trains linear models with three losses. Then trains networks with zero, one and two hidden layers.
 
     python experiments/linear_models.py --workdir=runs/linear_models
 
-Training searches for the parameters with the smallest empirical risk, the average loss plus regularization. For labels
-y = -1 or +1 and the scores s(x) of a model,
+Training searches for the parameters with the smallest empirical risk, the average loss plus regularization. A model
+computes a score s(x) for each example x. The label y of an example is -1 or +1. The empirical risk is
 
     risk = mean over examples of loss(s(x), y) + l2 / 2 · (sum of squared weights)
 
@@ -13,10 +13,11 @@ For a linear score s(x) = x @ kernel + bias, three well-known models differ only
     logistic regression     log      log(1 + exp(-y s))     optax.sigmoid_binary_cross_entropy
     linear SVM              hinge    max(0, 1 - y s)        optax.hinge_loss
 
-The first half fits all three models to 569 tumors with 30 features (Wolberg, Street and Mangasarian, 1995), and
-compares each with the closed form or with scikit-learn's solver. The second half uses the log loss with zero, one and
-two hidden layers before the score, for two spirals that no line can separate. It writes a figure of the decision
-regions to --workdir.
+The first half of the program fits these three models to data of tumors: 569 examples with 30 features (Wolberg, Street
+and Mangasarian, 1995). The program compares linear regression with the solution in closed form, and the other two
+models with the solutions of scikit-learn. The second half of the program minimizes the log loss of networks with zero,
+one and two hidden layers. The training data of these networks are the points of two spirals, which no line can
+separate. The program writes a figure of the decision regions of these networks to --workdir.
 """
 
 import _common as common
@@ -41,14 +42,14 @@ LOSSES = {
 
 
 def network(*widths):
-    """Returns a network with hidden layers of these widths and one score. Without hidden layers, it is a linear
-    model."""
+    """Returns a network with one output, the score, and with hidden layers of the given widths. Without hidden layers,
+    the network is a linear model."""
     hidden = [layer for width in widths for layer in (nn.Dense(width), jax.nn.tanh)]
     return nn.Sequential(*hidden, head=nn.Dense(1))
 
 
 def empirical_risk(model, loss, x, y, l2):
-    """Returns the function of the parameters to minimize."""
+    """Returns the empirical risk as a function of the parameters."""
 
     def risk(params):
         scores = model(params, x)[:, 0]                                     # [examples]
@@ -109,7 +110,7 @@ def fit_linear(name, x, y, l2):
 
 
 def least_squares(x, y, l2):
-    """Returns (kernel, bias) of linear regression in closed form, where the gradient of the risk is zero."""
+    """Solves linear regression in closed form, by setting the gradient of the risk to zero. Returns (kernel, bias)."""
     centred = x - x.mean(axis=0)
     gram = 2 / len(x) * centred.T @ centred + l2 * np.eye(x.shape[1])
     kernel = np.linalg.solve(gram, 2 / len(x) * centred.T @ y)
@@ -117,7 +118,8 @@ def least_squares(x, y, l2):
 
 
 def solved_otherwise(name, x, y, l2):
-    """Returns (name of the method, params) of the same model, from the closed form or from scikit-learn's solver."""
+    """Computes the parameters of the linear model `name` in closed form or with scikit-learn, instead of Optax. Returns
+    (name of the method, params)."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.svm import SVC
 
@@ -193,7 +195,8 @@ def compare_depths(width, steps, noise, seed):
 
 
 def draw(panels, points, path):
-    """Draws the probability of +1 in the plane for each model, the decision boundary, and the training points."""
+    """Draws one panel for each model. A panel shows the probability of the label +1 at each point of the plane, the
+    decision boundary, and the training points."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Compares SVRG with SGD, Lookahead and SAM on logistic regression: the gap to the optimum by passes over the data.
+"""Compares SVRG with SGD, Lookahead and SAM on logistic regression, and plots how fast each method converges.
 
     python experiments/svrg.py --workdir=runs/svrg
     python experiments/svrg.py --optimizer=momentum --learning_rate=0.1
@@ -9,8 +9,10 @@
 With a constant step size, SGD does not reach the optimum: the variance of its gradients determines how close it comes.
 SVRG (Johnson and Zhang 2013) reduces this variance, and converges linearly to the optimum. The data are 569 tumors with
 30 features (Wolberg, Street and Mangasarian 1995), standardized, in float64. The optimum is computed by Newton's
-method. A pass over the data is one gradient for each example. SVRG computes two gradients for each example of a batch,
-and one pass for each new anchor. --workdir receives gaps.csv and svrg.png.
+method. The plot shows the gap (the risk minus the risk of the optimum) against the number of passes over the data. The
+number of passes is the number of gradients of single examples, divided by the number of examples in the data. For each
+example of a batch, SVRG computes two gradients. For each new anchor, SVRG computes the gradients of all examples in the
+data, which is one pass. The script writes gaps.csv and svrg.png to the folder --workdir.
 """
 
 import csv

@@ -32,7 +32,7 @@ TOLERANCE = 1e-5    # of every loss: |a - b|, of every parameter array: max |a -
 
 
 def step_by_hand(params, x, labels, rate):
-    """One step of gradient descent: (loss, new params)."""
+    """Performs one step of gradient descent. Returns (loss, new params)."""
     w1, b1 = params["hidden"]["kernel"], params["hidden"]["bias"]
     w2, b2 = params["head"]["kernel"], params["head"]["bias"]
 
@@ -95,7 +95,7 @@ def loss_fn(params, x, labels):
 
 
 def step_with_grad(params, x, labels, rate):
-    """One step of gradient descent: (loss, new params)."""
+    """Performs one step of gradient descent. Returns (loss, new params)."""
     loss, grads = ft.value_and_grad(loss_fn)(params, x, labels)
     return loss, jax.tree.map(lambda p, g: p - rate * g, params, grads)
 
@@ -108,7 +108,7 @@ def two_layer_net(width):
 
 
 def step_with_layers(model, optimizer, params, opt_state, x, labels):
-    """One step of any Optax optimizer: (loss, new params, new optimizer state)."""
+    """Performs one step of any Optax optimizer. Returns (loss, new params, new optimizer state)."""
 
     def loss_fn(params):
         logits = model(params, x)
@@ -173,8 +173,8 @@ def accuracy(params, data):
 
 
 def show_sigmoids():
-    """Prints derivatives of the sigmoid far from zero, computed with the plain formula, `jax.nn.sigmoid` and this
-    file."""
+    """Prints the derivatives of three functions at points from -1000 to 1000: the plain formula of the sigmoid,
+    `jax.nn.sigmoid`, and the function `sigmoid` of this file. Also prints the exact derivative of the sigmoid."""
     plain = lambda x: 1 / (1 + jnp.exp(-x))
     print("derivative of the sigmoid in float32")
     print("     x        plain   jax.nn.sigmoid   custom_vjp        exact")

@@ -1,13 +1,14 @@
 """The `fnet` command.
 
-    fnet devices            shows the chips of this machine and the dtypes that fnet selects for them; the first call
-                            measures a CPU for one second
+    fnet devices            shows the chips of this machine and the dtypes that fnet selects for them; on a CPU, the
+                            first call also measures the CPU for one second
     fnet chips              shows the catalog of chips
     fnet chips "TPU v5e"    shows computed and published peaks, prices, FLOP per dollar, power and sources of a chip
     fnet chips --plot FILE  plots FLOP per dollar and per watt over the years
     fnet export runs/digits --to=bundle,onnx,litert         writes the trained model of a run as files
-    fnet bundle show FILE   describes an exported model; fnet bundle check FILE tests it, and fnet bundle renew FILE
-                            writes its programs again with the installed version of JAX
+    fnet bundle show FILE   describes an exported model
+    fnet bundle check FILE  compares the outputs of an exported model with the outputs that are stored in the file
+    fnet bundle renew FILE  writes the programs of an exported model again, with the installed version of JAX
     fnet serve FILE         serves exported models over HTTP
     fnet report runs/digits                                 writes an HTML report of a run
     fnet plan module:function --devices v5e:16x16           selects the sharding of a training step
@@ -282,7 +283,8 @@ def _console() -> Any:
 
 
 class _Plain:
-    """A stream that writes text to standard output (a pipe or a file), without the spaces at the ends of lines."""
+    """A stream that removes the spaces at the ends of lines, and writes the text to standard output. `_console`
+    uses this stream if standard output is not a terminal."""
 
     def write(self, text: str) -> None:
         sys.stdout.write(re.sub(r" +$", "", text, flags=re.MULTILINE))

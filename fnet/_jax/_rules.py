@@ -60,8 +60,8 @@ class CustomVjp:
         self._forward: dict[tuple, Forward] = {}
 
     def forward(self, perturbed: tuple[bool, ...]) -> Forward:
-        """Returns the forward function. The tuple `perturbed` contains one boolean for each input, including constants,
-        which is True if the input is differentiated."""
+        """Returns the forward function. The tuple `perturbed` contains one boolean for each input, including constants.
+        The boolean of an input is True if the input is differentiated."""
         perturbed = tuple(perturbed[self.consts:])
         if perturbed not in self._forward:
             jaxpr, consts = self._params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)

@@ -81,8 +81,9 @@ def scope_entries(eqn: Any) -> tuple[tuple[str, int], ...]:
 
 
 def origin(eqn: Any) -> tuple:
-    """Returns the Python ids of the name stack, the traceback and the attribute `ctx` (JAX settings) of an equation.
-    Equations for which `origin` returns the same value have the same `name_stack` and `equation_context`."""
+    """Returns three Python ids for an equation: the id of its name stack, the id of its traceback, and the id of its
+    attribute `ctx` (the JAX settings). Equations for which `origin` returns the same value have the same `name_stack`
+    and `equation_context`."""
     info = eqn.source_info
     return id(info.name_stack), id(info.traceback), id(eqn.ctx)
 

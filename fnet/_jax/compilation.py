@@ -74,8 +74,9 @@ def used() -> bytes:
 
 def preload(programs: bytes) -> None:
     """Loads the programs that an earlier process has used. A background thread loads the programs, while this process
-    traces its functions. JAX uses a loaded program only if it looks up the cache key of this program with the same
-    compile options. JAX traces all functions even if their compiled programs are loaded.
+    traces its functions. JAX uses a loaded program only if this process looks up a program with the same cache key and
+    the same compile options as the earlier process. JAX traces all functions even if their compiled programs are
+    loaded.
 
     Args:
         programs: a JSON description of the compiled programs of an earlier process, as returned by the function `used`.
@@ -96,7 +97,8 @@ def _load(key, options, device):
 
 
 def _look_up(key, options, backend, devices, *callbacks):
-    """Replaces JAX's function that reads a compiled program from the store."""
+    """Returns a compiled program that `preload` has loaded, or reads the program from the store. JAX calls `_look_up`
+    in place of its own function `get_executable_and_time`."""
     if len(devices) > 1 or any(callbacks):
         return _read(key, options, backend, devices, *callbacks)
     serialized = options.SerializeAsString().hex()
@@ -108,9 +110,11 @@ def _look_up(key, options, backend, devices, *callbacks):
 
 
 def _save(*args):
-    """Replaces JAX's function that writes a compiled program to the store. Omits programs that cannot be serialized.
+    """Writes a compiled program to the store, unless the program cannot be serialized. JAX calls `_save` in place of
+    its own function `put_executable_and_time`.
 
-    jaxlib 0.12 raises MemoryError for programs that call oneDNN, although memory is free.
+    jaxlib 0.12 cannot serialize programs that call oneDNN. For these programs, the serialization raises MemoryError,
+    even if enough memory is free.
     """
     with contextlib.suppress(MemoryError):
         _write(*args)

@@ -61,8 +61,8 @@ CUSTOM_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "__cudnn$f
 
 
 def partitioning(ctx: Any) -> str:
-    """Returns how XLA distributes the equation that is being lowered, as a string. `ctx` is the context that JAX passes
-    to the lowering rule of the equation.
+    """Returns a string, such as "whole", that states how XLA distributes an equation over devices. `ctx` is the context
+    that JAX passes to the lowering rule of the equation.
 
     Returns:
         "portable": the program is exported, or lowered for several platforms, so the platform is not known. "whole":

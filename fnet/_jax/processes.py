@@ -41,9 +41,10 @@ def notes():
 def leave() -> None:
     """Lets this process exit without waiting for the other processes of the run.
 
-    Without `leave`, JAX waits on exit for the other processes until a timeout, and then aborts the process. The
-    function `leave` unregisters JAX's exit handlers from `atexit`. `leave` also keeps the objects of the connection
-    alive, because JAX waits for the other processes when these objects are freed.
+    Without `leave`, JAX waits for the other processes when this process exits. If the other processes do not exit
+    before a timeout, JAX aborts this process. The function `leave` unregisters JAX's exit handlers from `atexit`.
+    `leave` also keeps the objects of the connection alive, because JAX waits for the other processes when these objects
+    are freed.
     """
     atexit.unregister(_api.clean_up)
     atexit.unregister(_dispatch.wait_for_tokens)

@@ -10,8 +10,9 @@
     logits = shrunk.f(shrunk.params, x)
 
 `quantize` and `lora` return a tree of parameters in which some leaves are implicit arrays (`ImplicitArray`). An
-implicit array is a pytree of plain arrays from which one array is computed, for example codes and scales. A tree with
-implicit arrays, such as quantized parameters, can be sharded and saved like a tree of plain arrays. For a model f,
+implicit array represents a parameter that is computed from several plain arrays. For example, a quantized matrix is
+computed from codes and scales. An implicit array is a pytree, and its leaves are the plain arrays. A tree with implicit
+arrays, such as quantized parameters, can be sharded and saved like a tree of plain arrays. For a model f,
 `ft.use_implicit_arrays(f)` is a function that also accepts implicit arrays as parameters, and that can be compiled and
 differentiated.
 """

@@ -26,7 +26,7 @@ class Format:
         group: the number of values along the last contracted axis that share a scale, or None if all values along this
             axis share one scale.
         axes: the contracted axes of the parameter, over which matrix products and convolutions sum. Values along the
-            contracted axes share a scale. None: the defaults of `quantize`.
+            contracted axes share a scale. If `axes` is None, `quantize` uses its default axes.
         largest: the largest decoded value. The scale of a block of values is the largest magnitude in the block,
             divided by `largest`.
     """

@@ -1,4 +1,4 @@
-"""GPTQ: rounds a parameter so that values rounded later compensate for the rounding errors of earlier values."""
+"""GPTQ: rounds a parameter row by row, and compensates for the rounding error of a row by changing later rows."""
 
 from __future__ import annotations
 

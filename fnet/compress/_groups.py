@@ -74,8 +74,8 @@ class _Leaf:
 
 
 class Call:
-    """A traced call f(params, *args, **kwargs), and the axes of its arrays that must have equal sizes. Pruning can
-    remove indices along the axes of the arrays in `params` and in the keyword argument `state`.
+    """A traced call f(params, *args, **kwargs). Pruning can remove indices along the axes of the arrays in `params` and
+    in the keyword argument `state`.
 
     Args:
         cuts: {key of a leaf: `Cut`} for the arrays that have already been pruned. A `Cut` states the indices that
@@ -144,7 +144,8 @@ def _role(path) -> str:
 def _returned(traced, state) -> dict[int, int]:
     """Returns {index of an output: index of an input} for each output of the program that is the new value of an input.
     If the function returns (y, new state), each array of the new state is the new value of an array of the old state.
-    The outputs that contain the values of flax.nnx variables are the new values of these variables."""
+    For each variable of a flax.nnx module in the arguments, the program has one input (the value before the call) and
+    one output (the value after the call). This output is the new value of this input."""
     jaxpr = traced.closed.jaxpr
     result, modules = traced.tree([_Output(i) for i in range(len(jaxpr.outvars))])
     arrays, found = [] if modules is None else modules.arrays, {}

@@ -91,8 +91,8 @@ def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 
             raise ValueError(f"prune: expected a sparsity between 0 and 1 for {pattern!r}; got {sparsity!r}")
 
     def patterns(params) -> list[str | None]:
-        """Returns for each leaf the pattern that applies to it, or None. Of the implicit arrays (such as quantized
-        arrays), only the values of `FakeQuantized` are pruned."""
+        """Returns for each leaf the pattern that applies to it, or None. An implicit array (such as a quantized array)
+        can be pruned only if it is a `FakeQuantized`. In a `FakeQuantized`, only the leaf `values` can be pruned."""
         paths = []
         for path, leaf in jax.tree.leaves_with_path(params, is_implicit):
             name = keystr(path, simple=True, separator="/") if is_kernel(path, leaf) else ""

@@ -32,8 +32,8 @@ class Product:
         function: the function (x, w) -> y that computes the matrix product or convolution. w can be an ordinary array,
             or an object that represents an array, such as a quantized array.
         convolution: True for a convolution, False for a matrix product.
-        count: the number of times that the matrix product or convolution is computed, which is the number of iterations
-            of all enclosing scans times the batch sizes of all enclosing vmaps.
+        count: the number of times that the matrix product or convolution is computed. Each enclosing scan multiplies
+            `count` by its number of iterations, and each enclosing vmap multiplies `count` by its batch size.
         sliced: whether w is a slice of the parameter, as in a scan over stacked layers. XLA then copies the slice.
     """
 
@@ -54,7 +54,8 @@ class Product:
 
     @property
     def key(self) -> tuple:
-        """A tuple that identifies the operation, and the shapes and dtypes of its operands."""
+        """The key by which `grouped` groups operations. The key is a tuple that contains the jaxpr of the operation,
+        and the shapes and dtypes of the operands."""
         program = jax.make_jaxpr(self.function)(self.x, self.w)
         return self.x.shape, str(self.x.dtype), self.w.shape, self.axes, self.sliced, str(program)
 
@@ -95,9 +96,9 @@ class _Recorded(Wrapped):
 def products(f: Callable, params: Any, *args: Any) -> list[Product]:
     """Lists the matrix products and convolutions in f(params, *args) that use a kernel or an embedding table.
 
-    The list has the order of the computation. Arguments may be `jax.ShapeDtypeStruct`s. The list omits operations with
-    biases, norm scales and implicit arrays (such as quantized parameters). A matrix product or convolution inside a
-    while loop or a branch of cond is counted once.
+    The list has the order of the computation. Arguments may be `jax.ShapeDtypeStruct`s. The list omits operations
+    whose parameter is a bias, a norm scale or an implicit array (such as a quantized parameter). A matrix product or
+    convolution inside a while loop or a branch of cond is counted once.
     """
     log, leaves = _Log(), leaves_by_path(params)
 

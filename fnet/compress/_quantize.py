@@ -212,8 +212,8 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
     Raises:
         ValueError: a pattern matches no parameter that can be quantized, or the size of an axis is not a multiple of
             `group`. A ValueError is also raised if a format needs statistics of activations that `stats` does not
-            contain. Finally, a ValueError is raised if a matrix product recorded in `stats` sums over other axes of a
-            parameter than the axes of the parameter's format.
+            contain. If GPTQ rounds a parameter, every matrix product that `calibrate` recorded for this parameter must
+            sum over the axes that the format specifies (`axes` or the default axes). Otherwise, a ValueError is raised.
         TypeError: a format is not `Int8`, `Int4`, `NF4` or `Float8`.
 
     >>> params = {"kernel": jnp.arange(6.0).reshape(3, 2), "bias": jnp.ones(2)}

@@ -35,9 +35,9 @@ def scores(method: str, call: Call, groups: list[Group], f: Callable, args: tupl
 
 
 def _mean_square(call, x, i, axis, position):
-    """Reshapes an axis of x into several axes, and returns the mean square of x for each index of the new axis number
-    `position`. For example, if an axis of x is reshaped to [heads, head_dim], `position` 0 gives one mean square for
-    each head."""
+    """Splits an axis of x into several smaller axes, of which the integer `position` selects one. Returns the mean
+    square of x for each index along the selected axis. For example, if an axis of x is split into [heads, head_dim],
+    `position` 0 selects the axis of heads, and the result contains one mean square for each head."""
     sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]
     x = np.moveaxis(np.asarray(x, float), axis, 0).reshape(*sizes, -1)
     return np.square(x).mean(tuple(k for k in range(x.ndim) if k != position))

@@ -1,4 +1,4 @@
-"""Structured pruning: the same function with fewer channels, heads and hidden units."""
+"""Structured pruning, which removes channels, heads and hidden units from a function."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Axes:
     """One row of the report of `shrink`, which describes one or several axes of parameters.
 
     Attributes:
-        parameters: the axes, a tuple of strings "path (axis)".
+        parameters: the axes of parameters that the row describes. The attribute is a tuple with one string for each
+            axis, such as "head/kernel (0)" for axis 0 of the parameter "head/kernel".
         size, kept: the number of indices before the removal (`size`) and after it (`kept`). For example, if `shrink`
             removes attention heads from a kernel axis of size heads * head_dim, `size` and `kept` are numbers of heads.
         reason: the reason why no indices were removed from the axes, or "" if indices were removed.
@@ -42,8 +43,8 @@ class ShrinkReport:
     """A report of what `shrink` removed and what it could not remove. `print` shows the report as a table.
 
     Attributes:
-        axes: the rows of the report, which describe axes of parameters. The rows of axes from which indices were
-            removed come first.
+        axes: the rows of the report, which describe axes of parameters. The first rows describe the axes from which
+            `shrink` removed indices. The other rows describe the axes that keep all their indices.
         parameters: a pair, the number of parameters before and after the removal.
         flops: a pair, the number of FLOPs before and after the removal of channels, heads and hidden units.
         seconds: a pair, the time before and after the removal, as estimated by the roofline model of the chip.
@@ -87,8 +88,8 @@ class Shrunk:
         params, state: the parameters and the state without the removed indices. `state` is None if the original
             function was called without state.
         model: a model of the same class as the original model. The fields of `model`, such as the width, have smaller
-            values than those of the original model. `model` computes the same results as the function `f`. `model` is
-            None if `shrink` finds no model of the same class that computes the same results as `f`.
+            values than those of the original model. `model` computes the same results as the function `f` of this
+            `Shrunk`. `model` is None if `shrink` finds no model of the same class that computes these results.
         report: what was removed and what could not be removed, a `ShrinkReport`.
 
     >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))
@@ -115,12 +116,12 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
         shrunk = compress.shrink(model, params, x, state=state, fraction=0.5)    # with BatchNorm
         y, state = shrunk.f(shrunk.params, x, state=shrunk.state, train=True)
 
-    f is traced, and axes of parameters that must have equal sizes form a group. For example, the channels between two
-    convolutions and the channels of the normalization in between are one group. Arrays that are added by residual
-    connections have the same number of channels, so their channels are one group. In an attention layer, the head axes
-    of the query, key, value and output kernels form a group, so a head is removed from all four kernels. A key/value
-    head is removed together with the query heads that use it. From each group of axes, the indices with the lowest
-    scores are removed in all parameters of the group.
+    f is traced. If several axes of parameters must have equal sizes, these axes form a group. For example, the channels
+    between two convolutions and the channels of the normalization in between are one group. Arrays that are added by
+    residual connections have the same number of channels, so their channels are one group. In an attention layer, the
+    head axes of the query, key, value and output kernels form a group, so a head is removed from all four kernels. A
+    key/value head is removed together with the query heads that use it. From each group of axes, the indices with the
+    lowest scores are removed in all parameters of the group.
 
     The result of the shrunk function equals that of f with the removed parameters set to zero. An axis is pruned only
     if removing indices from the axis has the same effect as setting the parameters at these indices to zero. For
@@ -139,8 +140,8 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
             `jax.ShapeDtypeStruct`s. If a keyword argument `state` is passed, f must return (result, new state).
             Channels that are removed from the parameters are also removed from `state`, for example from the statistics
             of BatchNorm.
-        fraction: the fraction of the indices of each group of axes to keep, between 0 and 1. The number of indices
-            (such as channels) to keep is rounded up to an integer.
+        fraction: the fraction of indices (such as channels) that `shrink` keeps in each group of axes, between 0 and 1.
+            The number of indices to keep is rounded up to an integer.
         flops: the maximum FLOPs of the shrunk function for the example arguments, as counted by `hardware.count`.
             `shrink` removes as few indices (such as channels) as possible to satisfy the limit `flops`. The fraction of
             the indices to keep is the same for all pruned axes, except for axes that have their own fraction in `keep`.

@@ -3,8 +3,8 @@
 This module evaluates the stable form of a program, which is a description of the program as JSON data that does not
 depend on the version of JAX. Every bundle (file of an exported model) contains a copy of this module as interpret.py.
 
-Because this module imports only NumPy, it can run a program that the installed version of JAX cannot read, and its
-results can be compared with those of JAX. This module is slow.
+This module uses NumPy instead of JAX. Therefore, the module can run a program that the installed version of JAX cannot
+read. If JAX can read a program, the results of this module can be compared with those of JAX. This module is slow.
 """
 
 import math

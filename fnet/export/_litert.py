@@ -153,9 +153,9 @@ def _signatures(traced, entry, sizes) -> dict[str, dict[str, int]]:
 
 
 def default_sizes(traced: Any) -> dict[str, int]:
-    """Returns the values of the size variables that are used if `sizes` is None, {size variable: value}. The value is
-    the upper bound of the symbolic size, such as 64 for t <= 64. For a symbolic size without an upper bound, the
-    smallest valid value is used."""
+    """Returns {size variable: default value}. `save` uses the default values if its argument `sizes` is None. The
+    default value of a size variable is its upper bound, such as 64 for t <= 64. For a size variable without an upper
+    bound, the default value is the smallest number in `_SMALLEST` that satisfies the constraints of the program."""
     names = size_variables(traced.inputs)
     bounds = {name: int(n) for constraint in traced.constraints
               for name, n in re.findall(r"^(\w+) <= (\d+)$", constraint.strip())}

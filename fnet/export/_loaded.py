@@ -35,8 +35,9 @@ def load(path, *, verify=True, check=False, kernels=False):
 
     Args:
         path: the path of the bundle, a file that `Program.save` wrote.
-        verify: whether to read the whole file once and compare its SHA-256 with the SHA-256 at its end. Default True.
-            If `verify` is False, only the small files in the bundle are compared with their SHA-256 in manifest.json.
+        verify: whether to read the whole file once and verify the SHA-256 digest in the comment at the end of the file.
+            The digest is computed from all bytes before the comment. Default True. If `verify` is False, only the small
+            files in the bundle are compared with their SHA-256 in manifest.json.
         check: whether to run all programs on the test inputs in the bundle and compare the outputs with the expected
             outputs, as `Bundle.check` does. Default False.
         kernels: whether to use a program with handwritten attention kernels, if the bundle contains such a program for
@@ -117,9 +118,10 @@ class Bundle:
     def run(self, *inputs, **named):
         """Runs the functions "preprocess", "predict" and "postprocess" one after another, and returns the last output.
 
-        Functions that the bundle does not contain are omitted. The inputs are passed to the first function. The output
-        of each function is the input of the next function. If the output of a function is a dict, its items are the
-        named inputs of the next function.
+        A bundle may contain only some of the functions "preprocess", "predict" and "postprocess". `run` skips the
+        functions that the bundle does not contain. The inputs are passed to the first function that runs. The output of
+        each function is the input of the next function. If the output of a function is a dict, its items are the named
+        inputs of the next function.
         """
         for entry in ("preprocess", "predict", "postprocess"):
             if entry in self.entries:

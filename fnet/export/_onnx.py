@@ -59,11 +59,13 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict", opset
 
 
 def compare(program: Any, path: str | os.PathLike, entry: str = "predict", inputs: list | None = None) -> float:
-    """Returns the largest difference between the outputs of onnxruntime and those of the program, relative to the
-    largest element of an output.
+    """Returns the largest relative difference between the outputs of onnxruntime and the outputs of the program.
+
+    The relative difference of an element is the absolute difference divided by the largest absolute value in the same
+    output of the program.
 
     Raises:
-        ValueError: the difference is larger than 1e-5.
+        ValueError: a relative difference is larger than 1e-5.
     """
     try:
         import onnxruntime

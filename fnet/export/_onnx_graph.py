@@ -21,8 +21,9 @@ class Graph:
         nodes: the nodes in order.
         names: the names of the values in the graph, {index of the value in the program's stable form (JSON data):
             name}.
-        loose: the broadcasts whose nodes are added to the graph only where an operator needs them, {index of the
-            result: (name, shape) of the array before the broadcast}. Sizes are integers or expressions.
+        loose: the broadcasts whose nodes are added to the graph only where an operator needs them. `loose` is a dict
+            {index of the broadcast's result: (name, shape)}, in which name and shape are those of the array before the
+            broadcast. The sizes in a shape are integers or expressions.
     """
 
     def __init__(self, model: Any, parent: Graph | None = None):

@@ -307,8 +307,8 @@ def cond(e):
 
     def chosen(graph, i):
         """Adds ONNX nodes that select and compute one of the branches i, i + 1, and so on. Returns the names of the
-        outputs. The nodes select the branch with the number max(i, `index`), or the last branch if this number is too
-        large."""
+        outputs. If `index` is at most i, the nodes select branch i. If `index` is greater than the number of the last
+        branch, the nodes select the last branch. Otherwise, the nodes select the branch with the number `index`."""
         if i == len(branches) - 1:
             return e.body(graph, branches[i], names)
         first, rest = graph.inner(), graph.inner()

@@ -48,9 +48,9 @@ def record(workdir: str | os.PathLike, model: Any, *, labels: Iterable[Any] | No
         workdir: the folder of the training run, a local path. It is created if necessary.
         model: a model of `fnet.models` whose fields are numbers, strings, or tuples of numbers and strings.
         labels: the names of the classes. Default None: no labels.
-        standardize: the mean and standard deviation of each channel, {"mean": [...], "std": [...]}, if the model
-            expects standardized images. The mean and standard deviation are those of images with values in [0, 1].
-            Default None.
+        standardize: for a model that expects standardized images, a dict {"mean": [...], "std": [...]} with the mean
+            and the standard deviation of each channel. The mean and standard deviation are those of images with values
+            in [0, 1]. Default None.
         specs: the types of the inputs, `name=export.spec(...)`.
 
     Raises:

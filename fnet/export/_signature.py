@@ -131,8 +131,8 @@ def named(description, inputs):
 def chosen(description, weights, held):
     """Selects the weights of an entry point (a function) from a tree of weights, and returns them as {name: array}.
 
-    Arrays that the exported function closed over are taken from `held`, the weights stored in the bundle, unless
-    `weights` contains them.
+    An entry point may also need arrays that the exported function closed over. If the tree `weights` does not contain
+    such an array, the array is taken from `held`, a dict of the arrays that are stored in the bundle.
     """
     flat = {name: held[name] for name in description["weights"] if name.startswith("constants/")}
 

@@ -22,8 +22,9 @@ def named_leaves(root: str, tree: Any) -> list[tuple[str, Any]]:
 def described(tree: Any) -> Any:
     """Describes a tree of arrays as JSON data.
 
-    An array becomes {"dtype": ..., "shape": [...]}. A container becomes {"dict": {...}}, {"list": [...]} or {"tuple":
-    [...]}, and None remains None. Named tuples and other registered classes are described as dicts of their fields.
+    The description of an array is {"dtype": ..., "shape": [...]}. The description of a container is {"dict": {...}},
+    {"list": [...]} or {"tuple": [...]}. The description of None is None. Named tuples and other registered classes are
+    described as dicts of their fields.
     """
     if tree is None:
         return None

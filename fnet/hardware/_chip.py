@@ -171,9 +171,10 @@ class Chip:
         explained: the reasons why some values of `peaks` differ from the peaks computed from `units`, {dtype: reason}.
         units: the hardware data from which peak rates are computed, {name: value}. For example, `units` contains the
             number of multiprocessors, matrix units or cores, and the clock rate in GHz.
-        bases: how the values of the other attributes were obtained, {name of an attribute, or dtype in `peaks`: basis}.
-            The basis of a value is "exact", "measured", "published", "derived" (computed from the number of compute
-            units and the clock), "estimated" or "unverified".
+        bases: how the values of the other attributes were obtained, a dict {name: basis}. A name is the name of an
+            attribute, such as "memory_bytes", or a dtype in `peaks`, such as "bf16", or "clock" for the clock rate in
+            `units`. The basis of a value is "exact", "measured", "published", "derived" (computed from the number of
+            compute units and the clock), "estimated" or "unverified".
         sources: where the figures were published.
         notes: remarks.
 
@@ -275,8 +276,7 @@ class Chip:
 
         Args:
             compute: the factor by which the peak rates of the chip are multiplied.
-            memory: the factor by which the size of the memory and the bandwidth are multiplied. Default None:
-                `compute`.
+            memory: the factor by which `memory_bytes` and `bandwidth` are multiplied. Default None: `compute`.
             basis: how the new peak rates, memory size and bandwidth were obtained, such as "estimated"; stored in
                 `Chip.bases`. Default None: the entries in `Chip.bases` do not change.
         """

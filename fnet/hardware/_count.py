@@ -19,7 +19,8 @@ class Cost:
 
     Attributes:
         matmul: the FLOPs of matrix products and convolutions. A multiply-add counts as 2. The number of FLOPs is exact
-            for matrix products. For convolutions, the number of FLOPs includes multiplications by padding.
+            for matrix products. For convolutions, the number of FLOPs includes multiplications with the zeros of the
+            padding.
         elementwise: the FLOPs of elementwise operations, 1 for each element of the result.
         reduction: the FLOPs of reductions, 1 for each element of the operand.
         transcendental: the number of evaluations of exp, tanh, rsqrt and similar functions. `flops` does not include
@@ -153,11 +154,11 @@ class Count:
 def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
     """Counts the FLOPs and bytes of a function, without running or compiling it.
 
-    The body of a scan counts once for each iteration, and the costs of the shards of a shard_map are summed. Of the
-    branches of a cond, only the branch with the most FLOPs counts. The body of a while loop counts once, because its
-    number of iterations is unknown. An operation of unknown cost counts as zero. If the count is inexact because of a
-    cond, a while loop or an unknown operation, the attribute `notes` of the result lists the reason. An operation is
-    counted even if its result is not used, although a compiler removes such an operation.
+    The body of a scan is counted once for each iteration, and the costs of the shards of a shard_map are summed. If a
+    program contains a cond, `count` includes only the branch with the most FLOPs. The body of a while loop is counted
+    once, because its number of iterations is unknown. An operation of unknown cost is counted as zero. If the count is
+    inexact because of a cond, a while loop or an unknown operation, the attribute `notes` of the result lists the
+    reason. An operation is counted even if its result is not used, although a compiler removes such an operation.
 
     The FLOPs of `layers.dot_product_attention` are computed from the formula of attention. The FLOPs of attention
     include masked pairs of positions, as is the convention for MFU (model FLOPs utilization). The FLOPs with which the

@@ -22,8 +22,8 @@ class CPU:
     Attributes:
         model: the name that the CPU reports.
         vendor: "Intel", "AMD", "ARM" or "unknown".
-        cores: the number of physical cores that affinity mask and cgroup quota allow this process to use, or None. It
-            may be a fraction.
+        cores: the number of physical cores in the affinity mask of this process, or `quota` if `quota` is smaller; None
+            if unknown. `cores` may be a fraction, because `quota` may be a fraction.
         threads: the number of hardware threads in the affinity mask, or None.
         quota: CPU seconds per second that the cgroup allows, or None if there is no limit.
         isa: the instruction set, such as "avx2", or None. A table in chips.json contains the FLOP per cycle of each

@@ -30,7 +30,8 @@ class Check(NamedTuple):
         quoted: the published peak in FLOP/s.
         source: where the published peak was stated.
         computed: the peak in FLOP/s that fnet computes from the units and the clock of the chip.
-        formula: the formula of the computed peak, with the figures of the chip.
+        formula: the formula of the computed peak as text, with the numbers of the chip, such as "72 SM x 64 cores x 2 x
+            1.77 GHz".
         deviation: the relative deviation of the published peak from the computed peak, quoted / computed - 1.
         explanation: the reason why the published and the computed peak differ, or "".
 
@@ -126,8 +127,8 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
 def checks(chip: Chip | System) -> tuple[Check, ...]:
     """Compares the published peaks of a chip or system with peaks computed from its units and clock.
 
-    The published peaks are all peaks in `chip.quoted`, and those peaks in `chip.peaks` that fnet itself did not
-    compute, estimate or measure.
+    A peak is published if it is in `chip.quoted`, or if it is in `chip.peaks` and fnet did not compute, estimate or
+    measure it.
 
     Returns:
         A `Check` for each published peak that can also be computed from the number of compute units and the clock. If

@@ -37,8 +37,8 @@ def history(per: str, dtypes: tuple[str, ...] = ("fp32", "best")) -> list[Point]
         per: "dollar" or "watt". For each chip or system, FLOP per dollar is computed from the first of its prices in
             the catalog, either a rental price per hour or a purchase price. A purchased chip is assumed to be used for
             three years. FLOP/s per watt is computed with the thermal design power.
-        dtypes: the dtypes, a tuple of "fp32", "bf16", "fp16" and "best". "best" is the faster of bf16 and fp16.
-            Default ("fp32", "best").
+        dtypes: the dtypes for which `history` returns points. Each element of the tuple is "fp32", "bf16", "fp16" or
+            "best". "best" is the faster of bf16 and fp16. Default ("fp32", "best").
 
     Returns:
         A list of named tuples (name, kind, year, dtype, value, rented), in which `value` is the FLOP per dollar or the

@@ -42,8 +42,8 @@ class Probe(NamedTuple):
     Attributes:
         dot, conv: the time with bfloat16 divided by the time with float32, `dot` for a matrix product and `conv` for a
             convolution. A ratio is infinite if XLA cannot compile the operation for bfloat16.
-        clock: how the time was measured. "wall" means wall-clock time. "processor" means the time that the cores spent
-            on this process, which is used if the machine is busy.
+        clock: how the time was measured. "wall" means wall-clock time. "processor" means processor time: the time that
+            the cores spent on this process. If the machine is busy, the processor time is measured.
         jaxlib: the jaxlib version of the measurement.
         date: the date of the measurement, such as "2026-11-21".
     """
@@ -161,8 +161,8 @@ def _ratios(mode: str, clock: Callable[[], float]) -> tuple[float, float]:
 
 
 def timings(calls: Mapping[Any, Callable[[], Any]], clock: Callable[[], float]) -> dict[Any, list[float]]:
-    """Times the calls in rounds. In each round, every function is called once, so that a slow period of the machine
-    affects all functions. Returns {name: seconds}."""
+    """Measures the time of each function in several rounds. In each round, every function is called once, so that a
+    slow period of the machine affects all functions. Returns {name: the time in seconds for each round}."""
     times: dict[Any, list[float]] = {name: [] for name in calls}
     end, (least, most) = time.perf_counter() + _SECONDS, _ROUNDS
     for number in range(most):

@@ -66,7 +66,7 @@ class Roofline:
         ridge: the FLOPs per byte of memory traffic above which compute is the bound, or None if a rate is unknown.
         measured: the median time of a call on this machine in seconds, or None if it was not measured.
         mfu: the model FLOPs utilization for the measured time, an `MFU`.
-        waste: the matrix products that do not fill the chip's tiles, `Waste` objects.
+        waste: a `Waste` object for each matrix product that does not fill the chip's tiles.
         rule: the size of the chip's tiles (blocks of a matrix product) and the source of this size, as text.
         notes: the reasons why the figures are not exact.
 
@@ -105,7 +105,8 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
     Args:
         step: a JAX function. A jitted function is called with copies of the arguments, because the call may donate the
             arguments.
-        *args: the arguments of the function. If the arguments are `jax.ShapeDtypeStruct`s, the function does not run.
+        *args: the arguments of `step`. If an argument contains a `jax.ShapeDtypeStruct`, `step` is traced, but neither
+            run nor timed.
         chip: a `Chip`, a device or a device kind. Default None: the chip on which the arguments are.
         devices: the number of JAX devices that share the work. Default None: the number of devices on which the
             arguments are.

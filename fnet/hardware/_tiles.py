@@ -172,10 +172,10 @@ def stored(array: Any, chip: Chip) -> Stored:
 def stored_bytes(shape: tuple[int, ...], itemsize: int, chip: Chip) -> int:
     """Returns the number of bytes that an array with elements of `itemsize` bytes occupies in a chip's memory.
 
-    A TPU stores two axes of an array in tiles of 128 columns and up to 8 rows. A TPU tiles the two axes of an array
-    that need the least padding. The number of rows of a tile is a power of two, and each column of a tile occupies at
-    least 4 bytes (8 bytes on TPU v2 and v3). Vectors have tiles of 128 to 1,024 elements. A TPU rounds the number of
-    bytes of an array up to a multiple of 512 (1,024 on TPU v2 and v3). Other chips do not pad.
+    A TPU stores two axes of an array in tiles of 128 columns and up to 8 rows. The tiled axes are the two axes that
+    need the least padding. The number of rows of a tile is a power of two, and each column of a tile occupies at least
+    4 bytes (8 bytes on TPU v2 and v3). Vectors have tiles of 128 to 1,024 elements. A TPU rounds the number of bytes
+    of an array up to a multiple of 512 (1,024 on TPU v2 and v3). Other chips do not pad.
 
     Source: argument sizes of programs compiled by libtpu 0.0.52 (tests/hardware/test_tiles.py).
     """

@@ -36,10 +36,10 @@ class Arrangement:
         layers: for each horizontal layer of the drawing, the indices of its nodes from left to right.
         lines: for each node, the index of the vertical line on which the node is centered.
         edges: the edges between nodes, a list of (from node, to node, indices of the values that the edge carries).
-        lanes: the dummy nodes of the edges that skip layers of the drawing. A key of `lanes` is the index of a node at
-            which edges that skip layers start. A value of `lanes` is a tuple (index of the first dummy node, layer of
-            the first dummy node, number of dummy nodes). If several edges of the drawing start at the same node and
-            pass through the same layer, they share one dummy node (placeholder) in this layer.
+        lanes: the dummy nodes of the edges that skip layers of the drawing. `lanes` maps the index of a node to a tuple
+            (index of the first dummy node, layer of the first dummy node, number of dummy nodes). `lanes` contains a
+            node if one or more of the edges that start at this node skip layers. If several edges of the drawing start
+            at the same node and pass through the same layer, they share one dummy node (placeholder) in this layer.
     """
 
     children: int
@@ -171,8 +171,8 @@ def _ranks(node, made, count, edges) -> list[int]:
 
 
 def _layers(made, count, ranks) -> None:
-    """Assigns the nodes to layers. If an edge skips a layer, a dummy node (a placeholder for the edge) is added to this
-    layer."""
+    """Assigns the nodes to the horizontal layers of the drawing. If an edge skips a layer, a dummy node (a placeholder
+    for the edge) is added to this layer."""
     made.layers = [[] for _ in range(max(ranks, default=0) + 1)]
     for i, rank in enumerate(ranks):
         made.layers[rank].append(i)
@@ -188,8 +188,8 @@ def _layers(made, count, ranks) -> None:
 
 
 def route(made: Arrangement, layer: dict[int, int], a: int, b: int) -> list[int]:
-    """Returns the path of an edge of the drawing from node a to node b: a, the dummy nodes in the layers in between,
-    and b."""
+    """Returns the list of the nodes through which the edge from node `a` to node `b` passes: first the node `a`, then
+    the dummy nodes in the layers between the two nodes, and finally the node `b`."""
     first, rank, count = made.lanes.get(a, (0, 0, 0))
     return [a, *(first + k for k in range(count) if rank + k < layer[b]), b]
 
@@ -198,9 +198,9 @@ def neighbors(made: Arrangement) -> tuple[dict[int, int], list[tuple[int, int]]]
     """Returns two results: the layer of each node of the drawing, and the edges between adjacent layers.
 
     The first result is a dict that maps the index of each node of the drawing to the index of its horizontal layer. The
-    second result is a list of edges, which are pairs (node, node in the next layer). An edge between nodes in layers of
-    the drawing that are not adjacent is split into several edges at its dummy nodes, which are placeholders in the
-    layers in between.
+    second result is a list of edges, which are pairs (node, node in the next layer). If an edge skips layers of the
+    drawing, the edge is split into several edges at its dummy nodes. A dummy node is the placeholder of an edge in a
+    skipped layer.
     """
     layer = {i: r for r, items in enumerate(made.layers) for i in items}
     pieces = {}

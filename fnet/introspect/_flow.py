@@ -39,7 +39,8 @@ class Node:
         parameters, parameter_bytes: number of parameters of the scope, and their bytes.
         kept_bytes: bytes of the activations that the node stores for the backward pass.
         reads: names of the parameters that the node reads.
-        type: the type of the first output of an operation, or of an argument or a result.
+        type: the dtype and shape of an argument or a result, as text. If the node is an operation, `type` is the dtype
+            and shape of its first output.
         id: the index of the node in `Flow.nodes`.
     """
 
@@ -192,10 +193,10 @@ def _group(name, nodes):
 
 
 def _name_parts(node) -> None:
-    """Replaces a repeated scope that contains only one inner scope by the inner scope.
+    """Simplifies the nodes of a scope that `nest` has split into several nodes.
 
-    For example, if the second occurrence of the scope "stem" contains only the scope "pool", the second occurrence is
-    drawn as the scope "stem/pool".
+    If one of these nodes contains only one inner scope, the inner scope replaces the node. For example, if the second
+    node of the scope "stem" contains only the scope "pool", the second node is drawn as the scope "stem/pool".
     """
     paths, names = [child.path for child in node.children], {child.name for child in node.children}
     for i, child in enumerate(node.children):
@@ -211,7 +212,9 @@ def _name_parts(node) -> None:
 
 
 def _join_loops(node, ends) -> None:
-    """Merges a scope that contains only a scan, such as the scope of a `Stack`, with this scan into one box."""
+    """Merges a scope and the loop, cond or shard_map inside it into one node, if the scope contains no other node, and
+    no edge starts or ends at the loop, cond or shard_map itself. For example, the scope of a `Stack` contains only a
+    scan."""
     for child in node.children:
         _join_loops(child, ends)
     if len(node.children) == 1 and node.kind == "scope" and node.parent is not None:

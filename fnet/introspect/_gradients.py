@@ -1,4 +1,4 @@
-"""Derivatives compared with finite differences."""
+"""Compares the derivatives of a function with finite differences."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def check_gradient(f: Callable, *args: Any, tolerance: float = 1e-3, seed: int =
         assert report.equal, report
 
     For each leaf x and a random direction d of norm 1, the finite difference (f(x + h d) - f(x - h d)) / 2h is computed
-    for several step sizes h. The report uses the step size h at which the finite difference changes least. If f can run
-    in float64, it is evaluated in float64.
+    for a decreasing sequence of step sizes h. The report contains the finite difference that differs least from the
+    finite difference of the previous step size. If f can run in float64, it is evaluated in float64.
 
     Args:
         f: a function with floating-point results. If the result is not a scalar, a random linear combination of the

@@ -1,4 +1,4 @@
-"""`graph`: a program drawn by its scopes, as a page that needs no network, as SVG, or as DOT."""
+"""The function `graph`, which draws a program as a graph of its named scopes. The output is HTML, SVG or DOT."""
 
 from __future__ import annotations
 

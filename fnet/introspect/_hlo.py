@@ -117,8 +117,8 @@ def _name_the_nameless(computations, every, roots) -> None:
     """Assigns a name to each HLO operation that has none, for example because the compiler inserted the operation.
 
     A fusion without a name gets the name of its root operation. An unnamed operation that is not a fusion gets the name
-    of an operation that reads its result. An unnamed operation whose result no named operation reads gets the name of
-    one of its operands.
+    of an operation that reads its result. If no operation with a name reads the result of an unnamed operation, the
+    unnamed operation gets the name of one of its operands.
     """
     for each in every.values():
         if not each.op_name and each.opcode == "fusion":

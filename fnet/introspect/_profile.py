@@ -140,7 +140,7 @@ class Profile:
 
 def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = None, repeats: int = 5,
             trace: str | os.PathLike | None = None) -> Profile:
-    """Measures a function's time by the paths of its named scopes and by phase (forward, backward, ...).
+    """Measures how much time a function spends in each named scope and in each phase (forward, backward, ...).
 
         print(introspect.profile(step, state, batch))
         introspect.profile(step, state, batch, trace="trace.json.gz")      # for ui.perfetto.dev
@@ -214,7 +214,8 @@ def of_trace(trace: Trace, bounds: Iterable[Bound], chip: hw.Chip, *, steps: int
     Args:
         bounds: a `Bound` for each named scope, with the cost (FLOPs and bytes) of the scope and a lower bound of the
             scope's time.
-        steps: the number of steps in each interval of `trace.steps`. None: one step.
+        steps: the number of steps (calls of the profiled function) in each time interval of the trace. The time
+            intervals are the pairs (start, end) in `trace.steps`. None: each time interval contains one step.
     """
     windows = trace.steps or ((min(event.start for event in trace.events), max(event.end for event in trace.events)),)
     count = len(windows) * (steps or 1)

@@ -108,7 +108,7 @@ class Summary:
 
 def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None, train: bool = False,
             compile: bool = False, **options: Any) -> Summary:
-    """Describes a model or any other function by the paths of its named scopes. The function is not run.
+    """Returns a table of a model or any other function, with a row for each named scope. The function is not run.
 
         print(introspect.summary(model, x))                    # a layer, or a flax.nnx module, and its inputs
         print(introspect.summary(loss, params, batch))         # a function, whose first argument are its parameters

@@ -2,14 +2,19 @@
 
 - `Scope`, `scopes_in`, `scope_of_operation`: the scope of an equation, or of an operation of a compiled program.
 - `traits`, `describe`, `product`, ...: properties of primitives, and typed access to the parameters of equations.
-- `bodies`, `equations`, `scan`: the jaxprs inside equations.
+- `bodies`, `equations`, `scan`: `bodies` returns the jaxprs inside an equation, `equations` yields the equations of a
+  jaxpr at any depth, and `scan` returns the body and the options of a scan equation.
 - `rewrite`, `Interpreter`: evaluation of a jaxpr in which a rule can replace equations.
-- `ImplicitArray`, `Convolution`, `ImplicitInterpreter`: parameters that are computed from several arrays.
-- `tag`, `find_sites`, `Inspector`: named values of a program, which can be captured or replaced.
-- `flatten`, `stable`: a program rewritten with few primitives, and the representation of such a program as plain data.
+- `ImplicitArray`, `Convolution`, `ImplicitInterpreter`: evaluation of a program with parameters that are computed from
+  several arrays, such as quantized parameters.
+- `tag`, `find_sites`, `Inspector`: `tag` names a value of a program, `find_sites` finds all named values, and
+  `Inspector` captures or replaces named values.
+- `flatten`, `stable`: `flatten` rewrites a program so that it contains only a few primitives, and `stable` represents
+  the rewritten program as plain data.
 - `TiedProgram`: removal of indices from the axes of a program's arrays, for example the indices of hidden units.
 - `read`: a jaxpr as a flat list of operations, in which calls are inlined.
-- `cost`, `touched`, `nbytes`: the FLOPs and bytes of an equation.
+- `cost`, `touched`, `nbytes`: `cost` returns the FLOPs of an equation, `touched` returns the bytes that an equation
+  reads and writes, and `nbytes` returns the bytes of an array.
 - `batch_axes`: the batch axes of an equation's outputs.
 """
 

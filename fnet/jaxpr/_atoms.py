@@ -1,4 +1,4 @@
-"""Records which axes of the arrays of a program must have equal sizes, with a union-find structure."""
+"""Uses a union-find structure to record which axes of the arrays of a program must have equal sizes."""
 
 from __future__ import annotations
 

@@ -69,9 +69,10 @@ def _broadcast(eqn, notes):
 
 
 def _reshaped(eqn, notes):
-    """The sizes of the axes before the batch axis have the same product in the input and the output of a reshape. A
-    reshape may merge the batch axis with later axes, or split the batch axis, for example into microbatches. If a
-    reshape splits the batch axis, the first part is the batch axis of the output."""
+    """Returns a list that contains the batch axis of the output of a reshape. The sizes of the axes before the batch
+    axis must have the same product in the input and in the output. Otherwise, the batch axis of the output is unknown
+    (None). A reshape may merge the batch axis with later axes, or split the batch axis, for example into microbatches.
+    If a reshape splits the batch axis, the first part is the batch axis of the output."""
     note = notes[0]
     if note is None:
         return [None]

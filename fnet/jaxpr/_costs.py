@@ -29,8 +29,8 @@ def cost(eqn: Any) -> Cost:
     The matrix product of arrays of shapes [B, M, K] and [B, K, N] costs 2 B M N K FLOPs. A convolution costs 2 x
     (output elements) x (size of the kernel window) x (input features) / groups FLOPs. In a convolution, multiplications
     with padding are counted, but not multiplications with the zeros that a transposed convolution inserts in its input.
-    An elementwise operation costs one FLOP per output element, and a reduction one FLOP per input element. Elementwise
-    operations and reductions of integers and bools cost nothing.
+    An elementwise operation costs one FLOP per output element, and a reduction one FLOP per input element. If all
+    inputs and outputs of an elementwise operation or a reduction are integers or bools, the operation costs nothing.
     """
     name, kind = eqn.primitive.name, traits(eqn.primitive.name).kind
     ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]

@@ -39,9 +39,9 @@ class Product:
 
     @property
     def dimensions(self) -> Any:
-        """The `dimension_numbers` of `op`. For a dot, the dimensions are ((contracted axes of the left operand, of the
-        right operand), (batch axes of the left operand, of the right operand)). For a convolution, the dimensions are
-        its `ConvDimensionNumbers`."""
+        """The `dimension_numbers` of `op`. For a dot, the dimensions are a pair (contracted axes, batch axes). Each
+        item of the pair is itself a pair (axes of the left operand, axes of the right operand). For a convolution, the
+        dimensions are its `ConvDimensionNumbers`."""
         return self.options["dimension_numbers"]
 
     @property
@@ -128,7 +128,8 @@ def pooling_window(eqn: Any) -> tuple[int, ...] | None:
 
 
 def selects_largest(eqn: Any) -> bool:
-    """Whether a select_and_scatter_add selects the first largest element, as the gradient of a max pooling does."""
+    """Whether a select_and_scatter_add selects the largest element (the first one, if several are equal), as the
+    gradient of a max pooling does."""
     return eqn.params["select_prim"] is lax.ge_p
 
 
@@ -136,8 +137,8 @@ def lookup_mode(eqn: Any) -> str | None:
     """Returns the mode of a gather or scatter that accesses one element of each row, or None for other equations.
 
     The mode of a gather or scatter states what happens for an index out of range: "fill", "clip" or "promised". The
-    mode "promised" means that the program promises that all indices are in range. A row is a slice along the last axis
-    of the operand, and the indices are an array [..., 1, 1].
+    mode "promised" means that the program promises that all indices are in range. The rows of an operand [..., n] are
+    its vectors of n elements along the last axis. There is one index for each row, in an array [..., 1, 1].
     """
     params, (x, indices) = eqn.params, (v.aval for v in eqn.invars[:2])
     numbers, rows, last = params["dimension_numbers"], tuple(range(x.ndim - 1)), (x.ndim - 1,)
@@ -157,13 +158,12 @@ def lookup_mode(eqn: Any) -> str | None:
 
 
 def overwritten(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Describes a scatter that overwrites complete slices of its operand, and ignores indices out of range.
+    """Returns the axes of a scatter that overwrites complete slices of its operand and ignores indices out of range.
 
     Returns:
-        For a scatter that overwrites complete slices and ignores indices out of range, a tuple (indexed axes of the
-        operand, window axes of the updates), and None for all other equations. The indexed axes of a scatter are its
-        `scatter_dims_to_operand_dims`. The window axes (`update_window_dims`) of the updates correspond, in order, to
-        the axes of the operand that are not indexed.
+        A tuple (indexed axes of the operand, window axes of the updates), or None for any other scatter. The indexed
+        axes of a scatter are its `scatter_dims_to_operand_dims`. The window axes (`update_window_dims`) of the updates
+        correspond, in order, to the axes of the operand that are not indexed.
     """
     params, (x, _, updates) = eqn.params, (v.aval for v in eqn.invars)
     numbers = params["dimension_numbers"]

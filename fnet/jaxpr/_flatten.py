@@ -1,4 +1,4 @@
-"""Rewrites programs with few primitives.
+"""Rewrites programs so that they contain only a small set of primitives.
 
 Calls are inlined. fnet's own primitives and composite operations are replaced by simpler operations.
 """
@@ -31,8 +31,8 @@ def inlined(closed: Any, *, unless: Callable[[Any], bool] | None = None) -> Any:
 def flatten(closed: Any) -> Any:
     """Rewrites a closed jaxpr for inference, so that it contains only a small set of primitives.
 
-    Scans, while loops and conds are kept. Calls are inlined, including calls with custom derivatives or custom
-    batching. Because inlining removes custom derivatives, the rewritten program should not be differentiated.
+    The primitives `scan`, `while` and `cond` are kept. Calls are inlined, including calls with custom derivatives or
+    custom batching. Because inlining removes custom derivatives, the rewritten program should not be differentiated.
     """
     return _again(_Flattener(CALLS), closed)
 

@@ -1,8 +1,9 @@
 """Defines `ImplicitArray` and `View`, two classes for parameters that are computed from several arrays, such as a
 quantized matrix from codes and scales.
 
-`ImplicitArray` is the base class of parameters that are computed from several arrays. A `View` represents a cast,
-transposed or reshaped implicit array, such as a quantized matrix, without computing the elements of the array.
+`ImplicitArray` is the base class of parameters that are computed from several arrays. A `View` represents the result of
+casts, transposes and reshapes of an implicit array, such as a quantized matrix. The casts, transposes and reshapes do
+not compute the elements of the array.
 """
 
 from __future__ import annotations

@@ -135,8 +135,10 @@ class Inspector(Interpreter):
     def _apart(self, body, level):
         """Returns (run, collect, sites).
 
-        `run` computes `body`, and also returns the values that are captured inside it. `collect` stores the captured
-        values in `_found`. `sites` is a list of the named values that are captured."""
+        The function `run` returns the outputs of the function `body`, followed by the values that are captured inside
+        `body`. The function `collect` stores the captured values in `_found`. `sites` is a list of the
+        named values that are captured.
+        """
         sites = [site for site in level.sites if site in self._captured] if level else []
 
         def run(*arrays):
@@ -211,7 +213,7 @@ class Inspector(Interpreter):
     def _pick(self, site, depth):
         """Returns the index of the scan iteration in which a named value is captured, or None for all iterations.
 
-        `depth` is the number of other scans around the scan.
+        `depth` selects one of the nested scans that contain the named value: 0 is the outermost scan.
         """
         return self._selected.get(site, (None,) * (depth + 1))[depth]
 

@@ -128,7 +128,10 @@ def apply(result: Any, found: tuple, updated: Modules | None) -> Any:
 
 
 def _copy_attributes(old, new, kind, seen) -> None:
-    """Copies the attributes that are not variables from the modules `new` to the modules `old`, recursively."""
+    """Sets the attributes of the caller's modules `old`, except variables, to those of the modules `new`, recursively.
+
+    `new` contains the modules with their attributes after the call of the traced function.
+    """
     is_module = lambda x: isinstance(x, kind)
     pairs = zip(*(jax.tree.leaves(tree, is_leaf=is_module) for tree in (old, new)), strict=True)
     for a, b in pairs:

@@ -153,8 +153,9 @@ class Description:
         plain: `plain(eqn)` returns an open jaxpr that computes the outputs of the equation with JAX's primitives.
         refusal: `refusal(platform, eqn)` returns the reason why "cuda" or "tpu" has no kernel for the equation, or None
             if the platform has one.
-        stands_for: set if the primitive is equivalent to a bilinear primitive of JAX, such as dot_general.
-            `stands_for(params)` returns (JAX's primitive, its parameters, the dtype to which the operands are rounded).
+        stands_for: `stands_for(params)` returns (the equivalent bilinear primitive of JAX, such as dot_general, the
+            parameters of the equivalent primitive, the dtype to which the operands are rounded). `stands_for` is None
+            if the primitive is not equivalent to a bilinear primitive of JAX.
         batch_first: whether the first axis of all operands and results is the batch axis.
         inside: {name: `Inside`} for the intermediate values, such as attention weights, that `transforms.capture` can
             return.

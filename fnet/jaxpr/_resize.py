@@ -28,12 +28,14 @@ class TiedProgram:
         closed: the program.
         changing: for each input of the program, whether indices may be removed along its axes. The caller passes True
             for parameters and state.
-        parameters: for each input, whether it is a parameter. If an index along an axis, for example channel 3, is
-            removed from all arrays of the program, the effect is the same as if all parameters were zero at this index.
+        parameters: for each input, whether it is a parameter. An index along an axis, for example channel 3, may be
+            removed from the arrays of the program only if the removal has the same effect as setting all parameters to
+            zero at this index. The constructor calls `Atoms.freeze` for each axis along which no index may be removed.
         returned: {index of an output: index of an input} for each output that must have the same axes as an input. For
             example, the new state must have the same axes as the old state.
-        factors: {index of an input: list with a tuple of sizes for each axis of the input}. Each tuple contains the
-            sizes of the smaller axes into which a reshape can split the axis, such as (heads, features per head).
+        factors: {index of an input: a list of tuples}. The list contains one tuple for each axis of the input. The
+            tuple contains the sizes of the smaller axes into which a reshape can split the axis, such as (heads,
+            features per head). The product of these sizes is the size of the axis.
 
     Attributes:
         closed, parameters: the arguments `closed` and `parameters` of the constructor.

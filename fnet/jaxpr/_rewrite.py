@@ -45,11 +45,12 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
         f: any JAX function. Array arguments are traced. Arguments that are not arrays, and results that are not JAX
             arrays, are passed through unchanged.
         rule: a function `rule(primitive, scope, inputs, equation)`. `primitive` is the name of the primitive, and
-            `inputs` are the input arrays. `scope` is the path of the named scopes around the equation, which is the
-            same in the forward and backward pass. `equation` is JAX's equation, whose `params` contain the options of
-            the primitive. The rule returns NotImplemented, or a list of outputs with one array for each of
-            `equation.outvars`, of the same shape and dtype. If JAX traces a body (such as the body of a loop) more than
-            once, the rule may be called several times for an equation in this body.
+            `inputs` are the input arrays. `scope` is the path of the named scopes that contain the equation, such as
+            "block/fc". The path of a named scope is the same in the forward and backward pass. `equation` is JAX's
+            equation, whose `params` contain the options of the primitive. The rule returns NotImplemented, or a list of
+            outputs with one array for each of `equation.outvars`, of the same shape and dtype. If JAX traces a body
+            (such as the body of a loop) more than once, the rule may be called several times for an equation in this
+            body.
 
     Returns:
         A function with f's signature and results.
@@ -116,11 +117,11 @@ class Interpreter:
         return None
 
     def depends(self, at: Scope) -> Any:
-        """Returns the key of a scope in the cache of rewritten jaxprs.
+        """Returns a key for the named scope `at`. The interpreter uses this key when it caches a rewritten jaxpr.
 
         If the same jaxpr is evaluated in two named scopes, and `depends` returns equal keys for the two scopes, the
         rewritten jaxpr may be reused. If the rewritten jaxpr depends on a property of the named scope, such as its
-        path, the cache key must therefore contain this property.
+        path, the key must therefore contain this property.
         """
         return at
 
@@ -143,7 +144,8 @@ class Interpreter:
         return traced.result(self.outputs(self.opened(traced.closed), traced.arrays))
 
     def examine(self, f, args, kwargs) -> None:
-        """Rewrites f for the given arguments, arrays or `jax.ShapeDtypeStruct`s, without computing anything."""
+        """Rewrites f for the given arguments, without computing anything. The arguments may contain
+        `jax.ShapeDtypeStruct`s instead of arrays."""
         traced = Traced(f, args, kwargs)
         jax.eval_shape(lambda arrays: self.outputs(self.opened(traced.closed), arrays), traced.arrays)
 
@@ -158,10 +160,10 @@ class Interpreter:
         return Value(x)
 
     def opened(self, closed):
-        """Returns the closed jaxpr to evaluate for a function whose traced jaxpr is `closed`.
+        """Returns the closed jaxpr that the interpreter evaluates. `closed` is the traced jaxpr of the whole function.
 
-        A subclass may override `opened` to return an equivalent jaxpr, for example a jaxpr in which jitted functions
-        are inlined.
+        By default, `opened` returns `closed` unchanged. A subclass may override `opened` to return an equivalent jaxpr,
+        for example a jaxpr in which jitted functions are inlined.
         """
         return closed
 

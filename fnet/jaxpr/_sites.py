@@ -73,11 +73,11 @@ class Level:
     """The sites (named values) of one call of a jaxpr. Several calls of the same jaxpr have separate `Level` objects.
 
     Attributes:
-        made: a dict that maps the id of an equation to a list of tuples (i, site, j). The tuple (i, site, j) states
-            that output i of the equation is leaf j of the named value (a pytree) that the `Site` object `site`
-            describes.
-        complete: a dict that maps the id of an equation to the list of the sites (named values) whose last missing leaf
-            the equation computes.
+        made: a dict that maps the id of an equation to a list of tuples (index of an output, `Site` object, index of a
+            leaf). The tuple (i, site, j) states that output i of the equation is leaf j of the named value (a pytree)
+            that `site` describes.
+        complete: a dict that maps the id of an equation to a list of sites (named values). The list contains each site
+            of which the equation computes a leaf, unless a later equation computes another leaf of the site.
         inner: a dict that maps the id of an equation, such as a loop, to the `Level` object (list of named values) of
             the jaxpr inside the equation.
         sites: all sites (named values) of the jaxpr, including those in the jaxprs inside its equations (such as the
@@ -142,8 +142,8 @@ def _level(jaxpr, place: _Place, live: list[bool]) -> Level:
 def _tagged(level, jaxpr, place, scopes, forward) -> dict[int, list[Site]]:
     """Finds the values of a jaxpr that were passed to `tag`.
 
-    Returns a dict that maps the index of an equation to the list of the sites (named values) whose last missing leaf
-    the equation computes.
+    Returns a dict that maps the index of an equation to a list of sites (named values). The list contains each site of
+    which the equation computes a leaf, unless a later equation computes another leaf of the site.
     """
     current: dict[Any, tuple[Site, list]] = {}
     groups = []
@@ -191,8 +191,8 @@ def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int
     """Creates a site (named value) for each `jax.named_scope` whose outputs were not passed to `tag`.
 
     The outputs of a `jax.named_scope` are the arrays that are computed inside the scope and used outside of it. Returns
-    a dict that maps the index of an equation to the list of the sites (named values) whose last missing leaf the
-    equation computes.
+    a dict that maps the index of an equation to a list of sites (named values). The list contains each site of which
+    the equation computes a leaf, unless a later equation computes another leaf of the site.
     """
     runs, open_runs = [], []
     for i in forward:

@@ -114,7 +114,7 @@ def _inside(path) -> bool:
 def _field(path) -> tuple:
     """Returns the part of a key path from its last attribute (`GetAttrKey`) on, such as `.x[0]` of `.a.x[0]`.
 
-    A key path without attributes is returned unchanged.
+    If the key path contains no `GetAttrKey`, the complete key path is returned.
     """
     return path[max((i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)), default=0):]
 

@@ -28,7 +28,8 @@ class Value:
 
 
 def restore(value: Value, aval: Any) -> Any:
-    """Returns the array `value.x`, converted to the dtype of `aval`, with which the value was traced."""
+    """Returns the array `value.x`, converted to the dtype of `aval`. `aval` is the abstract value (shape and dtype)
+    with which the value was traced."""
     dtype = getattr(aval, "dtype", None)
     if dtype is None or getattr(value.x, "dtype", dtype) == dtype:
         return value.x

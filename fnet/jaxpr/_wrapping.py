@@ -20,9 +20,9 @@ def check_function(who: str, f: Any) -> None:
 def wraps(f: Callable, who: str = "", *, signature: bool = True) -> Callable:
     """Returns a decorator that gives a transformed function the names and the docstring of `f`.
 
-    `functools.wraps(f)` also copies all attributes in `f.__dict__`. If `f` is a compiled function, `f.__dict__` can
-    contain the methods `lower` and `trace` of `f`. With a copy of these methods, `transformed.lower(x)` would lower `f`
-    instead of the transformed function. Therefore, `wraps` does not copy `f.__dict__`.
+    Unlike `functools.wraps`, this function does not copy the attributes in `f.__dict__` to the transformed function. If
+    `f` is a compiled function, `f.__dict__` can contain the methods `lower` and `trace` of `f`. With a copy of these
+    methods, `transformed.lower(x)` would lower `f` instead of the transformed function.
 
     Args:
         f: the original function, or any other callable. If `f` is a `functools.partial`, the names and the docstring

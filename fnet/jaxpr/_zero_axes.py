@@ -36,10 +36,11 @@ def freeze_nonzero_sums(frame: Frame, inputs: Sequence[Zero], atoms: Atoms) -> l
 
     Args:
         frame: a `Frame`, which contains the jaxpr and the axes of each of its variables.
-        inputs: for each input of the jaxpr, the set of the axes along which zeros in all parameters imply zeros in the
-            input at the same index, or the constant `ALWAYS` if the input is zero everywhere. For example, if setting
-            channel 3 of all parameters to zero makes channel 3 of an input zero, the set of axes for this input
-            contains the channel axis.
+        inputs: for each input of the jaxpr, the set of the axes along which zeros in the parameters cause zeros in the
+            input. An axis is in this set if the input is zero at an index of the axis whenever all parameters are zero
+            at the same index. For example, if the input is zero in channel 3 whenever all parameters are zero in
+            channel 3, the set contains the channel axis. If the input is zero everywhere, the constant `ALWAYS`
+            replaces the set.
         atoms: an `Atoms` with all axes of the program. `freeze_nonzero_sums` calls `atoms.freeze` for each axis whose
             size must not change.
 
@@ -106,7 +107,7 @@ def _zero(frame, eqn, ins, atoms) -> list[Zero]:
 
 
 def _broadcast(frame, eqn, v, zero, atoms) -> Zero:
-    """Returns the set of axes `zero` without the axes along which the operand `v` of an equation is broadcast."""
+    """Returns the axes in the set `zero`, except the axes along which the equation broadcasts its operand `v`."""
     if not zero:
         return zero
     pairs = zip(frame.of(v), frame.of(eqn.outvars[0]))
@@ -135,9 +136,11 @@ def _multiplied(frame, eqn, found, ins, atoms) -> Zero:
 
     In the matrix product einsum("bij,bjk->bik", x, y), the result is zero at each index b of the batch axis at which x
     or y is zero. The result of einsum("bij,bjk->bik", x, y) is also zero at each index i at which x is zero, and at
-    each index k at which y is zero. The groups of a convolution are treated like a batch axis. If both axes of a matrix
-    product x @ y are the same axis of the program, as in x @ x.T, the product is zero at each index at which both x and
-    y are zero.
+    each index k at which y is zero. The groups of a convolution are treated like a batch axis.
+
+    In a matrix product such as x @ x.T, the rows and the columns of the result are the same axis of the program. Row i
+    of the result is zero if row i of the left operand is zero, and column i of the result is zero if column i of the
+    right operand is zero. Therefore, the returned set contains this axis only if the sets of both operands contain it.
     """
     lhs, rhs = (frame.of(v) for v in eqn.invars[:2])
     if found.op.name == "dot_general":

@@ -172,9 +172,10 @@ def _silent(blind, x):
 
 
 def _named(kinds, arrays):
-    """Splits `arrays`, the operands after query, key and value, into (bias, lengths, list of the other arrays).
+    """Splits `arrays` into (bias, lengths, list of the other arrays).
 
-    `bias` and `lengths` are None if they were not passed.
+    `arrays` contains the operands that follow query, key and value. `bias` and `lengths` are None if they were not
+    passed.
     """
     rest = list(arrays)
     bias = rest.pop(0) if len(kinds) > 3 and kinds[3].endswith("ts") else None

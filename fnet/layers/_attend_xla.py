@@ -83,9 +83,11 @@ def widened(dtype):
 
 
 class Products(NamedTuple):
-    """Matrix products [b, g, m, k] x [b, g, k, n]. Operands are rounded to the dtype `compute`, then converted to the
-    dtype `operand`, in which they are multiplied. Sums have the dtype `wide`. If `barred` is True, optimization
-    barriers around the matrix products prevent XLA:CPU from replacing them by operations that it cannot execute."""
+    """Matrix products [b, g, m, k] x [b, g, k, n]. The attribute `operand` is the dtype in which the operands are
+    multiplied. Before the multiplication, the operands are rounded to the precision of the dtype `compute`, and then
+    converted to the dtype `operand`. Sums have the dtype `wide`. If `barred` is True, optimization barriers prevent
+    XLA:CPU from merging transposes into the matrix products, because merged bfloat16 products would fail at run
+    time."""
 
     compute: Any
     operand: Any
@@ -185,7 +187,8 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
 
     The attention weights are recomputed from q, k, peak and total, with the same operations as in the forward pass. If
     the forward and the backward pass are in one program, XLA computes the attention weights only once. In the formulas,
-    w contains the normalized attention weights, y = w v is the output, and x' is the cotangent of x:
+    w contains the normalized attention weights, and y = w v is the output. A prime denotes a cotangent; for example, v'
+    is the cotangent of v:
 
         v' = w^T y',  w' = y' v^T,  logits' = w (w' - sum(w w')),  q' = logits' k,  k' = logits'^T q
 
@@ -314,7 +317,7 @@ def _merged(x):
 
 
 def _grouped(x, groups):
-    """Reshapes [b, h, t, s] to [b, g, r * t, s], where r = h / g query heads share each of the g key/value heads."""
+    """Reshapes [b, h, t, s] to [b, g, r * t, s]. Each of the g key/value heads is shared by r = h / g query heads."""
     return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 
 

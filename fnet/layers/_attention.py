@@ -110,8 +110,8 @@ class Attention(Layer):
 
     Args:
         heads: number of query heads.
-        kv_heads: number of key/value heads. heads / kv_heads query heads share one key/value head (Ainslie et al.,
-            2023). Default: heads.
+        kv_heads: number of key/value heads, a divisor of `heads`. Each key/value head is shared by the same number of
+            query heads, heads / kv_heads (Ainslie et al., 2023). Default: heads.
         head_dim: number of features of each head. Default: f / heads.
         causal: whether a query attends only to keys at its own and earlier positions. Default False.
         rotary: a `Rotary` for queries and keys. Default None: no rotation.
@@ -123,8 +123,8 @@ class Attention(Layer):
             Default None: no bound.
         qk_norm: a normalization layer for queries and keys before the rotation, such as `nn.RMSNorm()`. Default None:
             no normalization.
-        norm_heads: True (default): `qk_norm` normalizes each head separately, as in Qwen 3. False: `qk_norm` normalizes
-            the features of all heads together, as in OLMo 2.
+        norm_heads: whether `qk_norm` normalizes each head separately, as in Qwen 3. If `norm_heads` is False, `qk_norm`
+            normalizes the features of all heads together, as in OLMo 2. Default True.
         use_bias: whether the four projections have a bias. Default True.
         out_bias: whether the output projection has a bias. Default: use_bias.
         dropout: the dropout rate of the attention weights. Default 0.

@@ -74,7 +74,7 @@ class Sequential(_Children):
 
 
 class Residual(_Children):
-    """Applies layers f one after another, and adds the input to their output: `y = shortcut(x) + f(x)`.
+    """Computes `y = shortcut(x) + f(x)`, where f applies several layers one after another.
 
     Args:
         layers: the layers of f, passed and named as in `Sequential`.
@@ -161,8 +161,8 @@ class Stack(Layer):
         block: the layer that is copied. The output of the block must have the shape and dtype of the first input of the
             block.
         depth: the number of copies.
-        unroll: the argument `unroll` of `lax.scan`: how many copies of the block one iteration of the loop applies.
-            Default 1.
+        unroll: the number of copies of the block that are applied in one iteration of the loop, passed to `lax.scan` as
+            its argument `unroll`. Default 1.
 
     Inputs: x, and any further inputs of the block. The first input of each copy of the block is the output of the
     previous copy (x for the first copy); all other inputs are the same for every copy.
@@ -232,7 +232,7 @@ class Remat(Layer):
 
 
 def _same(scope, block, x, y):
-    """Checks that a stacked block returns the shape and dtype of its first input."""
+    """Checks that the output of a stacked block has the same shape and dtype as the first input of the block."""
     taken, given = (jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", tree) for tree in (x, y))
     if taken != given:
         raise ValueError(f"Stack at {scope}: a block's output must have the shape and dtype of its first input; "

@@ -122,9 +122,10 @@ class ConvTranspose(Layer):
         features: number of output channels.
         kernel_size, strides, padding, dilation, groups, use_bias, kernel_init, bias_init: as in `Conv`, except that
             padding cannot be "CAUSAL".
-        output_padding: number of positions added at the end of each dimension of the output, one number or one for
-            each dimension. A strided `Conv` maps several input sizes to one output size; `output_padding` selects which
-            of these input sizes `ConvTranspose` returns. Default 0.
+        output_padding: number of positions added at the end of each dimension of the output, one number or one for each
+            dimension. For example, a `Conv` with stride 2, window 3 and padding "VALID" maps inputs of the sizes 7 and
+            8 to outputs of the size 3. The corresponding `ConvTranspose` maps the size 3 to the size 7 with
+            `output_padding=0`, and to the size 8 with `output_padding=1`. Default 0.
 
     Input: [batch, *space, in]. Output: [batch, *space', features], in the input's dtype.
 

@@ -1,4 +1,4 @@
-"""Layer: an immutable description of a computation whose arrays are stored in plain dicts outside of it."""
+"""Layer: an immutable description of a computation. The layer's parameters and state are stored outside the layer."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Layer:
     >>> model(params, x).shape
     (4, 3)
 
-    A layer is immutable, hashable, comparable, picklable and a pytree without leaves. Fields that are lists become
-    tuples; a field that is an array or a dict raises an error. Define functions for fields only once, because `jax.jit`
-    traces a model again if a field is a new function, such as the result of evaluating a lambda expression again.
+    A layer is immutable, hashable and picklable. A layer is a pytree without leaves. Fields that are lists become
+    tuples; a field that is an array or a dict raises an error. If a field is a function, define the function only once:
+    `jax.jit` traces a model again for a new function, and each evaluation of a lambda creates a new function.
     """
 
     _varargs: typing.ClassVar[bool] = False    # whether the class or one of its bases defines __init__
@@ -193,7 +193,7 @@ _METHODS = {name for name in vars(Layer) if not name.startswith("__")}
 
 
 def method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a layer's method, so that callers pass a scope inside a model, and the parameters outside of a model.
+    """Decorates a layer's method. Callers inside a model pass a scope; callers outside a model pass the parameters.
 
     >>> class Twice(nn.Layer):
     ...     def forward(self, scope, x):
@@ -215,7 +215,7 @@ def method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def layer(function: Callable[..., Any]) -> Callable[..., Layer]:
-    """Creates a Layer class whose `forward` is a function. Keyword-only parameters of the function become fields.
+    """Creates a Layer class whose `forward` calls `function`. The function's keyword-only parameters become fields.
 
     >>> @nn.layer
     ... def scaled(scope, x, *, features, factor=2.0):
@@ -336,7 +336,7 @@ def _options(layer):
 
 
 class _Public(typing.NamedTuple):
-    """The public name of a JAX function, such as `jax.nn.relu`, which is pickled instead of the function."""
+    """The public name of a JAX function, such as `jax.nn.relu`. A pickled layer contains the name, not the function."""
 
     module: str
     name: str

@@ -22,10 +22,10 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
     32 texts of 1,024 tokens and GPT-2's vocabulary of 50,257 tokens, the float32 logits need 6.6 GB. The gradient with
     respect to the logits needs another 6.6 GB. `linear_cross_entropy` computes at most 2^29 logits at once (2 GiB in
     float32, enough for 10 texts of 1,024 tokens). If the batch has more than 2^29 logits, `linear_cross_entropy` splits
-    the time axis into chunks. The function computes the logits of one chunk, reduces them to losses, and discards them
-    before the next chunk. The backward pass recomputes the logits of each chunk, so a training step computes four
-    matrix products of the size of x @ kernel instead of three. Sums over the vocabulary are computed in float32 for
-    every input dtype. Forward-mode and reverse-mode derivatives of any order are supported.
+    the time axis into chunks. The function computes the logits of one chunk, reduces the logits to losses, and discards
+    the logits before the next chunk. The backward pass recomputes the logits of each chunk, so a training step computes
+    four matrix products of the size of x @ kernel instead of three. Sums over the vocabulary are computed in float32
+    for every input dtype. Forward-mode and reverse-mode derivatives of any order are supported.
 
     Args:
         x: [..., time, features], floating point. The axes before the time axis are not split into chunks, so they can

@@ -30,7 +30,8 @@ def compiled(init, key, shape, dtype):
 
 @functools.lru_cache(1024)
 def _size(init, shape, dtype, x64):
-    """Returns the number of random 32-bit integers to generate for the initializer `init`, a number in `_SIZES`.
+    """Returns the number of random 32-bit integers to generate for the initializer `init`. The result is the smallest
+    sufficient number in `_SIZES`.
 
     The function returns None if the initializer does not use its random key, or if it draws more random integers than
     the largest number in `_SIZES`. The function also returns None if the initializer uses the key for anything other
@@ -63,7 +64,8 @@ def _numbers(init, shape, dtype, bits):
 
 @functools.cache
 def _drawn(size):
-    """Returns a PRNG implementation whose keys contain random bits, which `jax.random.bits(key, shape)` returns."""
+    """Returns a PRNG implementation that reads random bits from the key instead of generating them. A key is an array
+    of `size` random 32-bit integers. `jax.random.bits(key, shape)` returns the first integers of this array."""
     def draw(bits, width, shape):
         return bits[:math.prod(shape)].reshape(shape)
 

@@ -29,7 +29,7 @@ class MixtureOfExperts(Layer):
 
     p[e] is the weight of the expert e. gate_e, up_e and down_e are matrix products with the parameters of the expert.
 
-    Glossary: E experts, f features, h hidden.
+    Glossary: E experts, f features, h hidden features.
 
     Args:
         experts: number of experts.
@@ -206,8 +206,8 @@ def _tiles(starts, sizes, pairs):
     Returns:
         (expert, index). `expert`, an array [tiles], contains the expert of each tile. `index`, an array [tiles, rows],
         contains for each row of a tile the index of a (token, expert) pair in the sorted order. For a row without a
-        (token, expert) pair, the index is `pairs`, which is out of bounds. There are enough tiles (blocks of rows of
-        one expert) for any distribution of the tokens among the experts.
+        (token, expert) pair, `index` contains the total number of pairs, which is out of bounds. There are enough tiles
+        (blocks of rows of one expert) for any distribution of the tokens among the experts.
     """
     experts = sizes.shape[0]
     if isinstance(pairs, int):

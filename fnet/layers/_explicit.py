@@ -1,7 +1,8 @@
-"""Arrays on meshes with explicit axes (`jax.sharding.AxisType.Explicit`), whose sharding is a part of their type.
+"""Contains functions with which layers support meshes with explicit axes (`jax.sharding.AxisType.Explicit`).
 
-JAX derives the sharding of most results from the operands. Where JAX requires an `out_sharding` (gathers, reshapes,
-random numbers, constants), layers state that the result is sharded like the input of the layer.
+On a mesh with explicit axes, the sharding of an array is a part of the array's type. JAX derives the sharding of most
+results from the operands. Where JAX requires an `out_sharding` (gathers, reshapes, random numbers, constants), layers
+state that the result is sharded like the input of the layer.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 def like(x: Any, *axes: int | None) -> NamedSharding | None:
     """Returns a sharding in which axis i is sharded like axis `axes[i]` of `x`, or not sharded if `axes[i]` is None.
 
-    Further axes are not sharded. If `x` is not on a mesh with explicit axes, the result is None, which JAX accepts as
-    an unspecified sharding.
+    If an array with this sharding has more than `len(axes)` axes, its other axes are not sharded. If `x` is not on a
+    mesh with explicit axes, the result is None, which JAX accepts as an unspecified sharding.
     """
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:

@@ -183,7 +183,7 @@ def _all_dicts(tree):
 
 
 def _hashable(value: Any):
-    """Replaces lists by tuples and dicts by FrozenDicts, also in the fields of modules."""
+    """Converts lists to tuples, and converts dicts to FrozenDicts, also in the fields of modules."""
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return tuple(map(_hashable, value))
     if isinstance(value, Mapping):

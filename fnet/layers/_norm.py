@@ -61,7 +61,8 @@ class RMSNorm(Layer):
         epsilon: added to the mean square. Default 1e-6.
         use_scale: whether to multiply by scale. Default True.
         use_bias: whether to add bias. Default False.
-        offset: added to scale in the formula. The initial value of scale is 1 - offset. Default 0; Gemma uses 1.
+        offset: a number that is added to the parameter `scale`, as the formula shows. The initial value of `scale` is
+            1 - offset. Default 0; Gemma uses 1.
 
     Input and output: [..., features], floating point.
 
@@ -259,10 +260,10 @@ def _own(x):
     The normalization layer reads its input `x` only once, to copy it, and computes the mean and all other values from
     the copy. If a normalization layer read its input `x` in several operations, XLA:CPU would compute the gradient of
     the residual stream, including the gradients of all later blocks, several times. If the layer copies its input `x`,
-    JAX first sums the gradients with respect to the copy from all operations of the layer. Only the summed gradient
-    with respect to the copy is added to the gradients from other operations that read `x`, such as a residual
-    connection. On a CPU, copying the input of each normalization layer halves the time of a training step of a ViT,
-    because it avoids repeated computation of gradients.
+    each operation that reads the copy contributes a gradient with respect to it, and JAX first sums these gradients.
+    Only the summed gradient with respect to the copy is added to the gradients from other operations that read `x`,
+    such as a residual connection. On a CPU, copying the input of each normalization layer halves the time of a training
+    step of a ViT, because it avoids repeated computation of gradients.
     """
     return jnp.copy(wide(x))
 

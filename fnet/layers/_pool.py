@@ -50,8 +50,8 @@ class AvgPool(Layer):
 
     Args:
         window, strides, padding: as in `MaxPool`.
-        count_padding: True: padding counts as zeros in the mean, as in PyTorch. False (default): the mean is computed
-            over the positions that are not padding, as in Keras.
+        count_padding: whether the mean includes the zeros of the padding, as in PyTorch. Default False: the mean is
+            computed over the positions that are not padding, as in Keras.
 
     Input: [batch, *space, channels], floating point. Output: [batch, *space', channels], in the input's dtype.
 

@@ -177,8 +177,8 @@ class RNN(_Recurrent):
     For 16-bit inputs, the operands of the matrix products are also 16-bit. The gates and the carry are float32, because
     small changes would be lost if the carry were rounded to 16 bits in each time step.
 
-    Parameters: kernel [i, f], recurrent_kernel [f, f], bias [f]. A bidirectional layer has all three parameters for
-        each direction, at the paths "forward" and "backward".
+    Parameters: kernel [i, f], recurrent_kernel [f, f], bias [f]. A bidirectional layer has these parameters twice, once
+    at the path "forward" and once at the path "backward".
 
     Source: Elman (1990), Finding Structure in Time.
 

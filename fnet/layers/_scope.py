@@ -196,8 +196,9 @@ class Scope:
             name: the last segment of the array's path in the state tree.
             shape: the shape of the array.
             init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`.
-            kind: "stats" (default): `Layer.init` creates the array, and the caller must pass it. "cache": `Layer.cache`
-                creates the array, and the caller may omit it. If the caller omits the array, the result is None. The
+            kind: "stats" (default) or "cache". `Layer.init` creates the arrays of kind "stats", and the caller of the
+                model must pass these arrays. `Layer.cache` creates the arrays of kind "cache". For the kind "cache",
+                `Scope.state` returns None if the state that is passed to the model does not contain the array. The
                 shape of an array of kind "cache" is not checked.
             dtype: the dtype with which the array is created. Default float32.
 
@@ -279,7 +280,7 @@ class Scope:
             copies: the number of stacked copies of the layer. Every array of params, state and key has a leading axis
                 of length `copies`. Copy `i` of the layer has the same initial values as the layer would have in the
                 scope `scope[str(i)]`. Default None: one layer, and no leading axis.
-            options: example keyword arguments. As for `inputs`, only the shapes and dtypes of arrays are used.
+            options: example keyword arguments of the layer. Only the shapes and dtypes of arrays are used.
 
         Returns:
             `(f, params, state, key)`. The function is `f(params, *inputs, state=None, key=None, train=None, **options)`

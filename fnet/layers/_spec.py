@@ -153,7 +153,8 @@ def fold(key, name: str):
 
 
 def make(tree: Mapping, key) -> dict:
-    """Creates the arrays of a tree of `ParamSpec`s. The random key of each array is derived from `key` and its path."""
+    """Creates the arrays of a tree of `ParamSpec`s. The random key of each array is derived from `key` and from the
+    path of the array."""
     making = Making(isinstance(key, jax.core.Tracer), {})
 
     def walk(node, keys, path):

@@ -125,8 +125,8 @@ class CLIPText(_Encoder):
         hidden: number of features between the two dense layers of a block's MLP.
         vocab_size: number of tokens in the vocabulary.
         context: maximum length of a text in tokens.
-        end: the id of the end token, which padding follows. The features of a text are those at its first end token. If
-            None, the end token is the token with the highest id in the text, as in OpenAI's vocabulary.
+        end: the id of the end token. Padding comes after the end token. The features of a text are those at its first
+            end token. If None, the end token is the token with the highest id in the text, as in OpenAI's vocabulary.
         dim: number of features after the projection. None: there is no projection.
         activation: "gelu", or "quick_gelu", which is x * sigmoid(1.702 x).
         epsilon: epsilon of the norms.

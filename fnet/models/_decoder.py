@@ -61,8 +61,8 @@ _PYTHIA = dict(vocab_size=50304, rotary_dim=16, qkv_bias=True, out_bias=True, ml
 class Decoder(LanguageModel):
     """A decoder of text with rotary positions.
 
-    The supported families of models are Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi-3, SmolLM 2 and 3, OLMo 2,
-    GPT-NeoX and Pythia, Mixtral and Qwen 3 with experts, and the small models of llama2.c.
+    The supported families of models are Llama, Mistral, Mixtral, Qwen 2, Qwen 3 (with or without experts), Gemma 1,
+    Gemma 2, Gemma 3, Phi-3, SmolLM 2, SmolLM 3, OLMo 2, GPT-NeoX, Pythia, and the small models of llama2.c.
 
     Each block has causal grouped-query attention and an MLP, `down(silu(gate(x)) * up(x))`. The attention and the MLP
     each have an RMSNorm before them and a residual connection around them. The default values of the options are those
@@ -83,8 +83,9 @@ class Decoder(LanguageModel):
         context: maximum length of a text in tokens.
         rotary_base: base of the rotary embedding. In a tuple, the value None means that a block has no position
             embedding (SmolLM 3).
-        interleaved: whether the rotary embedding pairs the features (0, 1), (2, 3), ..., as in the weights of Meta and
-            llama2.c. If False, the rotary embedding pairs (i, i + head_dim / 2), as in the weights of Hugging Face.
+        interleaved: which features the rotary embedding rotates as a pair. If True, the pairs are the features (0, 1),
+            (2, 3), ..., as in the weights of Meta and llama2.c. If False, the pairs are the features (i, i + n / 2),
+            where n is the number of rotated features of a head, as in the weights of Hugging Face.
         tied: whether the logits are computed with the embedding table.
         epsilon: epsilon of the norms.
         head_dim: number of features of a head. Default: width / heads.
@@ -133,7 +134,8 @@ class Decoder(LanguageModel):
     Grattafiori et al. (2024), The Llama 3 Herd of Models. SwiGLU: Shazeer (2020), GLU Variants Improve Transformer.
     Gemma Team (2024, 2025), Gemma 2 and Gemma 3. Yang et al. (2025), Qwen3 Technical Report. Abdin et al. (2024), Phi-3
     Technical Report. Jiang et al. (2024), Mixtral of Experts. Walsh et al. (2024), 2 OLMo 2 Furious. Black et al.
-    (2022), GPT-NeoX-20B. Biderman et al. (2023), Pythia. Sizes of the presets "stories...": Karpathy's llama2.c.
+    (2022), GPT-NeoX-20B. Biderman et al. (2023), Pythia. The sizes of the presets with names "stories..." are those of
+    the models of Karpathy's llama2.c.
 
     >>> model = models.Decoder.preset("stories260k")
     >>> nn.count_parameters(model.spec(model.example()).params)

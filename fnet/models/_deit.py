@@ -1,4 +1,4 @@
-"""DeiT: a vision transformer with a second token, which was trained to predict the labels of another network."""
+"""DeiT: a vision transformer with a class token and a distillation token."""
 
 from __future__ import annotations
 

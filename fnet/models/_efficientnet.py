@@ -66,8 +66,8 @@ def _names_of_blocks(key, expand, depthwise, squeeze, project):
 
 
 def _timm():
-    """Returns the naming rules for timm's keys, which number the blocks of each stage from 0. The rules for timm's keys
-    are for models with depth 1 (B0 and Lite0)."""
+    """Returns the naming rules for timm's keys (names of arrays). In timm's keys, the numbers of the blocks start
+    at 0 in each stage. The naming rules are for models whose argument `depth` is 1 (B0 and Lite0)."""
     number = 0
     for s, (_, _, blocks, _, _) in enumerate(STAGES):
         inner = ("conv_dw", "bn1"), ("conv_pw", "bn2")
@@ -98,9 +98,10 @@ class EfficientNet(Model):
         lite: whether the network is EfficientNet-Lite, which has ReLU6 instead of SiLU, and no squeeze and excitation.
             In EfficientNet-Lite, `width` does not affect the first and the last convolution, and `depth` does not
             affect the first and the last stage.
-        padding: how the input of a convolution with stride 2 is padded with zeros. "same": as in TensorFlow.
-            "symmetric": equally on both sides, as in most of timm's weights. "after": one more zero at the end than at
-            the start, for every size, as in transformers.
+        padding: how the input of a convolution with stride 2 is padded with zeros. With "symmetric", the padding has
+            the same number of zeros at the start and at the end of an axis, as in most of timm's models. With "after",
+            the padding has one more zero at the end of an axis than at the start, as in transformers. With "same", axes
+            of even length are padded as with "after", and axes of odd length as with "symmetric", as in TensorFlow.
         centered: indices of the blocks whose padding is symmetric although `padding` is "after".
         dropout: dropout rate before the last layer.
         epsilon: epsilon of BatchNorm.
@@ -173,7 +174,8 @@ class EfficientNet(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        """Returns the input of the last layer before dropout, an array [batch, channels]."""
+        """Returns the features of each image, an array [batch, channels]. The model applies dropout and then the last
+        layer to these features."""
         if self.padding not in ("same", "symmetric", "after"):
             raise ValueError(f"EfficientNet: padding must be 'same', 'symmetric' or 'after'; got {self.padding!r}")
         first, last = (32, 1280) if self.lite else (_divisible(32 * self.width), _divisible(1280 * self.width))
@@ -202,7 +204,7 @@ class EfficientNet(Model):
         return x + y if x.shape == y.shape and not (first and self.padding == "after") else y
 
     def _conv(self, scope, x, channels, kernel_size=1, stride=1, centered=False):
-        """Applies a convolution, which is depthwise if `channels` is None, and BatchNorm."""
+        """Applies a convolution and then BatchNorm. If `channels` is None, the convolution is depthwise."""
         half = kernel_size // 2
         after = stride == 2 and self.padding == "after" and not centered
         padding = "SAME" if self.padding == "same" else ((half - after, half),) * 2

@@ -92,8 +92,8 @@ class LanguageModel(Model):
         """Returns the cross-entropy of each label in nats, an array [batch, time]. `labels` [batch, time] contains the
         next token at each position.
 
-        More than 2^29 logits are computed in chunks, so that they are not all in memory at once (see
-        `nn.linear_cross_entropy`).
+        If the batch has more than 2^29 logits, the logits are computed in chunks, so that they are not all in memory at
+        once (see `nn.linear_cross_entropy`).
         """
         head, at, x = self._body(scope, tokens, lengths)
         return head.cross_entropy(at, x, labels, getattr(self, "logit_softcap", None))

@@ -115,9 +115,10 @@ class ModernBert(Model):
         activation: the activation of the MLPs: "gelu", "gelu_tanh", "silu" or "relu".
         head_activation: the activation of the dense layer with which every head begins. `head_activation` has the same
             possible values as `activation`.
-        norm_bias, attention_bias, mlp_bias, head_bias, decoder_bias: whether these layers have biases: the norms
-            (`norm_bias`); the projections of the attention (`attention_bias`); the MLPs (`mlp_bias`); the dense layer
-            with which every head begins (`head_bias`); the logits of the head "masked_lm" (`decoder_bias`).
+        norm_bias, attention_bias, mlp_bias, head_bias: whether the norms (`norm_bias`), the projections of the
+            attention (`attention_bias`), the MLPs (`mlp_bias`), and the dense layer with which every head begins
+            (`head_bias`) have biases.
+        decoder_bias: whether the head "masked_lm" adds a bias to the logits.
         dropout: dropout rate of the embeddings, the attention weights, the attention outputs and the MLPs. `dropout` is
             also the dropout rate before the last layer of every head except "masked_lm".
         epsilon: epsilon of the norms.

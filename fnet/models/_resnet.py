@@ -58,9 +58,10 @@ class ResNet(Model):
         bottleneck: whether a block has three convolutions (in networks with 50 or more layers) instead of two.
         classes: number of logits.
         width: number of channels of the first stage's 3 × 3 convolutions.
-        version: which convolution of a bottleneck has stride 2. "v1": the first convolution, as in the paper and Keras.
-            "v1.5": the 3 × 3 convolution, as in torchvision. The accuracy of ResNet version 1.5 is about half a percent
-            higher than that of version 1.
+        version: "v1" or "v1.5". In a bottleneck that halves the resolution, one of the three convolutions has stride 2.
+            With "v1", the first convolution has stride 2, as in the paper and Keras. With "v1.5", the 3 × 3 convolution
+            has stride 2, as in torchvision. The accuracy of ResNet version 1.5 is about half a percent higher than that
+            of version 1.
         use_bias: whether convolutions have a bias. A bias before BatchNorm has no effect, but the weights of Keras
             include such biases.
         epsilon: epsilon of BatchNorm.

@@ -34,8 +34,8 @@ class LSTMLanguageModel(LanguageModel):
     passes a cache from `model.cache` as `state`.
 
     Source: Zaremba, Sutskever and Vinyals (2014), Recurrent Neural Network Regularization. The presets are the three
-    sizes of the paper by Zaremba, Sutskever and Vinyals for the Penn Treebank. Tied logits are from Press and Wolf
-    (2017).
+    sizes of the paper by Zaremba, Sutskever and Vinyals for the Penn Treebank. Source of the option `tied`: Press and
+    Wolf (2017), Using the Output Embedding to Improve Language Models.
 
     >>> model = models.LSTMLanguageModel.preset("zaremba-small")
     >>> nn.count_parameters(model.spec(model.example()).params)

@@ -95,8 +95,9 @@ class YarnScaling:
             completes within the original context.
         amplitude: factor by which the rotated queries and keys are multiplied. Default: 0.1 ln(factor) + 1, or 1 if
             `factor` is at most 1.
-        truncate: whether the bounds of the interpolation, which are indices of pairs of features, are rounded to
-            integers: the lower bound down, and the upper bound up.
+        truncate: whether to round the bounds of the interpolation to integers. The bounds are indices of pairs of
+            features. If `truncate` is True (the default), the lower bound is rounded down, and the upper bound is
+            rounded up.
 
     Source: Peng et al. (2023), YaRN: Efficient Context Window Extension of Large Language Models, section 3.
 
@@ -133,7 +134,8 @@ class YarnScaling:
 
 
 def growth(factor: float, strength: float = 1.0) -> float:
-    """Returns YaRN's amplitude for a scaling factor: the number by which rotated queries and keys are multiplied."""
+    """Returns YaRN's amplitude: the number by which the rotated queries and keys are multiplied. The argument `factor`
+    is the divisor of the rotation rates (see `YarnScaling`)."""
     return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 
 

@@ -132,10 +132,10 @@ def written(model, base, scale, partial=None) -> dict[str, Any]:
 
 def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_rotary_factor"), turns=False, long=(),
          spread: Callable = lambda config, base: base, original: int | None = None) -> dict[str, Fields]:
-    """Returns entries for the fields of config.json that describe rotary positions.
+    """Returns a dict of `Fields` objects for the fields of config.json that describe rotary positions.
 
-    The fields of config.json are the base of the rotary frequencies, their scaling, and the fraction of each head's
-    features that is rotated.
+    These fields state the base of the rotary frequencies, the scaling of the rotary frequencies, and the fraction of
+    each head's features that is rotated.
 
     Versions of transformers before 5 write `rope_theta` and `rope_scaling`. Later versions of transformers write the
     base and the scaling in `rope_parameters`. If a config.json has `rope_scaling` and `rope_parameters`, `rope_scaling`
@@ -143,7 +143,8 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
 
     Args:
         theta: the base of the rotary frequencies if config.json has no field for the base.
-        partial: the fraction of each head's features that is rotated if config.json has no field for the fraction.
+        partial: the default value of the fraction of each head's features that is rotated. The default value is used if
+            config.json has no field for the fraction.
         context: the value of `max_position_embeddings` that is used if config.json lacks this field.
         names: the names of two fields at the top level of config.json: the base of the rotary frequencies, and the
             rotated fraction of each head's features.
@@ -152,8 +153,9 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
         spread: function (config, base) that returns the value of the model's field `rotary_base`. If some layers have
             no position embedding, `rotary_base` is a tuple with None for these layers. By default, `rotary_base` is
             `base`.
-        original: the default value of `original_max_position_embeddings` at the top level of config.json. If `original`
-            is None, `original_max_position_embeddings` is read only from `rope_scaling` or `rope_parameters`.
+        original: for the rope_type longrope, the value of `original_max_position_embeddings` that is used if the top
+            level of config.json lacks this field. If `original` is None, `original_max_position_embeddings` is read
+            only from `rope_scaling` or `rope_parameters`.
     """
     def inner(config) -> Mapping[str, Any]:
         value = config.get("rope_scaling") or config.get("rope_parameters")
@@ -218,7 +220,7 @@ def rope_by_type(merged: Callable, types: Callable, context: int) -> dict[str, F
 
     Args:
         merged: function that takes the content of config.json, and returns {type of layers: `rope_parameters`}. Like
-            transformers, the function also reads the fields of older versions of config.json.
+            transformers, `merged` also reads the fields of older versions of config.json.
         types: function that takes the content of config.json, and returns the `layer_types` to use if config.json lacks
             the field `layer_types`.
         context: the value of `max_position_embeddings` that is used if config.json lacks this field.
@@ -278,7 +280,9 @@ def layer_types(value, config, depth):
 
 
 def windows(depth, size, derived: Callable, used: Callable = lambda config: True) -> dict[str, Fields]:
-    """Returns entries for `layer_types` and `sliding_window`, the fields of config.json for sliding-window attention.
+    """Returns a dict of `Fields` objects for the fields of config.json that describe sliding-window attention.
+
+    The fields for sliding-window attention are `layer_types` and `sliding_window`.
 
     Args:
         depth, size: the values of `num_hidden_layers` and `sliding_window` that are used if config.json lacks them.

@@ -25,7 +25,7 @@ class Trees(NamedTuple):
     is registered with `jax.export` as "fnet.models.Trees".
 
     Attributes:
-        labels: integers [batch, nodes], the token of each node's label.
+        labels: integers [batch, nodes], the index of each node's label in the vocabulary.
         parents: integers [batch, nodes], the index of each node's parent in its tree. Nodes without a parent (the root
             and padding) have the value `nodes`, the length of the node axis.
         lengths: integers [batch], the number of valid nodes of each tree. Later nodes are padding.

@@ -1,4 +1,4 @@
-"""ViT: a transformer on the patches of an image. Sizes Ti, S and B."""
+"""ViT: a transformer on the patches of an image. The class `ViT` has presets for the sizes Ti, S and B."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@
     pretrained.save(model, params, state, "back.safetensors")            # loads into the original framework
     pretrained.save(model, params, state, "folder")                      # with config.json, for transformers
 
-`load` raises an error if an array of the model is missing in the file, or if the file contains an unexpected key (name
-of an array). The error lists these keys. `load` checks the shapes of all arrays. The arrays keep the dtypes of the file
-unless you pass `dtype=`. Files are memory-mapped, and each array is copied once. Pickles are never opened.
+`load` raises an error if the file lacks an array of the model or contains an unexpected key (name of an array). The
+error lists up to eight missing or unexpected keys. `load` checks the shapes of all arrays. The arrays keep the dtypes
+of the file unless you pass `dtype=`. Files are memory-mapped, and each array is copied once. Pickles are never opened.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
     If the weights are not given by a path, `load` searches fnet's cache (~/.cache/fnet) and Hugging Face's cache. If
     neither fnet's nor Hugging Face's cache has the weights, `load` downloads them from Hugging Face's hub into Hugging
     Face's cache (this needs `pip install 'fnet[hub]'`). `load` downloads only config.json, generation_config.json,
-    preprocessor_config.json, the files of the tokenizer and *.safetensors, never pickles or code. The next call of
+    preprocessor_config.json, the files of the tokenizer and *.safetensors, but no pickles or code. The next call of
     `load` continues an interrupted download, without downloading complete files again. Each downloaded file must have
     the checksum that the hub lists. The environment variables HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are respected.
 
@@ -71,10 +71,10 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
             Hugging Face's hub ("HuggingFaceTB/SmolLM2-135M"), or the name of a preset ("resnet50").
         path: the weights for a model or a preset: a safetensors file, a folder with a safetensors file or with shards
             and their index, a model.bin of llama2.c, a folder name in ~/.cache/fnet, or a repository of Hugging Face's
-            hub. `path` is required if `model` is a `Model` object. Default for a preset: its weights.
+            hub. A `Model` object requires `path`. For a preset, the default of `path` is the weights of the preset.
         dtype: the dtype to which floating-point arrays are cast. Default: the dtypes of the file.
-        names: the framework whose parameter names the file contains, a key of the model's `NAMES` such as
-            "torchvision". Default: the framework is detected from the names in the file.
+        names: the framework that defines the parameter names in the file. The framework is a key of the model's
+            `NAMES`, such as "torchvision". Default: the framework is detected from the names in the file.
         check_config: whether to compare the model with config.json.
         revision: a branch, tag or commit of the repository. Default: the revision in the cache, or "main" if the cache
             does not contain the repository. `pretrained.revision(name)` returns the commit.
@@ -156,10 +156,9 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
         params, state: the parameters and the state, as returned by `load` or `model.init`. `state` is `{}` if the model
             has none. Implicit arrays, such as the quantized arrays of `compress`, are written as the arrays that they
             represent.
-        path: the folder, or the file to write: *.safetensors, or *.bin for llama2.c. If `path` is a file, no
-            config.json is written.
-        names: the framework whose parameter names are written, a key of the model's `NAMES`. Default: the framework
-            that matches the model's configuration, if exactly one framework does.
+        path: the folder, or the file to write: *.safetensors, or *.bin for llama2.c.
+        names: the framework that defines the parameter names to write. The framework is a key of the model's `NAMES`.
+            Default: the framework that matches the model's configuration, if exactly one framework does.
         like: a file or folder of weights, whose array names and metadata are used for the new file, or None (default).
             The new file also gets the arrays of `like` that the model does not need (such as num_batches_tracked in
             PyTorch). If `like` and `path` are folders, `save` also copies generation_config.json, the files of the
@@ -174,7 +173,8 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
     Raises:
         ValueError: the names or shapes in `params` or `state` do not match the model. Without `names` and `like`,
             exactly one framework must match the model's configuration. ValueError is also raised if `save` would
-            replace a training run's config.json, or `path` has a config.json but no config.json can describe the model.
+            replace the config.json of a training run, or if the folder `path` has the config.json of another model and
+            the formats of transformers and timm cannot describe the new model.
 
     >>> import tempfile
     >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)

@@ -1,4 +1,4 @@
-"""Runs a training step that was written for one device on many devices.
+"""Runs a training step on many devices, although the step was written for one device.
 
 `plan` selects the shardings of the step's arrays, and `feed` distributes the batches over the devices.
 

@@ -1,4 +1,5 @@
-"""Channel: lets the processes of a run decide together whether to run the next step, within a limited time."""
+"""The class `Channel`. The processes of a run use a `Channel` to decide together whether to run the next step. A
+process that waits longer than a time limit for another process raises an error."""
 
 from __future__ import annotations
 
@@ -70,7 +71,13 @@ class Channel:
         atexit.register(self._end)
 
     def agree(self, mine: str) -> str:
-        """Returns the decision for all processes: to run the next step, to end the loop, or an error message.
+        """Returns the decision for all processes, as a string.
+
+        The decision is `GO` (all processes run the next step), `END` (all processes end the loop), or the message of an
+        error that all processes raise.
+
+        Args:
+            mine: the status of this process.
 
         Raises:
             PeersGone: a process is late, has ended or has left the loop.

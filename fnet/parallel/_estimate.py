@@ -103,9 +103,9 @@ class _Loop(NamedTuple):
     """Properties of a loop. `once` is the number of times that a step starts the loop (not the number of iterations).
     `same` contains the indices of the inputs of the body that are equal in all iterations. `summed` contains the sizes
     (numbers of elements) of the loop's carries, except scalars. If a sum over the batch has as many elements as a carry
-    of the loop, the loop is assumed to accumulate this sum in the carry. A sum over the batch that a loop accumulates
-    in a carry is reduced over the chips only once, after the loop. `fused` states whether a matrix product is fused
-    with the single elementwise operation that reads its result."""
+    of the loop, the loop is assumed to accumulate this sum in the carry. The chips then add their partial sums only
+    once, after the loop. If `fused` is True, the compiler is assumed to fuse a matrix product in the loop with an
+    elementwise operation that is the only reader of the product's result."""
 
     once: int
     same: frozenset[int] = frozenset()
@@ -308,9 +308,9 @@ class _Walk:
             self.between.append(Transfer("all-reduce", scope, local, self.slices, times))
 
     def further(self, eqn, splits, out_rows, scope, times):
-        """Returns how the outputs of an equation are split over the mesh axes that the user's rules name. If the
-        contracted axis of a matrix product is split, the partial results must be summed over the chips, and this
-        transfer is recorded."""
+        """Returns `Split.more` for each output of an equation, that is, the axes of the output that are split over a
+        mesh axis other than "slice" and "data". If the contracted axis of a matrix product is split, the partial
+        results must be summed over the chips, and this transfer is recorded."""
         names = {name for split in splits for _, name in split.more}
         found = [[] for _ in eqn.outvars]
         for name in sorted(names):

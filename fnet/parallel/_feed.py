@@ -34,10 +34,10 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
     copies. If the plan's batch has the leaf "weight" and a given batch does not, `feed` adds this leaf, with the value
     1 for the rows of the given batch.
 
-    In a run of several processes, the processes tell each other whether they have a batch for the next step, while the
-    current step runs. If the step reads `batch["weight"]`, a process without further batches provides rows of weight 0
-    until all processes have finished. In a run of one process, the calling thread transfers the next batch while the
-    device runs the previous step.
+    In a run of several processes, the processes communicate while the current step runs: they tell each other whether
+    they have a batch for the next step. If the step reads `batch["weight"]`, a process without further batches provides
+    rows of weight 0 until all processes have finished. In a run of one process, the calling thread transfers the next
+    batch while the device runs the previous step.
 
     Args:
         batches: an iterable of batches. A batch is a tree of NumPy arrays with the structure of the plan's batch, and

@@ -60,8 +60,8 @@ class Transfer(NamedTuple):
 
 
 class Ledger(NamedTuple):
-    """All collectives (transfers between chips) of a program, for example the result of `ledger`. `str()` returns a
-    table of the collectives by kind and scope.
+    """All collectives (transfers between chips) of a program. The function `parallel.ledger` returns the
+    `Ledger` of a compiled program. `str()` returns a table of the collectives by kind and scope.
 
     Attributes:
         transfers: a `Transfer` for each collective.

@@ -166,9 +166,8 @@ def _dtype(x):
 
 
 def _own(x, wanted, place):
-    """Copies an array `x` if a CPU device could share its memory, because the user may overwrite `x` later. A CPU
-    device can share the memory of a NumPy array only if this memory is aligned, so `x` is returned without a copy if
-    its memory is not aligned."""
+    """Copies an array `x` if a CPU device could share its memory, because the user may overwrite `x` later. If the
+    memory of `x` is not aligned, JAX itself copies `x` to the CPU device, so `_own` need not copy it."""
     if not isinstance(x, np.ndarray) or not x.size:
         return x
     part = math.prod(place.shard_shape(wanted.shape)) * x.itemsize

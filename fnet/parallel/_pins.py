@@ -1,4 +1,4 @@
-"""Sharding constraints (pins) that keep the activations of a training step split along the batch axis.
+"""Adds sharding constraints (pins) to a training step, so that its activations stay split along the batch axis.
 
 If parameters are sharded and activations are unconstrained, XLA may gather activations and sum them over all chips,
 although gathering the parameters would send far fewer bytes. This module determines the batch axis of each value in the
@@ -166,8 +166,9 @@ class _Pins(Interpreter):
         return [Value(y, note) for y, note in zip([*carried, *stacked], notes)]
 
     def ready(self, x, note, program, i):
-        """Returns `x`, an array that is the same in all iterations of a scan. If `x` is a weight of a matrix product,
-        convolution or gather, `x` is gathered on all chips before the scan."""
+        """Gathers `x` on all chips before a scan, if `x` is a weight of a matrix product, convolution or gather in the
+        scan, activations are constrained, and the batch is split over all axes of the mesh. Otherwise, returns `x`
+        unchanged. All iterations of the scan read the same array `x`."""
         if note is not None or not self.activations or not self.alone or x.ndim < 2 or self.chips == 1:
             return x
         if not _taken(program, program.invars[i]):

@@ -131,8 +131,9 @@ class Plan:
 
     @property
     def largest_batches(self) -> tuple[tuple[Strategy, int], ...]:
-        """Estimates of the largest batches that fit on one chip: a pair (strategy, number of rows) for each of several
-        strategies. The tuple is empty if the plan is for several devices."""
+        """Estimates of the largest batches that fit on one chip: a tuple of pairs (strategy, number of rows). The tuple
+        contains one pair for each of several strategies. The tuple is empty if the plan is for several devices, or if
+        the memory of the chip is unknown."""
         return self._find_largest() if self._find_largest else ()
 
     @property
@@ -203,7 +204,8 @@ class Plan:
 
     def explain(self) -> str:
         """Returns a table of the strategies that were compared, as text. The table contains the reason why each
-        strategy was selected or rejected. Every number is marked as exact, compiled or estimated."""
+        strategy was selected or rejected. In the table, each cost of a strategy is marked as "exact", as "compiled"
+        (read from the compiled program) or as "estimated"."""
         return _explain.table(self)
 
     __str__ = explain

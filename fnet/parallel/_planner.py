@@ -88,11 +88,11 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
             `strategy` is "auto", all strategies are compared. If `strategy` is "fsdp", the strategies "fsdp" and
             "fsdp+pins" are compared. Default "auto".
         mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}. The batch is split over the axis
-            "data". One length may be -1, which means that the length is computed from the number of devices. If `mesh`
-            lacks the axis "data", the length of this axis is computed from the number of devices. By default, all
-            devices of a TPU slice or GPU machine lie along "data", and the slices or machines lie along another axis,
-            "slice". The state is split over the devices of a slice or machine, and each slice or machine has a complete
-            state. Between slices or machines, only sums over the batch, such as gradients, are sent.
+            "data". The length of one axis may be -1. It is then computed from the number of devices. If `mesh` lacks
+            the axis "data", the length of this axis is computed from the number of devices. By default, all devices of
+            a TPU slice or GPU machine lie along "data", and the slices or machines lie along another axis, "slice". The
+            state is split over the devices of a slice or machine, and each slice or machine has a complete state.
+            Between slices or machines, only sums over the batch, such as gradients, are sent.
         rules: rules for tensor parallelism, a dict. A key is a regular expression that matches the complete path of a
             parameter, such as "blocks/fc/kernel". A value is a tuple that contains, for each axis of the parameter, the
             name of the mesh axis over which this axis is split, or None. `parallel.rules` creates the dict `rules` from
@@ -175,8 +175,8 @@ class Traced:
 
 
 class Drafts:
-    """The plans of several strategies, with the memory, transfers and time of each strategy. Determines which of them
-    fit."""
+    """Creates a plan for each of several strategies, and determines the memory, transfers and time of each strategy.
+    Also determines which strategies fit into memory."""
 
     def __init__(self, chips, axes, places, state, batch, traced, rules, init):
         self.chips, self.axes, self.places, self.state, self.batch = chips, axes, places, state, batch

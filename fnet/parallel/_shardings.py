@@ -83,7 +83,8 @@ def _spec(shape, chips, mine, *, first):
 
 
 def _beside(tree, path) -> dict:
-    """Returns a dict {path of the scales: path of the values} for each implicit array, such as a quantized array."""
+    """Returns a dict {path of an array of scales: path of the array of values}. The dict contains these paths for
+    each implicit array of the tree that has scales, such as a quantized array."""
     found = {}
     for inner, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: is_implicit(x) and x is not tree):
         if is_implicit(leaf):

@@ -140,7 +140,7 @@ class SideBySide:
         columns: a tuple with an `OnChips` (the estimates for one kind of chips) for each name that was passed to
             `compare`.
         steps: the number of steps for which the table states the energy and the rental cost of the chips.
-        period: the text with which the table describes `steps`, "1,000 steps" or "epoch".
+        period: the text that describes `steps` in the table. The text is either "1,000 steps" or "epoch".
 
     >>> def step(w, batch):
     ...     return w - jax.grad(lambda w: ((batch @ w) ** 2).mean())(w), {}

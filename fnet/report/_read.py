@@ -36,7 +36,7 @@ class Run:
             the versions of libraries. `training.fit` stores this dict in each checkpoint, under "notes" in
             manifest.json; `facts` is read from the newest checkpoint.
         checkpoints: a list of (step, metrics, size in bytes), in the order of the steps.
-        damaged: the names of damaged checkpoints, which were renamed.
+        damaged: the names of the folders of damaged checkpoints, such as "400.damaged" for step 400.
         events: a list of (step, time, text). The time is a Unix time, or None if it is unknown.
         predictions: a dict with the keys "classes", "confusion" and "mistakes", or {} if no predictions were saved.
         summary: a list of the rows of `introspect.summary`, which is empty if no summary was saved.

@@ -48,9 +48,9 @@ def population(init: Callable, step: Callable, *, method: str = "auto", devices:
 
     Which of the methods vmap, split and loop is the fastest depends on the model and the device. For example, if each
     member of the population has its own convolution kernels, `vmap` on a CPU is several times slower than `loop`. With
-    the method "auto", the first call of `step_n` times the methods on copies of the state, and selects the fastest
-    method. `ft.explain(step_n, state, batch)` shows the measured times of the methods. `tr.fit` stores the selected
-    method in its checkpoints, so a resumed run uses the same method.
+    the method "auto", the first call of `step_n` measures the time of each method on copies of the state, and selects
+    the fastest method. `ft.explain(step_n, state, batch)` shows the measured times of the methods. `tr.fit` stores the
+    selected method in its checkpoints, so a resumed run uses the same method.
 
     If a metric of a member of the population is NaN or infinite, the member is marked in `state.diverged`, and its
     later metrics are ignored. A member of the population with NaN or infinite metrics does not affect the other
@@ -169,7 +169,8 @@ def take(state: Population, indices: Any) -> Population:
 
 
 def each_member(measure: Callable) -> Callable:
-    """Returns a function that applies `measure` to each member of a population, for example for `tr.evaluator`.
+    """Returns a function that applies `measure` to each member of a population. The returned function can be
+    passed to `tr.evaluator`.
 
         evaluate = {"validation": tr.evaluator(search.each_member(measure), data, 500)}
         tr.fit(step_n, state, batches, steps=1000, evaluate=evaluate, best="validation/accuracy/max", ...)

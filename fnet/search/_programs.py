@@ -1,5 +1,7 @@
-"""Search over hyperparameters that change the program, such as the depth: the cost of a program, limits on this cost,
-and Bayesian optimization."""
+"""Searches over hyperparameters that change the program, such as the depth of a network.
+
+`cost` measures or estimates the cost of a program, `feasible` selects the points whose programs stay within limits,
+and `Bayesian` selects points by Bayesian optimization."""
 
 from __future__ import annotations
 

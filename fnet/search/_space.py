@@ -23,7 +23,8 @@ _BITS = 30
 
 
 def sobol(n: int, dimensions: int, *, seed: int | None = None, start: int = 0) -> np.ndarray:
-    """Returns points of the Sobol sequence in [0, 1), which cover the unit cube more evenly than random points.
+    """Returns points of the Sobol sequence. All coordinates are in [0, 1). The points cover the unit cube more evenly
+    than random points.
 
     Args:
       n: the number of points. The points cover the unit cube most evenly if `n` is a power of 2.
@@ -163,7 +164,8 @@ class Space(dict):
         return [self.at(point) for point in sobol(n, len(self), seed=seed)]
 
     def at(self, point: Any) -> dict[str, Any]:
-        """Returns the hyperparameters at a point of the unit cube, which has a coordinate for each hyperparameter."""
+        """Returns the hyperparameters at a point of the unit cube. `point` contains one coordinate in [0, 1] for each
+        hyperparameter."""
         return {name: kind.at(float(u)) for (name, kind), u in zip(self.items(), point)}
 
     def arrays(self, points: list[Mapping[str, Any]]) -> dict[str, np.ndarray]:

@@ -30,8 +30,8 @@ __all__ = ["Clients", "FederatedState", "Local", "clients", "fedavg", "init", "l
 
 @struct.dataclass
 class FederatedState:
-    """The state of the server in federated averaging, which is a state for `tr.fit`. One step of `tr.fit` is one round
-    of federated averaging.
+    """The state of the server in federated averaging. `tr.fit` accepts a `FederatedState` as its argument `state`. One
+    step of `tr.fit` is one round of federated averaging.
 
     Fields:
       step: the number of completed rounds, an int32 scalar.
@@ -216,7 +216,7 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
       local_step: the result of `local`, a `Local`, or a function `(params, batch, weight, key) -> (params, metrics)`.
       data: the data of all clients.
       server: an Optax optimizer, which updates the server's parameters. The optimizer receives -delta as the gradient,
-        the negative weighted mean of the clients' parameter changes.
+        where delta is the weighted mean of the clients' parameter changes.
       sampled: the number of clients in a round.
       epochs: the number of local passes over a client's data. Each pass over the data has a different random order.
       batch_size: the number of examples in a local batch; None: all examples of a client.

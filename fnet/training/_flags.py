@@ -91,8 +91,8 @@ def read(cls: type[Config], values: FlagValues, presets: Mapping[str, Mapping[st
       by: the name of the field whose value is the name of the preset. Default None: there are no presets.
 
     Raises:
-      ConfigError: the preset is unknown, or a value has the wrong type. `read` does not check the intervals and choices
-        that `option` declares. To check a configuration, call `check`.
+      ConfigError: the preset is unknown, or a value has the wrong type. `read` does not check whether a value is in the
+        interval, or among the choices, that `option` declares for the field. To check a configuration, call `check`.
     """
     chosen = {}
     if values.config:

@@ -126,7 +126,7 @@ class Logger:
         self._file = _append.appending(path)
 
     def _kept(self, path: Path | StorePath, raw: bytes, step: int, again: frozenset[str]) -> bytes:
-        """Returns the lines of metrics.jsonl that a run resumed at `step` keeps."""
+        """Returns the lines of metrics.jsonl that are kept if a run is resumed from step `step`."""
         rows, wrong, last = _parsed(raw)
         if torn := wrong.keys() - {last}:
             kept = path.parent / f"{path.name}.damaged"
@@ -165,7 +165,7 @@ class Logger:
     def note(self, step: int, text: str) -> None:
         """Adds an event, such as a recompilation, to events.jsonl.
 
-        `fnet report` shows these events. If the run is in an object store, or the file cannot be written, the event is
+        `fnet report` shows the events. If the run is in an object store, or the file cannot be written, the event is
         not recorded.
         """
         if isinstance(self.workdir, StorePath):

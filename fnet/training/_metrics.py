@@ -79,8 +79,8 @@ def logged_names(metrics: Mapping[str, Any]) -> list[str]:
 class Total:
     """An array that is summed over all batches, such as a confusion matrix.
 
-    The array may have any shape. The operator `+` adds the arrays of two `Total`s, so the result is the sum over the
-    batches of both `Total`s.
+    The field `total` is the array, which may have any shape. The operator `+` adds the arrays of two `Total`s, so the
+    result is the sum over the batches of both `Total`s.
 
     >>> both = tr.confusion(jnp.array([0]), jnp.array([1]), 2) + tr.confusion(jnp.array([1]), jnp.array([1]), 2)
     >>> both.total.tolist()
@@ -181,7 +181,8 @@ def real(value: Any) -> bool:
 
 
 def described(value: Any) -> str:
-    """Describes a value that is not a number, for error messages."""
+    """Describes an invalid value for an error message: an array by its dtype and shape, any other value by its type and
+    the start of its repr."""
     if hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return f"{type(value).__name__} {repr(value)[:60]}"

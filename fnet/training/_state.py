@@ -73,7 +73,7 @@ class TrainState:
         )
 
     def apply(self, tx: optax.GradientTransformation, grads: Any, *, state: Any = None, **extra: Any) -> TrainState:
-        """Returns the state after one update of the parameters, the moving average, the optimizer state and `step`.
+        """Returns a new state, in which the parameters, the moving average, the optimizer state and `step` are updated.
 
             ema' = d ema + (1 - d) params',    d = min(decay, (1 + step) / (10 + step))
 

@@ -39,10 +39,10 @@ def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, 
 
     Matrix products and convolutions cast their operands to the policy's dtype and accumulate in float32. Reshapes and
     simple arithmetic run in the dtype of their inputs. exp, log, powers, sums over axes, norms, softmax and unknown
-    operations run in float32. A value has the dtype float32 if all operations that read it run in float32. Loop
-    carries, branches and the outputs of `f` keep their dtypes, and gradients of float32 parameters are float32.
-    `autocast` changes neither the casts in `f` nor matrix products and convolutions that are called with `precision=`.
-    Apply `autocast` to a loss or to its `value_and_grad`, with the same results.
+    operations run in float32. A value has the dtype float32 if all operations that read it run in float32. The carries
+    of loops, the outputs of branches and the outputs of `f` keep their dtypes. Gradients of float32 parameters are
+    float32. `autocast` changes neither the casts in `f` nor matrix products and convolutions that are called with
+    `precision=`. You can apply `autocast` to a loss or to its `value_and_grad`. The results are the same.
 
     Args:
         f: any JAX function: a model, a loss, a gradient or a complete step, written with any library.
@@ -116,7 +116,7 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
 
 
 class _Autocast(Interpreter):
-    """Evaluates a jaxpr equation by equation for autocast. `_autocast_notes` describes the values of `Value.note`."""
+    """Evaluates the equations of a jaxpr for autocast. `_autocast_notes` describes the values of `Value.note`."""
 
     def __init__(self, policy, rules, rows=None):
         super().__init__()
@@ -172,10 +172,10 @@ class _Autocast(Interpreter):
         return (True,) * len(program.outvars)
 
     def plan(self, jaxpr, wanted):
-        """Returns a dict that describes how the values in a jaxpr are used. `dict[variable]` is True if the variable is
-        used only in float32. `dict[id(equation)]` is a tuple of the kind of the equation (see `Row`) and two bools:
-        whether its outputs are used only in float32, and whether its outputs are used only as operands of low-precision
-        matrix products or convolutions."""
+        """Returns a dict that describes how the values in a jaxpr are used. The dict maps each variable to a bool that
+        states whether the variable is used only in float32. The dict maps the id of each equation to a tuple: the kind
+        of the equation (see `Row`), whether its outputs are used only in float32, and whether its outputs are used only
+        as operands of low-precision matrix products or convolutions."""
         kept = self.demands.setdefault(jaxpr, {})
         if wanted not in kept:
             kept[wanted] = self._demand(jaxpr, wanted)
@@ -354,9 +354,9 @@ def _marked(eqn) -> bool:
 def _activation(eqn, at) -> bool:
     """Whether the result of a matrix product is large, and is an activation or the gradient of an activation.
 
-    A weight gradient is a matrix product that sums over the examples, on axis 0 of both operands. A matrix product in
-    the backward pass is the gradient of an activation if one operand is a matrix, the other operand has three or more
-    axes, and the product sums over exactly one axis of the other operand, which is not axis 0.
+    A weight gradient is a matrix product that sums over the examples, on axis 0 of both operands. In the backward pass,
+    a matrix product is the gradient of an activation under these conditions: One operand is a matrix. The other operand
+    has three or more axes, and the product sums over exactly one of these axes, but not over axis 0.
     """
     product, shape = jaxpr.product(eqn), eqn.outvars[0].aval.shape
     if product.op is not jaxpr.DOT or any(product.dimensions[1]) or not all(isinstance(size, int) for size in shape):
@@ -379,7 +379,7 @@ class Row(NamedTuple):
     The field `kind` states how the equation is evaluated: with low-precision operands and float32 sums ("lower"), in
     the dtype of its inputs ("follow"), or in the dtype in which it was traced ("float32"). A cast from bool to float32
     has the kind "cast"; its result is exact in any dtype. A convolution that the policy keeps in float32 has the kind
-    "convolution". An equation that a rule or `full_precision` leaves as written has the kind "author"."""
+    "convolution". An equation has the kind "author" if a rule or `full_precision` does not change it."""
 
     scope: str
     primitive: str

@@ -42,10 +42,11 @@ class Size(NamedTuple):
 def fits(name: str, magnitude: Size, dtype) -> bool:
     """Whether a constant operand of the primitive `name` may be converted to the low-precision dtype `dtype`.
 
-    `magnitude` contains the smallest and the largest magnitude of the constant's elements, which must be normal numbers
-    of `dtype`. The normal numbers of float16 have magnitudes between 6e-5 and 65504. A constant that is added or
-    subtracted must not be so large that the other operand is lost when the result is rounded to `dtype`. In a
-    multiplication or division, the constant must not make the result overflow or underflow.
+    `magnitude` contains the smallest and the largest magnitude of the constant's elements. The result is False if one
+    of these two magnitudes is outside the range of the normal numbers of `dtype`. The normal numbers of float16 have
+    magnitudes between 6e-5 and 65504. A constant that is added or subtracted must not be so large that the other
+    operand is lost when the result is rounded to `dtype`. In a multiplication or division, the constant must not make
+    the result overflow or underflow.
     """
     info, (smallest, largest) = jnp.finfo(dtype), magnitude
     if smallest < float(info.tiny) or largest > float(info.max):

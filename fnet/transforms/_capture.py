@@ -350,7 +350,8 @@ def _check_same(match, old, new) -> None:
 
 @jax.custom_jvp
 def _shifted(x, offset):
-    """Returns x, but has the same derivatives as x + offset. The array `offset` contains only zeros."""
+    """Returns x. The derivatives of the function are those of x + offset, so the derivative with respect to `offset` is
+    the cotangent of x. The array `offset` contains only zeros."""
     return x
 
 

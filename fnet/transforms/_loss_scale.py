@@ -46,8 +46,9 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
 
     The gradients are divided by the scale. If all gradients are finite, `inner` updates the parameters. If a gradient
     is not finite, the update is zero, the state of `inner` does not change, the skipped step is counted, and the scale
-    is reduced. After `interval` consecutive steps with finite gradients, the scale grows. Transformations that need
-    unscaled gradients (clipping, weight decay, all groups of `optax.multi_transform`) must be part of `inner`. Keep the
+    is reduced. After `interval` consecutive steps with finite gradients, the scale grows. `inner` must contain all
+    transformations that need unscaled gradients, such as clipping and weight decay. If you use `optax.multi_transform`,
+    `inner` must contain the complete `multi_transform`, not only the transformation of one of its groups. Keep the
     parameters in float32, because an unscaled gradient has the dtype of its parameter, and small gradients would
     underflow again in float16.
 
@@ -61,8 +62,8 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
 
     Args:
         inner: an Optax transformation.
-        policy: a `hardware.Policy`. If `policy.loss_scale` is None, `inner` is returned unchanged. Default None:
-            `inner` is wrapped, and the loss scale starts at `initial`.
+        policy: a `hardware.Policy`, or None (default). If a policy is passed and its field `loss_scale` is None, the
+            function returns `inner` unchanged. In all other cases, the function wraps `inner`.
         initial: the first scale. Default None: the `loss_scale` of the policy, or 2^15 without a policy.
         growth: the factor by which the scale is multiplied after `interval` steps with finite gradients. Default 2.
         interval: the number of consecutive steps with finite gradients after which the scale grows. Default 2,000.
@@ -161,14 +162,14 @@ def _states(tree) -> list[LossScaleState]:
 
 
 def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False) -> Callable:
-    """Returns a function like `jax.value_and_grad` that multiplies the gradients by the loss scale in `opt_state`.
+    """Returns a function that computes a loss and its gradients, and multiplies the gradients by the loss scale.
 
         value, grads = scaled_value_and_grad(loss)(opt_state, params, batch)
 
     The returned value is the unscaled loss in float32 (or float64). The gradients are the gradients of the loss,
-    multiplied by the scale. The update function of `loss_scale` divides the gradients by the scale. If `opt_state`
-    contains no scale, the function behaves like `jax.value_and_grad`, so the same training step works in every
-    precision.
+    multiplied by the loss scale in `opt_state`. The update function of `loss_scale` divides the gradients by the scale.
+    If `opt_state` contains no scale, the result is that of `jax.value_and_grad(loss)(params, batch)`, so the same
+    training step works in every precision.
 
     Args:
         loss: `loss(*args) -> scalar`, or (scalar, aux) with `has_aux`.

@@ -1,5 +1,4 @@
-"""A primitive for bilinear operations in low precision. The derivatives of every order of the primitive also use low
-precision.
+"""A primitive for bilinear operations in low precision. Derivatives of any order are also computed in low precision.
 
 If JAX's dot_general has bfloat16 operands and a float32 result, its backward pass is not computed in bfloat16, because
 the float32 cotangent of the result is an operand of each matrix product in the backward pass. If dot_general has a

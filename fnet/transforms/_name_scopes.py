@@ -20,7 +20,7 @@ def name_scopes(module: Any) -> Any:
     The name of a submodule is the path of the attribute that contains it. For example, the path of the submodule
     `module.blocks[0].attention` is "blocks/0/attention", as in the module's state. If several attributes refer to the
     same submodule, its name is the path of the first of these attributes. All functions of fnet that use the paths of
-    layers (`capture`, rules of `autocast`, counts, ...) work with the module that `name_scopes` returns.
+    layers, such as `capture`, `autocast` and `hardware.count`, work with the module that `name_scopes` returns.
 
     Args:
         module: a `flax.nnx.Module`. Equinox, Haiku and Flax Linen name their scopes themselves.

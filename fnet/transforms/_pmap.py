@@ -29,9 +29,9 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
 
         params = step(params, ft.shard(batch))
 
-    In `f`, each device sees only its own slice of the arguments. Collectives such as `lax.psum` and `lax.all_gather`
-    combine the slices of all devices by `axis_name`. For code without collectives, use `jax.jit` with sharded
-    arguments.
+    In `f`, each device sees only its own slice of the arguments. To combine values of all devices, call a collective
+    such as `lax.psum` or `lax.all_gather` in `f`, and pass `axis_name` to the collective. For code without collectives,
+    use `jax.jit` with sharded arguments.
 
     Args:
         f: a function of arrays.

@@ -281,7 +281,8 @@ class _Cut(NamedTuple):
 def _cuts(jaxpr, plan, uses) -> dict:
     """Splits the equations of the forward pass that are outside of scans into pieces (lists of equations).
 
-    Returns a dict that maps each variable that is not stored to the `_Piece` (a list of equations) that recomputes it.
+    Returns a dict {variable: the `_Piece` (a list of equations) that recomputes the variable}. The keys are the
+    variables that are not stored.
     """
     # The forward equations between the scans above, of one forward pass. If a step has several forward passes, the next
     # one uses results of the previous backward pass.

@@ -121,8 +121,12 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
 
 
 class _Tuned:
-    """A tuned step, a callable object with the methods `trace` and `lower`. If a tuned step were a function with the
-    attributes `trace` and `lower`, `jax.jit` would copy these attributes over the methods of the jitted function."""
+    """A tuned step, a callable object with the methods `trace` and `lower`.
+
+    A tuned step is not a function with the attributes `trace` and `lower`, because `jax.jit` copies the attributes of a
+    function to the jitted function. The copied attributes would replace the methods `trace` and `lower` of the jitted
+    function.
+    """
 
     def __init__(self, step, chip, rules, measure):
         wraps(step)(self)
@@ -173,8 +177,11 @@ class _Tuned:
         return self._programs[structure]
 
     def measured(self, *args, **kwargs) -> Measured | None:
-        """Returns the rewrite rules that were selected by timing for the given arguments. The first call times them.
-        Returns None if `measure` is False."""
+        """Returns the rewrite rules that were selected by timing for the given arguments.
+
+        If no rules have been selected yet for these arguments, the method first selects the rules (see the argument
+        `measure` of `tune`). Returns None if `measure` is False.
+        """
         return self._program(args, kwargs).measured if self._measure else None
 
     def _timed(self, plain, args, kwargs):

@@ -93,12 +93,12 @@ def _weights(parts) -> list[int]:
 
 
 def _operands(program, origins):
-    """Yields a list for each matrix product or convolution in a scan, which states where each operand comes from.
+    """Yields a list of the operands' origins for each matrix product or convolution in the body of a scan.
 
-    Each list contains the origins of the operands: the index of a scanned input, `CONSTANT` for an array that is the
-    same in each iteration, or None for any other value. If a scanned input is cast, transposed or reshaped before a
-    matrix product, the origin of the operand is still the index of the scanned input. The argument `origins` maps each
-    input variable of the jaxpr to its origin (an index, `CONSTANT` or None).
+    The origin of an operand is the index of a scanned input, `CONSTANT` for an array that is the same in each
+    iteration, or None for any other value. If a scanned input is cast, transposed or reshaped before a matrix product,
+    the origin of the operand is still the index of the scanned input. The argument `origins` maps each input variable
+    of the jaxpr to its origin (an index, `CONSTANT` or None).
     """
     origins = dict(origins)
     for eqn in program.eqns:
@@ -164,9 +164,9 @@ def _holds(indices, count) -> bool:
 def comparison(eqn, inputs):
     """Selects one element of each row, such as a label's logit, by a comparison instead of a lookup.
 
-    The rule also applies to the gradient of the lookup, which is 0 except at the selected element of each row. XLA
-    fuses a comparison with other operations that read the same row of the array, for example with the sum in a softmax.
-    Without this rule, the gradient of a lookup is a scatter-add into an additional array of zeros.
+    XLA fuses a comparison with other operations that read the same row of the array, for example with the sum in a
+    softmax. The rule `comparison` also applies to the gradient of the lookup, which is 0 except at the selected element
+    of each row. Without the rule, this gradient is computed by a scatter-add into an additional array of zeros.
     """
     mode = jaxpr.lookup_mode(eqn)
     x, indices = inputs[0].x, inputs[1].x
@@ -208,13 +208,14 @@ def two_rows(eqn, inputs):
 
 
 def unshifted(eqn, inputs):
-    """Makes `nn.BatchNorm` subtract 0 instead of the first value of each channel from a bfloat16 array.
+    """Makes `nn.BatchNorm` sum a bfloat16 array without subtracting constants from the array first.
 
     Without the rule `unshifted`, `nn.BatchNorm` subtracts the first value of each channel from the channel, and then
-    sums the array. If BatchNorm subtracts constants from the result of a convolution, XLA cannot compute the sums in
-    the same compiled kernel as the convolution. If BatchNorm sums the array in float32 without subtracting constants,
-    the relative error of the variance is about 2^-24 (mean / standard deviation)^2. Rounding the array to bfloat16
-    already causes a relative error of about 2^-20 (mean / standard deviation)^2 in the variance.
+    sums the array. `unshifted` replaces the subtracted values by 0. If BatchNorm subtracts constants from the result of
+    a convolution, XLA cannot compute the sums in the same compiled kernel as the convolution. If BatchNorm sums the
+    array in float32 without subtracting constants, the relative error of the variance is about 2^-24 (mean / standard
+    deviation)^2. Rounding the array to bfloat16 already causes a relative error of about 2^-20 (mean / standard
+    deviation)^2 in the variance.
     """
     x = inputs[0].x
     return [jnp.zeros_like(x)] if jaxpr.value_name(eqn) == jaxpr.SHIFT and x.dtype == jnp.bfloat16 else None

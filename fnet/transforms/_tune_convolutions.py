@@ -110,7 +110,7 @@ def small_input(eqn, inputs):
 
 
 def dilated_input(eqn, inputs):
-    """Rewrites a convolution with a dilated input, if the convolution has three spatial dimensions or a large window.
+    """Rewrites a convolution whose input is dilated, if the convolution has three spatial dimensions or a large window.
 
     A dilated input (an input with zeros between its elements) occurs in transposed convolutions and in gradients of
     strided convolutions. If the convolution has three spatial dimensions, the dilated input with its zeros is written

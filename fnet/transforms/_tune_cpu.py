@@ -46,8 +46,8 @@ class Rule(NamedTuple):
     and its inputs. The new equation is evaluated instead of the original equation, and `finish(equation, outputs)`
     converts the outputs of the new equation to the final outputs. `apply` and `prepare` return None if the rule does
     not apply to an equation. If a rule only sets compiler options, its fields `apply` and `prepare` are None. `options`
-    are the compiler options. `when(equations)` returns whether the rule is used for a program; None means for every
-    program.
+    are the compiler options. The function `when` receives the equations of a program, and returns whether the rule is
+    used for this program. If the field `when` is None, the rule is used for every program.
     """
 
     name: str
@@ -115,7 +115,8 @@ def products(eqn, inputs):
 def _ready(value, x):
     """Adds an optimization barrier to x, unless x is a function argument, a view of an argument, or a broadcast scalar.
 
-    The argument x is the array of `value`, possibly with another order of the axes.
+    The argument `value` is an input of the equation, a `Value`. The argument x is the array `value.x`, possibly with
+    its axes in another order.
     """
     return x if value.note is True else apart(x)
 
@@ -191,8 +192,9 @@ def _ends_swapped(x):
     """Transposes an array [a, b, c] to [c, b, a] by three transposes that use the CPU's cache well. A single transpose
     from [a, b, c] to [c, b, a] would take four to ten times as long.
 
-    The first two of the three transposes run in a loop over the two halves of x, because XLA would otherwise fuse the
-    computation of x and the transposes into one strided copy.
+    The first two of the three transposes run in a loop over the two halves of x (over the whole array x if a is odd).
+    Without this loop, XLA would fuse the transposes with the operations that compute x. The fused operation would be a
+    strided copy.
     """
     a, b, c = x.shape
     halves = 1 if a % 2 else 2

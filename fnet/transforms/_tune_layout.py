@@ -1,10 +1,11 @@
 """Moves transposes past elementwise operations, for tune, so that transposes introduced by vmap cancel each other.
 
-XLA:CPU keeps the order of axes in which the program defines each array. Under vmap, the result of a dense layer has the
-shape [out, batch, time] and is then transposed. Elementwise operations on the transposed array would read and write
-strided memory. In tune, the attribute `note` of a transposed value `y.transpose(order)` is the tuple `order`. An
-elementwise operation on a transposed array is applied to the original array, and the result of the operation is
-transposed. A transpose of a transposed array is merged with the first transpose, so that inverse transposes cancel.
+XLA:CPU stores the axes of an array in memory in the order of the array's shape in the program. Under vmap, the result
+of a dense layer has the shape [out, batch, time] and is then transposed. Elementwise operations on the transposed array
+would read and write strided memory. The function `transposed(y, order)` returns the array `y.transpose(order)` as a
+`Value`, and stores the tuple `order` in the attribute `note` of the `Value`. An elementwise operation on a transposed
+array is applied to the original array, and the result of the operation is transposed. A transpose of a transposed array
+is merged with the first transpose, so that inverse transposes cancel.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def followed(eqn, inputs) -> list[Value] | None:
 def _order(value):
     """Returns the order of axes to which a value was transposed, or None if the value was not transposed.
 
-    The attribute `note` of a transposed value is the order of its axes, a tuple as in `jnp.transpose`. `_order` also
-    returns None if the length of the tuple `note` differs from the number of axes of the value. For example, a slice of
-    a transposed array in a loop has one axis fewer than the array, but its attribute `note` may still be the order of
-    the axes of the whole array.
+    The attribute `note` of a transposed value is the order of its axes, a tuple as in `jnp.transpose`. If the length of
+    the tuple `note` differs from the number of axes of the value, `_order` returns None, as for a value that was not
+    transposed. For example, a slice of a transposed array in a loop has one axis fewer than the array, but its
+    attribute `note` may still be the order of the axes of the whole array.
     """
     return value.note if isinstance(value.note, tuple) and len(value.note) == np.ndim(value.x) else None

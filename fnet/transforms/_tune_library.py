@@ -60,7 +60,8 @@ def pools_apart(equations: Sequence) -> bool:
 
 
 def onednn_pays(equations: Sequence) -> bool:
-    """Whether large bfloat16 convolutions do most of the program's multiplications, and oneDNN can run them."""
+    """Returns whether a program should use oneDNN's convolutions. The result is True if XLA can run bfloat16
+    convolutions with oneDNN, and large bfloat16 convolutions do most of the program's multiplications."""
     work, products = _work(equations), filter(None, map(product, equations))
     every, low = sum(each.op is CONVOLUTION for each in products), work["convolution", BF16]
     return 2 * low > sum(work.values()) and low >= LARGE * every and onednn()

@@ -55,7 +55,8 @@ def measure(compiled: Callable, lowered: Callable[[], str], fired: Callable[[], 
         arguments: the arguments of a call. They are copied.
 
     Returns:
-        The fastest selection of rules. If the program cannot be timed, all rewrite rules are selected.
+        The selection of rules with which the program runs fastest. If the program cannot be timed, all rewrite rules
+        are selected.
     """
     every = tuple(rule.name for rule in rules)
     if reason := _unmeasurable(arguments):

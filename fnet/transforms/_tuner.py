@@ -22,9 +22,10 @@ class Fired(NamedTuple):
 
 
 class Tuner(Interpreter):
-    """Evaluates a jaxpr equation by equation. The attribute `note` of a value is True if the value can be read without
-    a computation: a function argument, a view of an argument, or a broadcast scalar (see `_tune_cpu`). The attribute
-    `note` is a tuple if the value is a transposed array (see `_tune_layout`). For any other value, `note` is None."""
+    """Evaluates the equations of a jaxpr, and applies the rewrite rules of tune to them. The attribute `note` of a
+    value is True if the value can be read without a computation: a function argument, a view of an argument, or a
+    broadcast scalar (see `_tune_cpu`). The attribute `note` is a tuple if the value is a transposed array (see
+    `_tune_layout`). For any other value, `note` is None."""
 
     def __init__(self, rules, rows=None):
         super().__init__()
@@ -34,9 +35,9 @@ class Tuner(Interpreter):
 
     @property
     def lost(self) -> dict:
-        """The compiler options that the rules select for the last program.
+        """The compiler options that the rules select for the last program that `run` or `examine` rewrote.
 
-        The method `run` does not apply compiler options, because it evaluates the program without compiling it.
+        The methods `run` and `examine` do not apply these compiler options, because they do not compile the program.
         """
         return _options(self.suited)
 

@@ -2,7 +2,7 @@
 bytes.
 
 The Open Inference Protocol is defined in https://github.com/kserve/open-inference-protocol. Triton's extension
-"binary_tensor_data" defines tensors as bytes.
+"binary_tensor_data" defines how requests and responses contain tensors as bytes.
 """
 
 from __future__ import annotations

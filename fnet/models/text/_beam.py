@@ -55,9 +55,9 @@ def beam_search(model: nn.Layer, params: dict, prompts: jax.Array, *, beams: int
         model, params, prompts, lengths, stop, dtype: as for `generate`.
         beams: number of texts that are kept for each prompt.
         max_tokens: the maximum number of tokens to generate.
-        length_penalty: exponent in the score of a text of n tokens: the sum of the log-probabilities of the tokens,
-            divided by n ** length_penalty. If `length_penalty` is 0, the score is the sum of the log-probabilities,
-            which favors short texts.
+        length_penalty: the exponent of the text length in the score. The score of a text of n tokens is the sum of the
+            log-probabilities of the tokens, divided by n ** length_penalty. If `length_penalty` is 0, the score is the
+            sum of the log-probabilities, which favors short texts.
 
     Returns:
         `Beams(tokens, lengths, scores)`. The texts of each prompt are sorted by their scores.
@@ -65,8 +65,8 @@ def beam_search(model: nn.Layer, params: dict, prompts: jax.Array, *, beams: int
     Raises:
         ValueError, TypeError: as for `generate`. ValueError is also raised if beams < 1.
 
-    Source: Wu et al. (2016), Google's Neural Machine Translation System, section 7, with the length penalty of
-    transformers.
+    Source: Wu et al. (2016), Google's Neural Machine Translation System, section 7. The length penalty is that of the
+    library transformers.
 
     >>> gpt = models.GPT(vocab_size=16, width=8, depth=1, heads=1, context=8)
     >>> params, _ = gpt.init(jax.random.key(0), gpt.example())

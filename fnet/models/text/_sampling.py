@@ -99,11 +99,11 @@ def likeliest(logits: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.A
     """Keeps the largest logits, and sets all other logits to -inf.
 
     The array `weights` contains a weight for each token: 1 for top-k sampling, or the probability of the token for
-    top-p sampling. Logits are kept in descending order until the weights of the kept tokens add up to at least
-    `enough`, which is k for top-k sampling, or p for top-p sampling. A binary search over the 32 bits of a float32
-    number finds the smallest logit that is kept. The binary search computes 32 sums over the vocabulary. On a CPU, the
-    binary search takes a tenth of the time of sorting the logits. `logits` and `weights` are [batch, vocab_size], and
-    `enough` is a scalar.
+    top-p sampling. The scalar `enough` is k for top-k sampling, or p for top-p sampling. `likeliest` keeps all logits
+    that are at least as large as a threshold. The threshold is the largest float32 number t for which the weights of
+    all tokens with logits >= t add up to at least `enough`. A binary search over the 32 bits of t finds the threshold.
+    The binary search computes 32 sums over the vocabulary. On a CPU, the binary search takes a tenth of the time of
+    sorting the logits. `logits` and `weights` are [batch, vocab_size].
     """
     bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.uint32)    # -0 becomes 0
     keys = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)                   # integers in the order of the logits

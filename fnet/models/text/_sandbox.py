@@ -31,7 +31,8 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
     Raises:
         Rejected: the template calls `raise_exception`.
-        Exception: the template is invalid, exceeds a limit, or raises an exception of any other type.
+        Exception: the template is invalid, exceeds a limit, or fails for another reason. The exception may be of any
+            type.
     """
     if len(template) > LARGEST >> 4:
         raise Limit(f"it has {len(template):,} characters, more than {LARGEST >> 4:,}")

@@ -119,8 +119,8 @@ def pieces(caller: str, model, params, tokenizer, start: list[int], key, stop: S
 
 
 def _end(text: str, stop: Sequence[str]) -> int | None:
-    """Returns the start index of the stop string whose end comes first in the text. Returns None if the text contains
-    no stop string.
+    """Finds the stop string that is completed first in the text, and returns the index of its first character. Returns
+    None if the text contains no stop string.
 
     The result does not depend on how the text is divided into tokens.
     """

@@ -128,7 +128,7 @@ class HuggingFaceTokenizer:
     Args:
         path: one of the following files. Related files in the same folder are also read.
 
-            - tokenizer.json, which is compared with a tokenizer_config.json in the same folder.
+            - tokenizer.json. A tokenizer_config.json in the same folder must not contradict tokenizer.json.
             - vocab.json, next to merges.txt: the byte-level BPE of GPT-2, RoBERTa and Qwen.
             - a SentencePiece model (tokenizer.model, spiece.model, sentencepiece.bpe.model) of Llama, Gemma, T5 or
               XLM-R. The library sentencepiece reads the model (`pip install 'fnet[sentencepiece]'`).
@@ -258,10 +258,11 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
     """Reads a tokenizer from a file or from a folder of weights.
 
     Args:
-        path: a tokenizer file, or a folder, whose first tokenizer file is read. The tokenizer files are, in order of
-            priority, vocab.txt (`WordPiece`), tokenizer.bin (`LlamaBPE`), characters.json (`CharTokenizer`),
-            tokenizer.json, vocab.json, tokenizer.model, spiece.model or sentencepiece.bpe.model
-            (`HuggingFaceTokenizer`).
+        path: a tokenizer file or a folder. A tokenizer file must have one of the following names: vocab.txt,
+            tokenizer.bin, characters.json, tokenizer.json, vocab.json, tokenizer.model, spiece.model or
+            sentencepiece.bpe.model. In a folder, `read_tokenizer` looks for the files in this order, and reads only the
+            first file that exists. The tokenizer is a `WordPiece` for vocab.txt, a `LlamaBPE` for tokenizer.bin, a
+            `CharTokenizer` for characters.json, and a `HuggingFaceTokenizer` for all other tokenizer files.
 
     Returns:
         A tokenizer. `encode(text)` returns an int32 array [tokens], and `decode(tokens)` returns a text. `encode(text,

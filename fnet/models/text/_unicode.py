@@ -3,7 +3,8 @@ not depend on the version of Python.
 
 This module follows the Unicode tables of Hugging Face's package `tokenizers`, because published models were used with
 this package. The package `tokenizers` uses Unicode 8 for categories, Unicode 9 for decompositions and Unicode 17 for
-lowercase letters. Python's unicodedata uses Unicode 14 to 17.
+lowercase letters. Python's unicodedata uses one of the versions 14 to 17 of Unicode, depending on the version of
+Python.
 """
 
 from __future__ import annotations

@@ -164,8 +164,8 @@ def _added(path, numbers, decoder, special, extra) -> list[dict[str, Any]]:
 def _byte_level(path, config):
     """Returns (fields of tokenizer.json, [], []) for a vocabulary in the files vocab.json and merges.txt.
 
-    The fields of tokenizer.json describe the byte-level BPE of GPT-2, RoBERTa and Qwen. `_byte_level` returns two empty
-    lists of added tokens, so that its result has the same form as the result of `_sentencepiece`.
+    The returned fields describe a byte-level BPE, as in GPT-2, RoBERTa and Qwen. `_byte_level` returns two empty lists
+    of added tokens, so that its result has the same form as the result of `_sentencepiece`.
     """
     held = read(path, LARGEST)
     check_count(path, len(held))
@@ -197,8 +197,7 @@ def _byte_level(path, config):
 def _sentencepiece(path, config):
     """Returns (fields of tokenizer.json, added tokens of the model, added tokens of the tokenizer class).
 
-    The fields of tokenizer.json describe a SentencePiece model: the BPE of Llama and Gemma, or the unigrams of T5 and
-    XLM-R.
+    The returned fields describe a SentencePiece model: the BPE of Llama and Gemma, or the unigrams of T5 and XLM-R.
     """
     try:
         from sentencepiece import sentencepiece_model_pb2

@@ -39,8 +39,8 @@ class WordPiece:
         lowercase: whether letters become lowercase, as for models called "uncased". Default: True.
         strip_accents: whether accents are removed. Default: the value of `lowercase`.
         tokenize_chinese_chars: whether each Chinese character is a separate word.
-        clean_up: whether `decode` removes the spaces in contractions and around single quotes, in addition to those
-            before punctuation marks.
+        clean_up: whether `decode` removes the spaces in contractions and around single quotes. Default: False. For both
+            values of `clean_up`, `decode` removes the space before a period, comma, question mark or exclamation mark.
 
     Raises:
         ValueError: the vocabulary lacks [UNK], [CLS], [SEP] or [PAD], or contains a token twice.

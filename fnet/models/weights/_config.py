@@ -56,7 +56,8 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Must:
-    """Describes a field of config.json that must have one of the supported values, but sets no field of the model.
+    """Describes a field of config.json that must have one of the supported values. The field of config.json does not
+    set a field of the model.
 
     Args:
         values: the supported values.
@@ -179,14 +180,15 @@ class Config:
         return True
 
     def compared(self) -> set[str]:
-        """Returns the names of the model's fields that `Use` objects set, each from one field of config.json."""
+        """Returns a set of field names of the model: the attribute `field` of each `Use` object in `self.fields`."""
         return {entry.field for entry in self.fields.values() if isinstance(entry, Use)}
 
     def _wanted(self, config):
         """Returns a list of the settings in config.json, and a list of problems.
 
-        Each setting is a tuple for one field of config.json: its `Use`, `Must` or `Fields` object, a text with its name
-        and value, and {field of the model: value}.
+        Each setting is a tuple (entry, text, values) for one field of config.json. `entry` is the `Use`, `Must` or
+        `Fields` object that describes the field. `text` states the name and the value of the field in error messages.
+        `values` is a dict {field of the model: value}.
         """
         wanted, problems = [], []
         for name in [*config, *(name for name in self.fields if name not in config)]:
@@ -348,14 +350,16 @@ def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str,
 
     Args:
         fields: {field: Use, Must or Fields}, the meaning of each field of config.json for one family of models.
-        architectures: the supported values of `architectures`, the names of transformers' classes. `architectures` may
-            also map each class name to fields of the model, such as {"BertForMaskedLM": {"head": "masked_lm"}}.
+        architectures: the class names that the field `architectures` of config.json may contain. The argument
+            `architectures` may also map each class name to fields of the model, such as
+            {"BertForMaskedLM": {"head": "masked_lm"}}.
         irrelevant: more fields that have no effect on the forward pass, separated by spaces. A field in both
             `irrelevant` and `fields` is ignored when config.json is read, but `save` writes this field. With
             `save(like=...)`, the fields that have no effect on the forward pass are copied from the config.json of
             `like`.
-        other_heads: names of the model's heads for which `architectures` in config.json may state a different head. All
-            heads must have different array names, so that `load` can detect a file with the weights of another head.
+        other_heads: names of heads. A model with one of these heads is accepted even if `architectures` in config.json
+            states another head. All heads must have different array names, so that `load` can detect a file with the
+            weights of another head.
         options: other arguments of `Config`.
     """
     def architecture(value, config):

@@ -121,12 +121,12 @@ def write_config(folder: Path, config: Mapping, params: Mapping) -> None:
 
 
 def is_beside(name: str) -> bool:
-    """Whether the file with this name is for generation, a tokenizer or preprocessing."""
+    """Returns whether a file name, such as tokenizer.json, matches one of the patterns in `BESIDE`."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in BESIDE)
 
 
 def copy_beside(source: Path, folder: Path) -> None:
-    """Copies the files for generation, tokenizers and preprocessing to another folder."""
+    """Copies files such as generation_config.json and tokenizer.json (see `BESIDE`) from `source` to `folder`."""
     if source.resolve() == folder.resolve():
         return
     for path in sorted(each for each in source.rglob("*") if each.is_file()):

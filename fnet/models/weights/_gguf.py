@@ -94,7 +94,8 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
 
 
 def _open(file: Path):
-    """Returns a reader of the package gguf, which raises an error if a field extends beyond the end of the file."""
+    """Opens a file with the class `GGUFReader` of the package gguf. Raises ValueError if the file is damaged, for
+    example if a field extends beyond the end of the file."""
     try:
         from gguf import GGUFReader
     except ImportError:

@@ -22,9 +22,9 @@ class Entry(NamedTuple):
         rule: the rule.
         paths: the path of an array of the model, or the paths of several arrays that are one array in the file.
         specs: the shape and dtype of each array in `paths`.
-        copies: the sizes of the stacked axes, the leading axes of the model's arrays, such as the layer axis of an
-            `nn.Stack`. The arrays in the file are not stacked: the file contains a separate array for each index along
-            the stacked axes.
+        copies: the sizes of the stacked axes. The stacked axes, such as the layer axis of an `nn.Stack`, are the
+            leading axes of the model's arrays. The arrays in the file are not stacked: the file contains a separate
+            array for each index along the stacked axes.
         keys: the keys (array names in the file), one for each index along the stacked axes, in row-major order. If
             `copies` is empty, `keys` contains only one key.
     """
@@ -99,10 +99,11 @@ def prefix_to_write(names: Names, leaves: Mapping[str, Any]) -> str:
 
 
 def _places(rule, leaves, who):
-    """Yields array paths, their specs (shapes and dtypes) and placeholder values for each match of a naming rule.
+    """Yields a tuple (paths, specs, numbers) for each match of a naming rule.
 
-    Each match is a tuple (paths, specs, numbers), in which `numbers` maps the name of each placeholder in the naming
-    rule, such as `s` in "stage{s}", to the integer in the path.
+    `paths` are the paths of arrays of the model, and `specs` are the shapes and dtypes of these arrays. The dict
+    `numbers` maps the name of each placeholder in the naming rule, such as `s` in "stage{s}", to the integer in the
+    path.
     """
     first, *others = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
     pattern = _pattern(first)

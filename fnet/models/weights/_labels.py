@@ -1,4 +1,4 @@
-"""The number of classes in transformers' config.json."""
+"""Reads and writes the number of labels of a classifier in transformers' config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reads and writes tensor files: safetensors, in one file or in shards, memory-mapped. Pickles are never opened."""
+"""Reads safetensors files (one file or several shards) and llama2.c's model.bin, and writes safetensors files.
+
+Files are memory-mapped for reading. Pickles are never loaded: `read` raises an error for a pickle.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ def timm(architecture: Callable[[str], Mapping[str, Any] | None], write: Callabl
     """Returns a `Config` for timm's config.json.
 
     Args:
-        architecture: function that returns the fields of the model for the name of a timm architecture, or None.
+        architecture: a function that maps the name of a timm architecture to the fields of the model. The function
+            returns None if it does not support the name.
         write: the inverse of `architecture`. `write` may return a name that fnet does not know; for this name,
             `architecture` returns None.
         pool: the only supported value of `global_pool` in config.json, such as "avg".

@@ -1,4 +1,4 @@
-"""Logs to which lines are appended. A log is a local file, or a sequence of objects in an object store."""
+"""Appends lines to a log. A log is a local file, or a sequence of objects in an object store."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def parts(path: Path | StorePath) -> list[Path | StorePath]:
 def rewrite(path: Path | StorePath, keep: Callable[[bytes], bytes]) -> None:
     """Replaces the content of each part of a log by `keep(content)`, from the last part to the first part.
 
-    If the process is killed during `rewrite`, the last parts of the log (objects in an object store) may already have
-    the new content, but the parts before them still have the old content.
+    A log in an object store can have several parts. If the process is killed during `rewrite`, some of the last parts
+    may already have the new content, while all earlier parts still have the old content.
     """
     for part in reversed(parts(path)):
         raw = part.read_bytes()

@@ -147,8 +147,8 @@ class Folder:
         return name
 
     def tidy(self) -> None:
-        """Removes the files of interrupted saves. If the replacement of a checkpoint was interrupted, restores the old
-        checkpoint."""
+        """Removes the files of interrupted saves and removals. Restores an old checkpoint if a save was interrupted
+        before the new checkpoint replaced the old checkpoint."""
         for entry in list(os.scandir(self.folder)):
             if entry.name.startswith((".saving-", ".deleting-")):
                 shutil.rmtree(entry.path, ignore_errors=True)

@@ -105,9 +105,11 @@ class Objects:
                 (self.partial(step) / name).unlink(missing_ok=True)
 
     def discard(self, step: int) -> None:
-        """Abandons a checkpoint that could not be committed, so that the other processes no longer wait for it. The
-        arrays of the checkpoint are kept until `tidy` is called, because the checkpoint may be complete: if only the
-        response of the object store was lost, the manifest (JSON file) of the checkpoint exists."""
+        """Abandons a checkpoint that could not be committed, so that the other processes no longer wait for it.
+
+        `discard` keeps the arrays, because the checkpoint may be complete. For example, the object store may have
+        written the manifest (JSON file), although its response was lost. If the manifest does not exist, `tidy` removes
+        the arrays."""
         with contextlib.suppress(OSError):
             for name in self.partial(step).keys():
                 if name.startswith(".part-"):
@@ -138,8 +140,9 @@ class Objects:
         return name
 
     def tidy(self) -> None:
-        """Removes the objects that remain after an interrupted save or removal of a checkpoint. A removed object is not
-        listed in the manifest (JSON file) of its checkpoint, or its checkpoint has no manifest."""
+        """Removes the objects that remain after an interrupted save or removal of a checkpoint. If a checkpoint has no
+        manifest (JSON file), `tidy` removes all objects of the checkpoint. If a checkpoint has a manifest, `tidy`
+        removes only objects that the manifest does not list."""
         for name, inside in self._names().items():
             if not name.isdecimal() or inside == [""]:
                 continue

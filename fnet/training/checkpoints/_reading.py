@@ -115,8 +115,8 @@ class Reading:
             processes may differ from the numbers at the time of saving. With several processes, each process reads and
             verifies only the shards that its devices need.
           step: the step of the checkpoint. Default None: the newest undamaged checkpoint.
-          cast: whether to convert a saved leaf with another dtype than in `target` to the dtype in `target`. Default
-            False (a different dtype raises an error).
+          cast: whether to convert each saved leaf to the dtype of the leaf in `target`. If `cast` is False, and the
+            dtype of a saved leaf differs from the dtype in `target`, an error is raised. Default False.
           part: the path of the subtree to restore, such as "state". `target` must have the structure of the subtree
             `part`. Default "": the complete saved tree.
 
@@ -128,7 +128,7 @@ class Reading:
         return self._newest(step, lambda step: self._read(step, target, cast, part))
 
     def read(self, step: int | None = None) -> tuple[dict[str, Any], Any]:
-        """Reads a checkpoint without a target tree.
+        """Reads a checkpoint. Unlike `restore`, the method `read` needs no target tree.
 
         Returns (manifest, tree). The tree consists of dicts, lists, tuples, arrays and numbers.
 
@@ -314,7 +314,8 @@ def reason(error: OSError) -> str:
 
 @contextlib.contextmanager
 def named(folder: Path | StorePath) -> Iterator[None]:
-    """Converts an OSError in the body of the with statement to a CheckpointError that names the folder."""
+    """Returns a context manager for `with named(folder):`. If the body of the `with` statement raises an OSError, the
+    context manager raises a CheckpointError instead. The message of the CheckpointError names the folder."""
     try:
         yield
     except StorageError as error:

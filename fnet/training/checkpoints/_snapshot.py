@@ -28,11 +28,13 @@ def _twins(arrays):
 
 
 def snapshot(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies leaves of a state: device arrays on the device, without waiting for the copy, and host arrays on the host.
+    """Returns a copy of each leaf of a state.
 
-    The copy is necessary because the next step reuses the donated buffers while they are still being written to disk.
-    If the device has too little memory for the copy, the leaves are copied to the host. The copy to the host waits
-    until the device has computed the state.
+    Device arrays are copied on the device, without waiting for the copy. Host arrays are copied on the host. A
+    background thread writes the copies to disk while the training continues. The original arrays cannot be written in
+    the background, because their buffers may be donated to the next step, which then overwrites them. If the device has
+    too little memory for the copies, its arrays are copied to the host. The copy to the host waits until the device has
+    computed the state.
     """
     copies: dict[str, Any] = {}
     places: dict[Any, list[str]] = {}

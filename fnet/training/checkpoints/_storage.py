@@ -268,8 +268,9 @@ class StorePath:
     def _do(self, request: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Executes a request, repeats it after temporary failures, and converts errors to `StorageError`.
 
-        obstore itself repeats requests that failed with 5xx, and reads that failed with a timeout or a closed
-        connection. `_do` also repeats writes whose response was lost, and requests whose response was incomplete.
+        obstore itself repeats requests after 5xx errors, and repeats read requests after a timeout or a closed
+        connection. `_do` also repeats write requests whose response was lost, and all requests whose response was
+        incomplete.
         """
         from obstore import exceptions as refusals
 

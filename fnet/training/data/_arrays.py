@@ -11,7 +11,7 @@ INT32 = np.iinfo(np.int32)
 
 
 def is_frame(data: Any) -> bool:
-    """Whether `data` is a pandas DataFrame or has the same interface, without an import of pandas."""
+    """Whether `data` is a pandas DataFrame or has the same interface. `is_frame` does not import pandas."""
     return hasattr(data, "iloc") and hasattr(data, "columns")
 
 

@@ -1,4 +1,4 @@
-"""Local copies of data files in an object store, made when a file is first read."""
+"""Downloads data files from an object store when they are first read, and again if they have changed."""
 
 from __future__ import annotations
 

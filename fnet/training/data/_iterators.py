@@ -47,9 +47,9 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
 
     - "epoch": the interrupted epoch is read again, and the batches before the interruption are skipped. The resumed run
       gets the same batches as an uninterrupted run if the source yields the same batches each time an epoch is read.
-      For example, the interrupted epoch is read again if the source is a function that returns a generator for each
-      epoch, or a torch DataLoader that does not shuffle. The interrupted epoch of a Hugging Face IterableDataset after
-      `shuffle(buffer_size=)` is also read again, because the state of the dataset does not contain the shuffle buffer.
+      For example, `batches.resume` is "epoch" if the source is a function that returns a generator for each epoch, or a
+      torch DataLoader that does not shuffle. For a Hugging Face IterableDataset after `shuffle(buffer_size=)`,
+      `batches.resume` is also "epoch", because the state of the dataset does not contain the shuffle buffer.
 
     - "none": the resumed run starts with the first batch of the data, and a `ResumeWarning` is issued. For a shuffled
       DataLoader, `batches.resume` is "none", because the order of its batches cannot be repeated.
@@ -188,8 +188,8 @@ class _Stream:
         return {"epoch": self._epochs[first], "first": first, "state": self._states.get(step)}
 
     def seek(self, step: int, position: Mapping[str, Any] | None) -> None:
-        """Continues with batch `step`. `position` is the result of `position(step)`, which an earlier process has
-        stored in a checkpoint."""
+        """Continues with batch `step`. The argument `position` is the dict that the method `position` returned for
+        this step in an earlier process, or None if the checkpoint contains no such dict."""
         if self.resume == "none":
             warnings.warn(f"the data is read from its beginning at step {step}, not from the position that the run had "
                           f"reached: {self.why}", ResumeWarning, stacklevel=5)

@@ -15,8 +15,8 @@ from fnet.training.checkpoints import _leaves
 
 
 def traced(step: Callable) -> Callable:
-    """Returns a function that runs the step and converts each scalar metric to a mean over steps with `as_metrics`. JAX
-    traces the returned function only once, even if several functions call it.
+    """Returns a function that runs the step and converts the metrics of the step with `as_metrics` (scalars become
+    `Mean`s). JAX traces the returned function only once, even if several functions call it.
 
     Raises:
       TypeError: raised by the returned function if the step does not return a tuple (state, metrics).

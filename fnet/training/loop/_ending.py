@@ -1,4 +1,5 @@
-"""Saves the last complete step of a run that ends early, and records whether it must still be logged or evaluated."""
+"""Saves the last complete step of a run that ends early, and records whether the resumed run must first log or evaluate
+this step."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def fit(
         False.
       save_every: the number of steps between two checkpoints. The state after the last step is always saved. Default
         None: the value of `every`.
-      keep: the number of the latest checkpoints to keep. Default 3.
+      keep: how many of the latest checkpoints are kept. Default 3.
       keep_every: a number of steps. Every checkpoint whose step is a multiple of `keep_every` is also kept. Default
         None: only the latest and the best checkpoints are kept.
       restart: whether to delete the earlier run in `workdir` first. With `restart=True`, nothing is deleted if an
@@ -152,9 +152,9 @@ def fit(
         of the state. A resumed run uses the rewrite rules that were selected when the run was started. Default True.
       profile_steps: a range of consecutive steps to profile, such as range(100, 105). `fit` writes the time of the
         profiled steps by layer path and phase (see `introspect.profile`) to profile.txt, profile.html and profile.json
-        in the folder workdir/profile/100-105. `fit` also writes a trace of the profiled steps for ui.perfetto.dev to
-        trace.json.gz. The first step of a process is not profiled, because its time includes compilation. Default None:
-        no steps are profiled.
+        in the folder workdir/profile/100-105. The file trace.json.gz in the same folder contains a trace of the
+        profiled steps. The website ui.perfetto.dev displays the trace. The first step of a process is not profiled,
+        because its time includes compilation. Default None: no steps are profiled.
 
     Returns:
       The state after the last step, or the best state if `restore_best` is True. With a `workdir`, the returned state

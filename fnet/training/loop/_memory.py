@@ -1,4 +1,5 @@
-"""Reports that a step ran out of memory, with its largest arrays and an estimate of the largest batch that fits."""
+"""Reports that memory ran out. The report lists the largest arrays and, for a training step, estimates the largest
+batch that fits."""
 
 from __future__ import annotations
 

@@ -115,7 +115,8 @@ def kept(sound: jax.Array, new: Any, old: Any) -> Any:
 
 
 def sound(watch: Mapping[str, Any], skip: bool) -> Any:
-    """Returns whether the state may be saved, as a bool on the device, so that the host does not wait."""
+    """Returns whether the state may be saved, or None if `skip` is True. The result is a boolean array on the device,
+    so that the host need not wait for its value."""
     return None if skip else watch["bad"] < 0
 
 

@@ -14,8 +14,8 @@ from fnet.training.loop._fingerprint import ResumeWarning
 
 
 def gathered(position: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Gathers the positions of all processes in their data sources. Every process must call `gathered`, because the
-    processes communicate.
+    """Returns the positions of all processes. The position of a process is its position in its own data source. Every
+    process must call `gathered`, because the processes communicate.
 
     Args:
       position: the position of this process in its data source, the result of `batches.position(step)`.

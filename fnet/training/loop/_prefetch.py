@@ -24,8 +24,8 @@ class Prefetch:
           reuse its buffers.
       start, stop: the range of the steps, as in `range(start, stop)`.
       depth: the number of batches that are kept ready. Default 2.
-      seen: the `Signals` of the run, which record received signals such as SIGINT. After a signal, waiting for a batch
-        raises `Stopping`. Default None: signals are not checked.
+      seen: the `Signals` of the run, which record received signals such as SIGINT. After a signal, `__call__` raises
+        `Stopping` if no batch is ready. Default None: signals are not checked.
       move: whether to move NumPy arrays to the device. If `move` is False, batches are returned unchanged. Default
         True.
 

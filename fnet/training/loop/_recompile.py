@@ -32,8 +32,8 @@ class Arguments:
         """Describes how a tree differs from the tree of the previous call. Returns None at the first call, or if the
         structure, shapes and dtypes of the tree have occurred before.
 
-        To limit the number of messages, `changed` also returns None if it has already reported 8 changes of every leaf
-        that has changed since the previous call.
+        If only shapes or dtypes of leaves have changed, and 8 changes of each changed leaf have already been reported,
+        `changed` also returns None, to limit the number of messages.
         """
         leaves, structure = jax.tree.flatten(tree)
         kind = structure, tuple([(x.shape, x.dtype, getattr(x, "weak_type", False)) if hasattr(x, "shape")

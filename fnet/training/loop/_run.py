@@ -48,7 +48,8 @@ _IN_FLIGHT = 2         # steps that the device may be behind the host, which lim
 
 
 class Run:
-    """A run of `fit`. Checkpoints contain the run's state and dict `loop` (sums of metrics, best values, counters)."""
+    """A run of `fit`. A checkpoint contains the attributes `state` and `loop` of the run. The dict `loop` contains sums
+    of metrics, best values and counters."""
 
     checkpoints: Checkpoints | None = None
     logger: Logger | None = None

@@ -67,7 +67,8 @@ class Spread:
         return jax.block_until_ready(placed)               # the source may reuse the arrays of the batch
 
     def shapes(self, batch: Callable[[], Any]) -> Any:
-        """Returns the shapes of a batch, as a tree: `plan.shapes` with a plan, otherwise the result of `batch()`."""
+        """Returns a tree whose leaves have the shapes and dtypes of a batch. If there is a plan, the tree is
+        `plan.shapes`. Without a plan, the tree is the batch that the function `batch` returns."""
         return batch() if self.plan is None else self.plan.shapes
 
     def whole(self, tree: Any) -> Any:
