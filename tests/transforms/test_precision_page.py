@@ -39,7 +39,7 @@ def test_the_table_is_the_code(chips, compute, scaled, kind):
 
 def test_the_table_is_complete_and_the_probe_is_as_described():
     assert len(ROWS) == 11
-    assert f"a {_probe._SIDE} x {_probe._SIDE} product" in PAGE and _probe._KERNEL[:2] == (3, 3)
+    assert f"{_probe._SIDE} x {_probe._SIDE} matrices" in PAGE and _probe._KERNEL[:2] == (3, 3)
     assert "of {} images of {} x {} x {} ".format(*_probe._IMAGES) in " ".join(PAGE.split())
     assert re.findall(r"took at most (0\.\d+) of", PAGE) == [str(_probe.DOT_AT_MOST), str(_probe.CONV_AT_MOST)]
     shown = re.search(r"because AMD.*?for convolutions up to.*?$", PAGE, re.DOTALL | re.MULTILINE)
