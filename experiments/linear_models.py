@@ -13,11 +13,12 @@ For a linear score s(x) = x @ kernel + bias, three well-known models differ only
     logistic regression     log      log(1 + exp(-y s))     optax.sigmoid_binary_cross_entropy
     linear SVM              hinge    max(0, 1 - y s)        optax.hinge_loss
 
-The first half of the program fits these three models to data of tumors: 569 examples with 30 features (Wolberg, Street
-and Mangasarian, 1995). The program compares linear regression with the solution in closed form, and the other two
-models with the solutions of scikit-learn. The second half of the program minimizes the log loss of networks with zero,
-one and two hidden layers. The training data of these networks are the points of two spirals, which no line can
-separate. The program writes a figure of the decision regions of these networks to --workdir.
+The first half of the program fits these three models to 80 % of a data set of tumors: 569 examples with 30 features
+(Wolberg, Street and Mangasarian, 1995). The other 20 % are the test set. The program compares linear regression with
+the solution in closed form, and the other two models with the solutions of scikit-learn. The second half of the program
+minimizes the log loss of networks with zero, one and two hidden layers. The training data of these networks are the
+points of two spirals, which no line can separate. The program writes a figure of the decision regions of these networks
+to --workdir.
 """
 
 import _common as common
