@@ -121,8 +121,8 @@ def check_steps(steps):
 def weights_notes(path):
     """Returns a dict for the argument `notes` of `fit`, which stores the dict in each checkpoint of a run.
 
-    The dict contains the path of the pretrained weights. For weights from the Hugging Face Hub, the dict also contains
-    the commit of the weights.
+    The returned dict contains the path of the pretrained weights. For weights from the Hugging Face Hub, the returned
+    dict also contains the commit of the weights.
     """
     from fnet.models import pretrained  # here, because most scripts load no models
 

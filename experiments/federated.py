@@ -1,4 +1,5 @@
-"""Federated averaging on MNIST (or digits, Fashion-MNIST), with a random and a label-sorted split.
+"""Trains with federated averaging on MNIST, Fashion-MNIST or the data set "digits". The images are divided among the
+clients at random or by label.
 
     python experiments/federated.py --split=iid --rounds=25 --learning_rate=0.215
     python experiments/federated.py --split=sorted --rounds=40 --learning_rate=0.05 --also=runs/federated_iid

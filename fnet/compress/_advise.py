@@ -39,7 +39,7 @@ class Advised:
         product: the matrix products (or convolutions) that use the parameter: their number and shapes, as text.
         bytes: the size of the parameter in each format, {name of the format: bytes}. The name "original" means the
             original dtype of the parameter. Formats that cannot represent the parameter have no entry.
-        seconds: {name of a format, or "original": seconds of all matrix products and convolutions with the parameter}.
+        seconds: the time of these matrix products (or convolutions) in each format, {name as in `bytes`: seconds}.
         format: the advised format, or None if the parameter should not be quantized.
         reason: the reason why `format` is advised.
 
@@ -317,8 +317,8 @@ def _encoded(w, format, layers: int) -> Quantized:
 
 
 def _measured(f, params, args, rows, named, found) -> tuple[float, dict[tuple[str, str], float]]:
-    """Returns the time of f in seconds, and factors {(path of a parameter, name of a format): factor} that correct the
-    times of single products. With factors above 0.1, `Advice._total` returns the measured time of f in each format."""
+    """Returns the time of f in seconds, and factors {(path of a parameter, name of a format): factor} for the times of
+    single products. With the factors, `Advice._total` returns measured times of f, unless a factor is raised to 0.1."""
     ends = {found[0].path, found[-1].path} if len(rows) > 2 else set()
     within = {name: [row for row in rows if name in row.seconds and row.path not in ends] for name in named}
     within = {name: some for name, some in within.items() if some}

@@ -123,7 +123,8 @@ def unflatten(tree, leaves):
 
 
 def named(description, inputs):
-    """Combines the leaves of all inputs, in order, to trees. Returns {name of the input: tree}."""
+    """Returns the inputs of a program as trees, {name of the input: tree}. The argument `inputs` contains the leaves of
+    all trees, in the order of the program's inputs."""
     leaves = iter(inputs)
     return {name: unflatten(tree, leaves) for name, tree in description["inputs"]}
 

@@ -1,4 +1,5 @@
-"""Peaks computed from a chip's units and clock, comparison with published peaks, and FLOP per dollar."""
+"""Computes the peaks of a chip from its units and clock, compares the computed peaks with published peaks, and computes
+FLOP per dollar."""
 
 from __future__ import annotations
 

@@ -195,8 +195,9 @@ def _group(name, nodes):
 def _name_parts(node) -> None:
     """Simplifies the nodes of a scope that `nest` has split into several nodes.
 
-    If one of these nodes contains only one inner scope, the inner scope replaces the node. For example, if the second
-    node of the scope "stem" contains only the scope "pool", the second node is drawn as the scope "stem/pool".
+    If `nest` has split a scope, and one of the resulting nodes contains only one inner scope, the inner scope replaces
+    this node. For example, if the second node of the scope "stem" contains only the scope "pool", the second node is
+    drawn as the scope "stem/pool".
     """
     paths, names = [child.path for child in node.children], {child.name for child in node.children}
     for i, child in enumerate(node.children):
@@ -280,9 +281,9 @@ class _Reader:
                 `frame` is an inner jaxpr, such as the body of a loop.
 
         Returns:
-            A tuple (copy of `frame`, whether the jaxpr contains both a backward pass and operations outside of it). In
-            the copy of `frame` (a jaxpr as a list of operations), the scope path of each operation is replaced by the
-            operation's index in the list `self.ops`.
+            A tuple (copy of `frame`, mixed). In the copy of `frame` (a jaxpr as a list of operations), the scope path
+            of each operation is replaced by the operation's index in the list `self.ops`. `mixed` is True if the jaxpr
+            contains operations of the backward pass and also other operations.
         """
         of_op = phases(frame, outermost, {i: names for i, (_, names) in env.items() if names})
         mixed = any(phase == BACKWARD for phase, _ in of_op) and any(phase != BACKWARD for phase, _ in of_op)

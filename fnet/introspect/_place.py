@@ -41,7 +41,8 @@ def box(node: Node, line: str) -> tuple[int, int]:
 
 @dataclasses.dataclass(eq=False)
 class Placed:
-    """The positions inside a scope: horizontal center (x) and top (y) of each item, top and bottom of each layer."""
+    """The positions inside a scope of the drawing: the horizontal center (x) and the top (y) of each item, and the top
+    and the bottom of each horizontal layer of items. `width` and `height` are the size of all layers together."""
 
     x: list[float]
     y: list[float]

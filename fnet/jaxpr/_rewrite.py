@@ -117,7 +117,7 @@ class Interpreter:
         return None
 
     def depends(self, at: Scope) -> Any:
-        """Returns a key for the named scope `at`. The interpreter uses this key when it caches a rewritten jaxpr.
+        """Returns the key that represents the named scope `at` in the interpreter's cache of rewritten jaxprs.
 
         If the same jaxpr is evaluated in two named scopes, and `depends` returns equal keys for the two scopes, the
         rewritten jaxpr may be reused. If the rewritten jaxpr depends on a property of the named scope, such as its

@@ -1,9 +1,11 @@
 """Initializes parameters with random values, without a long compilation for each new shape of a parameter.
 
 Most of the compile time of `he_normal(key, (3, 3, 64, 64))` is spent on the random bits. In JAX's threefry, a random
-bit depends on the key and on the index of the bit, not on the number of bits. Therefore one compiled program draws the
-random bits for many shapes. Only the conversion of the random bits to values is compiled separately for each shape. The
-values are bit-identical to the result of `jax.jit(init)(key, shape, dtype)`, where `init` is the initializer.
+bit depends on the key and on the index of the bit, not on the number of bits. Therefore, the first n elements of a
+longer array of random integers equal an array of n random integers from the same key. fnet compiles one program for
+each of a few array lengths (`_SIZES`), and an initializer uses the first elements of such an array. Only the conversion
+of the random bits to values is compiled separately for each shape. The values are bit-identical to the result of
+`jax.jit(init)(key, shape, dtype)`, where `init` is the initializer.
 """
 
 from __future__ import annotations

@@ -260,10 +260,9 @@ def _own(x):
     The normalization layer reads its input `x` only once, to copy it, and computes the mean and all other values from
     the copy. If a normalization layer read its input `x` in several operations, XLA:CPU would compute the gradient of
     the residual stream, including the gradients of all later blocks, several times. If the layer copies its input `x`,
-    each operation that reads the copy contributes a gradient with respect to it, and JAX first sums these gradients.
-    Only the summed gradient with respect to the copy is added to the gradients from other operations that read `x`,
-    such as a residual connection. On a CPU, copying the input of each normalization layer halves the time of a training
-    step of a ViT, because it avoids repeated computation of gradients.
+    JAX sums the gradients from all operations that read the copy. JAX then adds only this sum to the gradients from
+    other operations that read `x`, such as a residual connection. On a CPU, copying the input of each normalization
+    layer halves the time of a training step of a ViT, because it avoids repeated computation of gradients.
     """
     return jnp.copy(wide(x))
 

@@ -242,7 +242,8 @@ def checked(step: Callable) -> Callable:
 
 def marked(diverged: jax.Array, metrics: Any) -> tuple[jax.Array, Any]:
     """Marks the members of a population that have diverged. Returns (diverged, metrics). In the returned metrics, all
-    values of the diverged members of the population are set to 0, and so are the weights of these values.
+    values of the diverged members of the population are 0. If a metric is a `Mean`, both its `total` and its `count`
+    are 0 for the diverged members.
 
     A member of a population has diverged if one of its metrics was NaN or infinite in this step or in an earlier step.
     The leaves of `metrics` have the shape [n, ...], where n is the number of members of the population. The states of

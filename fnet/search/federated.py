@@ -213,7 +213,8 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
     equals one step on a batch that contains the examples of all clients.
 
     Args:
-      local_step: the result of `local`, a `Local`, or a function `(params, batch, weight, key) -> (params, metrics)`.
+      local_step: a `Local`, such as the result of `local`, or a function
+        `(params, batch, weight, key) -> (params, metrics)`.
       data: the data of all clients.
       server: an Optax optimizer, which updates the server's parameters. The optimizer receives -delta as the gradient,
         where delta is the weighted mean of the clients' parameter changes.
@@ -231,9 +232,9 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
         returns the same result in all processes.
 
     Returns:
-      `round(state, batch) -> (state, metrics)`, which ignores the batch. `metrics` contains the metrics of the local
-      steps. The additional metric "answers" is the number of clients that answered, and the additional metric
-      "megabytes" is the size of all parameters that the server sent and received.
+      A function `round(state, batch) -> (state, metrics)`. The function ignores `batch`. `metrics` contains the metrics
+      of the local steps. The additional metric "answers" is the number of clients that answered, and the additional
+      metric "megabytes" is the size of all parameters that the server sent and received.
 
     Raises:
       ValueError: an argument is out of range, or this process has none of the devices.

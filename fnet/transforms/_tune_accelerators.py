@@ -113,7 +113,8 @@ def _operands(program, origins):
 
 
 def hoisted_casts(eqn, inputs):
-    """Casts constants of a loop once, before the loop, if the loop reads them only after a cast to 16 bits."""
+    """Moves casts out of a loop. If a loop uses a large float32 constant only in one 16-bit dtype, the constant is cast
+    once, before the loop."""
     parts, changed = jaxpr.scan(eqn), {}
     for i, v in enumerate(parts.jaxpr.invars[:parts.consts]):
         x = inputs[i].x
@@ -165,8 +166,9 @@ def comparison(eqn, inputs):
     """Selects one element of each row, such as a label's logit, by a comparison instead of a lookup.
 
     XLA fuses a comparison with other operations that read the same row of the array, for example with the sum in a
-    softmax. The rule `comparison` also applies to the gradient of the lookup, which is 0 except at the selected element
-    of each row. Without the rule, this gradient is computed by a scatter-add into an additional array of zeros.
+    softmax. The gradient of a lookup is 0 except at the selected element of each row. The rule `comparison` also
+    computes this gradient by a comparison. Without the rule, this gradient is computed by a scatter-add into an
+    additional array of zeros.
     """
     mode = jaxpr.lookup_mode(eqn)
     x, indices = inputs[0].x, inputs[1].x
@@ -208,7 +210,7 @@ def two_rows(eqn, inputs):
 
 
 def unshifted(eqn, inputs):
-    """Makes `nn.BatchNorm` sum a bfloat16 array without subtracting constants from the array first.
+    """Disables the subtraction of constants from a bfloat16 array in `nn.BatchNorm`.
 
     Without the rule `unshifted`, `nn.BatchNorm` subtracts the first value of each channel from the channel, and then
     sums the array. `unshifted` replaces the subtracted values by 0. If BatchNorm subtracts constants from the result of

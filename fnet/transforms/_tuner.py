@@ -37,7 +37,7 @@ class Tuner(Interpreter):
     def lost(self) -> dict:
         """The compiler options that the rules select for the last program that `run` or `examine` rewrote.
 
-        The methods `run` and `examine` do not apply these compiler options, because they do not compile the program.
+        `run` and `examine` do not compile the program. Therefore, these two methods do not apply the compiler options.
         """
         return _options(self.suited)
 

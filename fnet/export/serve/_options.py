@@ -31,11 +31,12 @@ class Options:
             `drain`, the responses of the server ask the clients to close their connections. Default 1.
         token: a secret string of at least 8 characters, or None (the default). If a token is set, requests need the
             header "Authorization: Bearer TOKEN". Requests for the health of the server and for its page need no token.
-        pad: the sizes to which inputs are padded, {name of a symbolic size: sizes}. A size variable is a name in a
-            model's input shapes, such as "t" in ["b", "t"], that represents a size which can vary. An axis whose
-            symbolic size is in `pad` is padded with zeros to the smallest size in `pad` that is large enough. The
-            padding must not change the outputs of the model. When the server starts, it tests whether padding changes
-            the outputs of the model. By default, inputs are not padded.
+        pad: the sizes to which inputs are padded, {name of a size variable: sizes}. A size variable is a name in a
+            model's input shapes, such as "t" in ["b", "t"], that represents a size which can vary. If the size of an
+            axis is the size variable `name`, the axis is padded with zeros to the smallest sufficient size in
+            `pad[name]`. For example, with `pad={"t": (64, 128)}`, an axis "t" of size 100 is padded to 128. The padding
+            must not change the outputs of the model. When the server starts, it tests whether padding changes the
+            outputs of the model. By default, inputs are not padded.
     """
 
     host: str = "127.0.0.1"

@@ -5,8 +5,8 @@ A `Rule` connects the path of an array in fnet with its key in the file, and sta
     Rule("stage{s}/block{b}/conv1/kernel", "layer{s}.{b}.conv1.weight", CONV)
 
 A placeholder in braces, such as `{s}`, matches an integer in the path. In the key (the name in the file), `{s}` is
-replaced by this integer, and `{s:letter}` by this integer as a letter (0 is a). A placeholder in the key may add a
-constant to the integer, or subtract a constant, for example `{s+1}` or `{s-1:letter}`. In fnet, the arrays of all
+replaced by this integer, and `{s:letter}` is replaced by a letter ("a" for 0, "b" for 1). A placeholder in the key may
+add a constant to the integer, or subtract a constant, for example `{s+1}` or `{s-1:letter}`. In fnet, the arrays of all
 layers of an `nn.Stack` are one array, whose leading axis is the layer index. In the file, each layer has its own array.
 Therefore, for an array of an `nn.Stack`, the key in the file contains a placeholder for the layer index, but the path
 in fnet contains none. If a rule has several paths for one key, the array in the file is split along its last axis into
@@ -231,7 +231,7 @@ class Words:
         return self._affine(ours, theirs, layout or self._dense)
 
     def conv(self, ours: str, theirs: str) -> tuple:
-        """Returns the naming rules for the kernel and the bias of a Conv. The rules that `torch.conv` returns are also
+        """Returns the naming rules for the kernel and the bias of a Conv. For PyTorch, the returned rules are also
         valid for a DepthwiseConv."""
         return self._affine(ours, theirs, self._conv)
 

@@ -96,7 +96,7 @@ def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *,
         raises an error.
 
     Returns:
-      The state. For example, you can train the state further with `fit(step, state, ...)` in another workdir.
+      The saved state. To continue the training in another workdir, pass the saved state to `fit(step, state, ...)`.
 
     Raises:
       FileNotFoundError, ValueError: as for `load`.

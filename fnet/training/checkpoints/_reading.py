@@ -314,8 +314,8 @@ def reason(error: OSError) -> str:
 
 @contextlib.contextmanager
 def named(folder: Path | StorePath) -> Iterator[None]:
-    """Returns a context manager for `with named(folder):`. If the body of the `with` statement raises an OSError, the
-    context manager raises a CheckpointError instead. The message of the CheckpointError names the folder."""
+    """Returns a context manager that raises a CheckpointError if the body of the `with` statement raises an OSError.
+    The message of the CheckpointError names the folder or, for the OSError of an object store, the URL."""
     try:
         yield
     except StorageError as error:

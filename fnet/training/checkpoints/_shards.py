@@ -126,8 +126,9 @@ def _inside(common: Box, box: Box) -> tuple[slice, ...]:
 
 
 def together(problem: BaseException | None) -> np.ndarray:
-    """Returns a code for each process: 0 if it read its shards, 1 if its shards are damaged, 2 after another error.
-    `problem` is the error of this process, or None. Every process must call `together`."""
+    """Returns an array with a code for each process: 0 if the process has read its shards, 1 if it has found damage,
+    and 2 if any other error has occurred. `problem` is the error of this process, or None. Every process must call
+    `together`."""
     from jax.experimental import multihost_utils
 
     code = 0 if problem is None else 1 if isinstance(problem, Damaged) else 2
