@@ -4,6 +4,9 @@ import contextlib
 import gzip
 import hashlib
 import struct
+import subprocess
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -58,8 +61,21 @@ def test_unknown_split():
     one_sentence(error, "mnist has a fixed split: split='last20' is only for digits")
 
 
+def test_digits_do_not_import_scikit_learn():
+    """The import takes a second of each experiment."""
+    code = "import sys; from fnet.training import datasets; datasets.load_digits(); assert 'sklearn' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_digits_in_another_folder(monkeypatch):
+    expected = datasets.load("digits")
+    elsewhere = types.SimpleNamespace(origin="elsewhere/__init__.py")
+    monkeypatch.setattr(datasets.importlib.util, "find_spec", lambda name: elsewhere)
+    np.testing.assert_array_equal(datasets.load("digits").test_images, expected.test_images)
+
+
 def test_without_scikit_learn(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ModuleNotFoundError) as error:
         datasets.load("digits")
     one_sentence(error, "digits comes with scikit-learn, which is missing: pip install")

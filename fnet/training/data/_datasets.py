@@ -3,12 +3,14 @@
 import difflib
 import hashlib
 import http.client
+import importlib.util
 import os
 import secrets
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -206,12 +208,7 @@ def load_digits(split: str = "random") -> Dataset:
     """
     if split not in ("random", "last20"):
         raise ValueError(f"unknown split {split!r} of digits: use random or last20")
-    try:
-        import sklearn.datasets
-    except ModuleNotFoundError:
-        message = "digits comes with scikit-learn, which is missing: pip install scikit-learn"
-        raise ModuleNotFoundError(message) from None
-    levels, labels = sklearn.datasets.load_digits(return_X_y=True)
+    levels, labels = _read_digits()
     images = np.round(levels * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
     labels = labels.astype(np.int32)
     order = np.arange(len(labels))
@@ -224,6 +221,21 @@ def load_digits(split: str = "random") -> Dataset:
     # Back to the order of the file: sorted by class, an unshuffled batch would have only one class.
     train, test = np.sort(order[~test]), np.sort(order[test])
     return Dataset("digits", images[train], labels[train], images[test], labels[test], _TEN)
+
+
+def _read_digits():
+    """Returns the gray levels [n, 64] and the labels [n] of scikit-learn's file. Does not import scikit-learn if the
+    file is in its usual folder, because importing scikit-learn takes one second."""
+    package = importlib.util.find_spec("sklearn")
+    if package is None:
+        raise ModuleNotFoundError("digits comes with scikit-learn, which is missing: pip install scikit-learn")
+    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if path.is_file():
+        table = np.loadtxt(path, delimiter=",")
+        return table[:, :-1], table[:, -1]
+    import sklearn.datasets
+
+    return sklearn.datasets.load_digits(return_X_y=True)
 
 
 def _find_idx(name, folder):
