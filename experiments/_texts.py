@@ -52,8 +52,9 @@ def read(config, tokenizer):
 def task(config, model, params):
     """Returns (trainable, arrays, evaluate): the trainable parameters, the other arrays, and a function.
 
-    `evaluate` converts a function of all parameters to a function of the two parts. `evaluate(f)(trainable, arrays,
-    ...)` combines `trainable` and `arrays` into the parameters `params` of the model, and returns `f(params, ...)`.
+    `evaluate` converts a function `f` of the model's parameters to a function of `trainable` and `arrays`.
+    `evaluate(f)(trainable, arrays, ...)` combines `trainable` and `arrays` into the parameters `params` of the model,
+    and returns `f(params, ...)`.
     """
     if not config.lora:
         return params, {}, lambda f: lambda params, arrays, *inputs: f(params, *inputs)

@@ -6,11 +6,12 @@
     python experiments/finetune.py --model=stories15m --dataset=text --lora=8 --base=int4   # The Tempest
 
 --weights names the file or folder of the weights. Without --weights, the program searches for the weights of the model
---model in ~/.cache/fnet, and then in Hugging Face's cache. Checkpoints record the path of the weights and, for weights
-from the Hugging Face Hub, their commit (shown by `fnet report`). For --dataset=photos, there are two possible layouts
-of the folder DIR. If the photos are DIR/CLASS/*, a fifth of the photos of each class forms the test set. If the photos
-are DIR/train/CLASS/* and DIR/test/CLASS/*, the folder DIR/test is the test set. For --dataset=text, the text is
-DIR/*.txt. DIR is --data_dir; without --data_dir, the text is The Tempest.
+--model in ~/.cache/fnet, and then in Hugging Face's cache. If neither contains the weights, the program downloads them
+from the Hugging Face Hub. Checkpoints record the path of the weights and, for weights from the Hugging Face Hub, their
+commit (shown by `fnet report`). For --dataset=photos, there are two possible layouts of the folder DIR. If the photos
+are DIR/CLASS/*, a fifth of the photos of each class forms the test set. If the photos are DIR/train/CLASS/* and
+DIR/test/CLASS/*, the folder DIR/test is the test set. For --dataset=text, the text is DIR/*.txt. DIR is --data_dir;
+without --data_dir, the text is The Tempest.
 
 With --mode=linear, the features of every image are computed once, and a new last layer is trained on the features. With
 --mode=full, all weights are trained; for images, the last layer is new. With --mode=lora, low-rank changes of the

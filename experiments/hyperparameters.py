@@ -94,8 +94,8 @@ class Problem:
 
 
 def run(method, problem, seed, *, members, steps, generations):
-    """Runs one method. Returns (validation accuracy, test accuracy) of the selected member, and the steps of all
-    members."""
+    """Runs one method, and returns (validation accuracy, test accuracy, steps). The accuracies are those of the
+    selected member. The third value is the total number of training steps of all members."""
     key, fit = jax.random.key(seed), {"steps": steps, "log_every": steps}
     if method in ("random", "sobol"):
         points = SPACE.random(members, seed=seed) if method == "random" else SPACE.sobol(members, seed=seed)

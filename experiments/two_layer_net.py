@@ -68,7 +68,8 @@ def sigmoid(x):
         sigmoid(x)  = 1 / (1 + e)  for x >= 0,  e / (1 + e)  for x < 0
         sigmoid'(x) = e / (1 + e)²
 
-    The usual formula s (1 - s) of the derivative is zero if s rounds to one, in float32 from x = 17 on.
+    The usual formula for the derivative is sigmoid(x) * (1 - sigmoid(x)). In float32, the result of this formula is
+    zero for x >= 17, because sigmoid(x) rounds to one.
     """
     e = jnp.exp(-jnp.abs(x))
     return jnp.where(x >= 0, 1, e) / (1 + e)

@@ -1,7 +1,7 @@
 """The `fnet` command.
 
-    fnet devices            shows the chips of this machine and the dtypes that fnet selects for them; on a CPU, the
-                            first call also measures the CPU for one second
+    fnet devices            shows the chips of this machine and the dtypes that fnet selects for them; if JAX computes
+                            on a CPU, the first call also measures the CPU
     fnet chips              shows the catalog of chips
     fnet chips "TPU v5e"    shows computed and published peaks, prices, FLOP per dollar, power and sources of a chip
     fnet chips --plot FILE  plots FLOP per dollar and per watt over the years

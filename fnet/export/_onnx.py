@@ -61,8 +61,8 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict", opset
 def compare(program: Any, path: str | os.PathLike, entry: str = "predict", inputs: list | None = None) -> float:
     """Returns the largest relative difference between the outputs of onnxruntime and the outputs of the program.
 
-    The relative difference of an element is the absolute difference divided by the largest absolute value in the same
-    output of the program.
+    The relative difference of an element is the absolute difference divided by the largest finite absolute value in
+    the same output of the program.
 
     Raises:
         ValueError: a relative difference is larger than 1e-5.
@@ -93,7 +93,8 @@ class _Model:
     Attributes:
         weights: the arrays that can become initializers of the ONNX model, {name: array}. The arrays are the weights
             and constants of the program, and reshaped or transposed copies of weights.
-        path: the path of the operation that is being converted, a prefix of the names of its nodes.
+        path: the path of the operation that is being converted. The names of the operation's ONNX nodes begin with
+            this path.
     """
 
     def __init__(self, onnx, stable, opset):

@@ -117,8 +117,8 @@ class _Catalog(Mapping):
 class Chips(_Catalog):
     """The catalog of chips: a mapping from names to `Chip`, in the order of the file chips.json.
 
-    In `chips[name]`, `name` is the name of a chip, an alias of a chip, or a device kind in the catalog. If a name of a
-    chip ends with words in parentheses, such as "TPU v6e (Trillium)", you can omit these words, unless several chips
+    In `chips[name]`, `name` is the name of a chip, an alias of a chip, or a device kind in the catalog. If the name of
+    a chip ends with words in parentheses, such as "TPU v6e (Trillium)", you can omit these words, unless several chips
     have the same name without them. `chips.find(kind)` also accepts some device kinds that are not in the catalog, such
     as the device kind of a MIG slice (a part of an NVIDIA GPU).
     """

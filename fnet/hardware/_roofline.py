@@ -66,7 +66,7 @@ class Roofline:
         ridge: the FLOPs per byte of memory traffic above which compute is the bound, or None if a rate is unknown.
         measured: the median time of a call on this machine in seconds, or None if it was not measured.
         mfu: the model FLOPs utilization for the measured time, an `MFU`.
-        waste: a `Waste` object for each matrix product that does not fill the chip's tiles.
+        waste: a `Waste` object for each matrix product that fills less than 90 % of its tiles (see `tile_waste`).
         rule: the size of the chip's tiles (blocks of a matrix product) and the source of this size, as text.
         notes: the reasons why the figures are not exact.
 

@@ -213,7 +213,8 @@ class Drawing:
 
 def rounded(corners: list[tuple[float, float]], radius: float = 9) -> str:
     """Returns the SVG path data of the lines that connect the points `corners`. Each point except the first and the
-    last is replaced by a curve, which begins and ends at a distance of at most `radius` from the point."""
+    last is replaced by a curve, which begins and ends at a distance of at most `radius` from the point. If the distance
+    of such a point from the previous or the next point is less than 1, the point is omitted."""
     path = f"M{corners[0][0]:.1f} {corners[0][1]:.1f}"
     for (px, py), (x, y), (nx, ny) in zip(corners, corners[1:], corners[2:]):
         a, b = abs(px - x) + abs(py - y), abs(nx - x) + abs(ny - y)

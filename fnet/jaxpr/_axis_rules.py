@@ -104,9 +104,10 @@ def _reshape(frame, eqn, ins, atoms):
 def _reduced(over):
     """Returns the rule of a reduction: a function that determines the axes of the outputs.
 
-    The argument `over` is a text that states why the sizes of the reduced axes cannot change, such as "the maximum over
-    it is taken". For a sum, `over` is None (no reason), because removing only zeros from the summed axis does not
-    change the sum. The function `freeze_nonzero_sums` determines whether the size of a summed axis can change.
+    Args:
+        over: the reason why the size of a reduced axis cannot change, such as "the maximum over it is taken", where
+            "it" means the axis. For a sum, `over` is None: the size of a summed axis can change if all removed elements
+            are zeros. The function `freeze_nonzero_sums` determines whether they are zeros.
     """
     def rule(frame, eqn, ins, atoms):
         reduced = eqn.params["axes"]

@@ -64,7 +64,8 @@ def cost(eqn: Any) -> Cost:
 
 
 def touched(eqn: Any) -> tuple[list[int], list[int]]:
-    """Returns the bytes read from each input and written to each output of an equation, if XLA does not fuse it."""
+    """Returns (bytes read from each input, bytes written to each output) of an equation. The numbers are those of an
+    equation that XLA does not fuse with other equations."""
     name = eqn.primitive.name
     reads = [0 if isinstance(v, _jax.Literal) else nbytes(v.aval) for v in eqn.invars]
     writes = [nbytes(v.aval) for v in eqn.outvars]

@@ -87,7 +87,8 @@ class ImplicitInterpreter(Interpreter):
         return view.materialize()
 
     def call(self, closed, at, values) -> tuple[Callable, list]:
-        """Returns (a function that evaluates a jaxpr on plain arrays and returns plain arrays, its arguments)."""
+        """Returns (f, leaves), where `leaves` is the list of the plain arrays in `values`. `f(*leaves)` evaluates the
+        jaxpr `closed` on `values`, and returns a list of plain arrays."""
         leaves, structure = jax.tree.flatten([value.x for value in values])
 
         def flat(*leaves):

@@ -74,7 +74,7 @@ class Sequential(_Children):
 
 
 class Residual(_Children):
-    """Computes `y = shortcut(x) + f(x)`, where f applies several layers one after another.
+    """Computes `y = shortcut(x) + f(x)`, where f applies layers one after another.
 
     Args:
         layers: the layers of f, passed and named as in `Sequential`.

@@ -67,8 +67,8 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
     Args:
         closed: the jaxpr of the step.
         arguments: how each input of the jaxpr is split. The first inputs of the jaxpr are the leaves of the state.
-        mesh: sizes of the mesh's axes: "data", "slice" if there are several slices, and the axes named by sharding
-            rules.
+        mesh: the size of each mesh axis, {name: size}. The mesh axes "slice" and "data" split the batch. The other mesh
+            axes split the arrays for which sharding rules name these axes.
         whole: whether each chip stores all parameters but only a part of the optimizer's state (ZeRO-1). Default False.
         casts: whether the compiler casts the weights for all iterations of a loop before the loop, as compilers for
             accelerators do. Default False.
@@ -104,8 +104,8 @@ class _Loop(NamedTuple):
     `same` contains the indices of the inputs of the body that are equal in all iterations. `summed` contains the sizes
     (numbers of elements) of the loop's carries, except scalars. If a sum over the batch has as many elements as a carry
     of the loop, the loop is assumed to accumulate this sum in the carry. The chips then add their partial sums only
-    once, after the loop. If `fused` is True, the compiler is assumed to fuse a matrix product in the loop with an
-    elementwise operation that is the only reader of the product's result."""
+    once, after the loop. If `fused` is True, the compiler is assumed to fuse a matrix product with an elementwise
+    operation that is the only reader of the product's result."""
 
     once: int
     same: frozenset[int] = frozenset()

@@ -166,9 +166,12 @@ class _Pins(Interpreter):
         return [Value(y, note) for y, note in zip([*carried, *stacked], notes)]
 
     def ready(self, x, note, program, i):
-        """Gathers `x` on all chips before a scan, if `x` is a weight of a matrix product, convolution or gather in the
-        scan, activations are constrained, and the batch is split over all axes of the mesh. Otherwise, returns `x`
-        unchanged. All iterations of the scan read the same array `x`."""
+        """Gathers `x`, a constant of a scan, on all chips before the scan, or returns `x` unchanged.
+
+        `x` is gathered only if three conditions are met. First, `x` is a weight of a matrix product, convolution or
+        gather in the scan. Second, the interpreter constrains activations (`self.activations`). Third, the batch is
+        split over all axes of the mesh (`self.alone`).
+        """
         if note is not None or not self.activations or not self.alone or x.ndim < 2 or self.chips == 1:
             return x
         if not _taken(program, program.invars[i]):
@@ -266,10 +269,10 @@ def _wanted(summed, outvars) -> tuple:
 
 
 def _linear(eqn) -> bool:
-    """Whether the cast of a sum equals the sum of the casts, up to rounding.
+    """Whether a partial sum can be cast before it is summed over the chips. `eqn` is the equation of the cast.
 
-    The cast of a sum and the sum of the casts differ for casts to 16 bits and for casts from floating point to
-    integers.
+    The result is True if the sum of the cast arrays equals the cast of the summed arrays, up to rounding. The result is
+    False for casts to 16 bits and for casts from floating point to integers.
     """
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     return after.itemsize >= 4 and (jnp.issubdtype(after, jnp.inexact) or jnp.issubdtype(before, jnp.integer))

@@ -48,9 +48,10 @@ def population(init: Callable, step: Callable, *, method: str = "auto", devices:
 
     Which of the methods vmap, split and loop is the fastest depends on the model and the device. For example, if each
     member of the population has its own convolution kernels, `vmap` on a CPU is several times slower than `loop`. With
-    the method "auto", the first call of `step_n` measures the time of each method on copies of the state, and selects
-    the fastest method. `ft.explain(step_n, state, batch)` shows the measured times of the methods. `tr.fit` stores the
-    selected method in its checkpoints, so a resumed run uses the same method.
+    the method "auto", the first call of `step_n` measures the times of the methods on copies of the state ("split" only
+    if the step contains convolutions), and selects the fastest method. `ft.explain(step_n, state, batch)` shows the
+    measured times of the methods. `tr.fit` stores the selected method in its checkpoints, so a resumed run uses the
+    same method.
 
     If a metric of a member of the population is NaN or infinite, the member is marked in `state.diverged`, and its
     later metrics are ignored. A member of the population with NaN or infinite metrics does not affect the other

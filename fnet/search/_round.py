@@ -23,8 +23,8 @@ class Round:
     A round of federated averaging calls a compiled program for each local step of its clients. A compiled loop over the
     local steps would be slower on CPUs, where convolutions in compiled loops are slow.
 
-    With the method "loop", a client finishes all of its steps before the next client starts, so that its parameters
-    stay in the CPU's cache.
+    With the method "loop", each device trains one client after the other. The parameters of the current client stay in
+    the CPU's cache, because the client finishes all of its steps before the next client starts.
 
     Attributes:
       plain: the round of federated averaging as one function that JAX can trace.

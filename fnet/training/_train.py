@@ -27,7 +27,7 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
 
     Args:
       model: a layer. `train` initializes the parameters with the layer's method `init` and the random seed `seed`, and
-        calls the layer as `model(params, x, state=, key=, train=)`.
+        calls the layer as `model(params, x, state=, key=, train=)`, in evaluations without `key` and `train`.
       data: a function that maps the number of a step to a batch, such as a `Batches` object, the result of
         `from_iterator`, or your own function. A batch is a tuple (x, y), or a dict. If a batch is a dict, `inputs` and
         `targets` are the keys of x and y in the dict.

@@ -172,10 +172,10 @@ class _Autocast(Interpreter):
         return (True,) * len(program.outvars)
 
     def plan(self, jaxpr, wanted):
-        """Returns a dict that describes how the values in a jaxpr are used. The dict maps each variable to a bool that
-        states whether the variable is used only in float32. The dict maps the id of each equation to a tuple: the kind
-        of the equation (see `Row`), whether its outputs are used only in float32, and whether its outputs are used only
-        as operands of low-precision matrix products or convolutions."""
+        """Returns a dict with two kinds of keys. A variable of the jaxpr has a bool as its value: whether the variable
+        is used only in float32. The id of an equation has a tuple as its value: the kind of the equation (see `Row`),
+        whether its outputs are used only in float32, and whether its outputs are used only as operands of low-precision
+        matrix products or convolutions."""
         kept = self.demands.setdefault(jaxpr, {})
         if wanted not in kept:
             kept[wanted] = self._demand(jaxpr, wanted)
@@ -379,7 +379,7 @@ class Row(NamedTuple):
     The field `kind` states how the equation is evaluated: with low-precision operands and float32 sums ("lower"), in
     the dtype of its inputs ("follow"), or in the dtype in which it was traced ("float32"). A cast from bool to float32
     has the kind "cast"; its result is exact in any dtype. A convolution that the policy keeps in float32 has the kind
-    "convolution". An equation has the kind "author" if a rule or `full_precision` does not change it."""
+    "convolution". An equation that a rule or `full_precision` keeps in float32 has the kind "author"."""
 
     scope: str
     primitive: str

@@ -78,7 +78,8 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
     - On GPUs, a one-row operand of a 16-bit matrix product, as in text generation, gets a second, equal row. For a
       matrix product with a two-row operand, XLA stores no intermediate results in GPU memory.
 
-    NaN and Inf occur at the same positions as without `tune`. Dtypes and named scopes do not change.
+    On every chip, the results of a tuned step contain NaN and Inf at the same positions as the results of the original
+    step. Dtypes and named scopes do not change.
 
     `tune` rewrites the whole program, after differentiation, so pass the complete step, not the model. Apply `tune`
     after all other transforms. If a tuned step is called with arrays, it is compiled with the compiler options that the

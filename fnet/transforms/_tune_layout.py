@@ -3,9 +3,9 @@
 XLA:CPU stores the axes of an array in memory in the order of the array's shape in the program. Under vmap, the result
 of a dense layer has the shape [out, batch, time] and is then transposed. Elementwise operations on the transposed array
 would read and write strided memory. The function `transposed(y, order)` returns the array `y.transpose(order)` as a
-`Value`, and stores the tuple `order` in the attribute `note` of the `Value`. An elementwise operation on a transposed
-array is applied to the original array, and the result of the operation is transposed. A transpose of a transposed array
-is merged with the first transpose, so that inverse transposes cancel.
+`Value`, and stores the tuple `order` in the attribute `note` of the `Value`, unless `order` moves no axis. An
+elementwise operation on a transposed array is applied to the original array, and the result of the operation is
+transposed. A transpose of a transposed array is merged with the first transpose, so that inverse transposes cancel.
 """
 
 from __future__ import annotations

@@ -75,10 +75,11 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
     First, one call of the model processes all prompts except their last tokens, and stores the keys and values in a
     cache. After the prompt, a `lax.while_loop` generates one token of every example in each iteration, until all
     examples have stopped. One compiled program processes the prompts and runs the loop. To reuse the program for
-    similar lengths, `generate` pads the prompts to about a power of two, and allocates memory for `max_tokens`, rounded
-    up to a power of two. The compiled program is also reused for other values of the sampling options. Before the loop
-    over tokens, the compiled program copies the parameters, to cast them to `dtype` and to unstack the blocks of a
-    stacked model (see `unstack`). Each iteration of the loop reads every weight once and updates the cache in place.
+    similar lengths, `generate` pads the prompts: without the last token, their padded length is a power of two or the
+    context of the model. The memory for new tokens has space for `max_tokens` tokens, rounded up to a power of two. The
+    compiled program is also reused for other values of the sampling options. Before the loop over tokens, the compiled
+    program copies the parameters, to cast them to `dtype` and to unstack the blocks of a stacked model (see `unstack`).
+    Each iteration of the loop reads every weight once and updates the cache in place.
 
         out = models.generate(model, params, [tokenizer.encode("Once upon a time")], max_tokens=200, temperature=0)
         print(tokenizer.decode(out.tokens[0, :out.lengths[0]]))

@@ -260,7 +260,7 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
     Args:
         path: a tokenizer file or a folder. A tokenizer file must have one of the following names: vocab.txt,
             tokenizer.bin, characters.json, tokenizer.json, vocab.json, tokenizer.model, spiece.model or
-            sentencepiece.bpe.model. In a folder, `read_tokenizer` looks for the files in this order, and reads only the
+            sentencepiece.bpe.model. In a folder, `read_tokenizer` looks for the files in this order, and reads the
             first file that exists. The tokenizer is a `WordPiece` for vocab.txt, a `LlamaBPE` for tokenizer.bin, a
             `CharTokenizer` for characters.json, and a `HuggingFaceTokenizer` for all other tokenizer files.
 

@@ -8,9 +8,10 @@ from fnet.models.weights._config import SKIP, Fields
 
 
 def labels(heads: Mapping[str, Mapping], default: str | None = None) -> dict[str, Fields]:
-    """Returns entries for the fields of transformers' config.json that set the number of classes.
+    """Returns a dict that describes how to read and write the number of classes in transformers' config.json.
 
-    The fields that determine the number of classes are `id2label`, `num_labels` and `_num_labels`.
+    The keys of the dict are the fields of config.json that set the number of classes: `id2label`, `num_labels` and
+    `_num_labels`. The values of the dict are `Fields`.
 
     Args:
         heads: the values of the model's fields for each architecture (transformers class), {name of the architecture:

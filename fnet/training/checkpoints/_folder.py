@@ -147,8 +147,8 @@ class Folder:
         return name
 
     def tidy(self) -> None:
-        """Removes the files of interrupted saves and removals. Restores an old checkpoint if a save was interrupted
-        before the new checkpoint replaced the old checkpoint."""
+        """Removes the files of interrupted saves and removals. If a save was interrupted after it had renamed the old
+        checkpoint of the step, but before the new checkpoint replaced it, restores the old checkpoint."""
         for entry in list(os.scandir(self.folder)):
             if entry.name.startswith((".saving-", ".deleting-")):
                 shutil.rmtree(entry.path, ignore_errors=True)

@@ -1,8 +1,9 @@
 """The files of a checkpoint: safetensors files with the arrays, and the manifest with checksums that cover every byte.
 
 Each process writes its arrays to one safetensors file, which other frameworks can read. `manifest.json` contains the
-number of the step, the size and the CRC-32 of each file, and the dtype and the shape of each leaf. For each shard of a
-leaf, `manifest.json` contains the file, the offset in the file, the index in the leaf and the CRC-32 of the shard.
+number of the step, the size and the CRC-32 of each file, and the dtype and the shape of each leaf (for a Python number,
+its type). For each shard of a leaf, `manifest.json` contains the file, the byte range in the file, the index in the
+leaf and the CRC-32 of the shard.
 The last field of the manifest is a BLAKE2b checksum of all bytes before this field. BLAKE2b is used only for the
 manifest, which is short. The checksum of the arrays is CRC-32, which is twice as fast as BLAKE2b and detects every
 error that affects at most 32 neighboring bits.

@@ -108,8 +108,8 @@ class Objects:
         """Abandons a checkpoint that could not be committed, so that the other processes no longer wait for it.
 
         `discard` keeps the arrays, because the checkpoint may be complete. For example, the object store may have
-        written the manifest (JSON file), although its response was lost. If the manifest does not exist, `tidy` removes
-        the arrays."""
+        written the manifest (JSON file), although its response was lost. If the manifest does not exist, or does not
+        list the arrays, `tidy` removes the arrays."""
         with contextlib.suppress(OSError):
             for name in self.partial(step).keys():
                 if name.startswith(".part-"):

@@ -189,7 +189,8 @@ class _Stream:
 
     def seek(self, step: int, position: Mapping[str, Any] | None) -> None:
         """Continues with batch `step`. The argument `position` is the dict that the method `position` returned for
-        this step in an earlier process, or None if the checkpoint contains no such dict."""
+        this step in an earlier process, or None if the checkpoint contains no such dict. If the number of processes has
+        changed, the value of the dict's key "state" is None."""
         if self.resume == "none":
             warnings.warn(f"the data is read from its beginning at step {step}, not from the position that the run had "
                           f"reached: {self.why}", ResumeWarning, stacklevel=5)
