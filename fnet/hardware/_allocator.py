@@ -1,4 +1,4 @@
-"""Reuse of a CPU program's temporary memory from one step to the next."""
+"""Reuses the temporary memory of a CPU program from one step to the next."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ def wraps(f: Callable, who: str = "", *, signature: bool = True) -> Callable:
     methods, `transformed.lower(x)` would lower `f` instead of the transformed function.
 
     Args:
-        f: the original function, or any other callable. If `f` is a `functools.partial`, the names and the docstring
-            are those of the function in the partial.
+        f: the original function, or another callable object. If `f` is a `functools.partial`, the names and the
+            docstring are those of the function in the partial.
         who: the name of the transform, for the error if `f` is not callable. Default: no check.
         signature: whether the transformed function also has the signature and the annotations of `f`. If False,
             `__wrapped__` and `__annotations__` are not set. Default True.

@@ -172,10 +172,10 @@ class _Autocast(Interpreter):
         return (True,) * len(program.outvars)
 
     def plan(self, jaxpr, wanted):
-        """Returns a dict with two kinds of keys. A variable of the jaxpr has a bool as its value: whether the variable
-        is used only in float32. The id of an equation has a tuple as its value: the kind of the equation (see `Row`),
-        whether its outputs are used only in float32, and whether its outputs are used only as operands of low-precision
-        matrix products or convolutions."""
+        """Returns a dict that describes how a jaxpr uses its values. The keys are variables of the jaxpr and ids of its
+        equations. For a variable, the dict contains a bool: whether the variable is used only in float32. For an
+        equation, the dict contains a tuple: the kind (see `Row`), whether the outputs are used only in float32, and
+        whether the outputs are used only as operands of low-precision matrix products or convolutions."""
         kept = self.demands.setdefault(jaxpr, {})
         if wanted not in kept:
             kept[wanted] = self._demand(jaxpr, wanted)

@@ -1,4 +1,4 @@
-"""The leaves of a tree in a checkpoint: path, dtype, shape, and differences from the expected leaves."""
+"""Describes the leaves of a tree in a checkpoint, and compares their dtypes and shapes with the expected ones."""
 
 from __future__ import annotations
 
