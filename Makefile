@@ -61,10 +61,10 @@ bench: .venv-bench/.installed
 	.venv-bench/bin/python -m benchmarks.compiling gpt cnn mlp
 
 # Compiled plans for TPUs that are not attached. libtpu (200 MB) is installed in a separate folder for them. It rejects
-# the options with which the tests compile for CPUs.
+# the options with which the tests compile for CPUs. `make pods PODS=--only=124M` omits the larger of the two plans.
 pods: $(STAMP) .libtpu/.installed
-	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu FNET_TEST_COMPILER=default $(BIN)/python -m pytest tests/parallel/test_targets.py tests/notebooks/test_compile_notebooks.py tests/compress/test_compress_platforms.py $(ARGS)
-	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.pods
+	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu FNET_TEST_COMPILER=default $(BIN)/python -m pytest -n auto tests/parallel/test_targets.py tests/notebooks/test_compile_notebooks.py tests/compress/test_compress_platforms.py $(ARGS)
+	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.pods $(PODS)
 	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.accelerators --check --chips=v5e
 
 # Also in a separate environment, with PyTorch for comparison and scikit-image for photos. These packages require others

@@ -107,8 +107,8 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
         samples: number of texts to generate for each prompt. Each prompt is processed only once. Row `i * samples + j`
             of the result is text j of prompt i.
         stop: tokens that end an example.
-        lengths: integers [batch], the number of tokens of each prompt. By default, the number of tokens of each prompt
-            is `time`.
+        lengths: integers [batch], the number of tokens of each prompt. By default, each prompt has `time` tokens
+            (the size of the second axis of `prompts`).
         dtype: the dtype to which floating-point parameters are cast, and in which keys and values are cached. Default:
             the dtype of the parameters. Use "bfloat16" on GPUs and TPUs, because the time of an iteration on these
             devices depends on the number of bytes that the iteration reads.
