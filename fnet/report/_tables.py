@@ -35,7 +35,7 @@ def environment(runs: Sequence[Run], names: Sequence[str]) -> str:
     """Returns a table of the facts about each run, such as the chip, the precision policy, the sharding plan and the
     versions of libraries."""
     order = ["chip", "kind", "devices", "processes", "jaxlib", "policy", "weights", "weights_revision", "tune", "plan"]
-    hidden = {"fit", "evaluated", "position"}
+    hidden = {"fit", "evaluated", "position", "unlogged", "regular", "rollbacks", "checked"}
     facts = []
     for run in runs:
         fit = run.facts.get("fit")

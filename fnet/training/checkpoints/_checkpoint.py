@@ -72,6 +72,7 @@ class Checkpoints(Reading):
         self._saving: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._values: dict[int, float] = {}
+        self.anchor: int | None = None     # a step whose checkpoint is kept, because the run may roll back to it
         self._hurry = threading.Event()
         self._shared = False
 
@@ -281,7 +282,7 @@ class Checkpoints(Reading):
     def _prune(self, saved: int) -> None:
         try:
             steps = self.steps()
-            kept = {*steps[-self._keep:], self.best()}
+            kept = {*steps[-self._keep:], self.best(), self.anchor}
             for step in steps:
                 if step not in kept and not (self._keep_every and step % self._keep_every == 0):
                     self._where.remove(step)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fnet.training.checkpoints._reading import CheckpointError
 from fnet.training.loop import _nonfinite
 from fnet.training.loop._nonfinite import Diverged
 from fnet.training.loop._prefetch import Prefetch
@@ -24,23 +25,23 @@ _ROLLBACKS = 3         # largest number of rollbacks to the same checkpoint
 def broken(run: Run) -> bool:
     """Handles a step whose state or metrics are not finite. Returns whether the run was rolled back to a checkpoint.
     Waits for the device."""
+    if run.nonfinite == "skip":
+        _skipped(run)
+        return False
     bad = int(run.watch["bad"])
     if bad < 0:
         return False
-    if run.nonfinite == "skip":
-        _skipped(run, bad)
-        return False
-    kept = latest(run)
-    if run.nonfinite == "stop" or kept is None:
+    kept = None if run.nonfinite == "stop" else target(run, bad)
+    if kept is None:
         raise diverged(run, bad)
-    run.rollbacks[kept] += 1
-    if run.rollbacks[kept] > _ROLLBACKS:
+    run.rollbacks = (kept, run.rollbacks[1] + 1 if run.rollbacks[0] == kept else 1)
+    if run.rollbacks[1] > _ROLLBACKS:
         raise diverged(run, bad, f", after {_ROLLBACKS} rollbacks to step {kept}")
     batch = bad + int(run.loop["offset"])
     run.prefetch.close(wait=True)
     if run.logger is not None:
         run.logger.close()
-    run.load()
+    run.load(kept)
     run.loop["offset"] = np.array(batch + 1 - run.at)
     if run.logger is not None:
         run.logger = run.logs()
@@ -50,15 +51,35 @@ def broken(run: Run) -> bool:
     return True
 
 
-def _skipped(run, bad):
-    count = int(run.watch["skipped"]) - int(run.loop["skipped"])
-    run.loop["skipped"] = np.array(run.watch["skipped"])
-    what = _called(run) if count >= run.at - run.logged > 1 else ""
-    run.watch = run.spread.whole(_nonfinite.start(run.watch["skipped"]))
-    if what:
+def target(run: Run, most: int) -> int | None:
+    """Returns the step of the checkpoint to roll back to: the last one up to step `most` that an uninterrupted run
+    would have saved, too. From a checkpoint that exists only because the run was interrupted there, a resumed run would
+    continue with other batches than an uninterrupted run."""
+    if run.checkpoints is None or run.nonfinite != "rollback":
+        return None
+    run.checkpoints.wait()
+    for step in reversed(run.checkpoints.steps()):
+        with contextlib.suppress(CheckpointError):         # damaged
+            if step <= most and run.checkpoints.notes(step).get("regular", True):
+                return step
+    return None
+
+
+def _skipped(run):
+    """Reports the steps that were skipped since the last check, which may have been in an earlier process."""
+    bad, total = int(run.watch["bad"]), int(run.watch["skipped"])
+    (since, before), run.checked = run.checked, (run.at, total)
+    count, steps = total - before, run.at - since
+    if not count:
+        return
+    what = _called(run) if bad >= 0 else "the state or a metric"
+    run.loop["skipped"] = np.array(total, np.int32)
+    run.watch = run.spread.whole(_nonfinite.start(total))
+    if count >= steps > 1:
+        bad = bad if bad >= 0 else since
         raise diverged(run, bad, f", and so was every step up to {run.at}", what=what)
-    run.say(f"skipped {count} of the last {run.at - run.logged} steps, which were not finite, the first of them "
-            f"{bad + 1}")
+    first = f", the first of them {bad + 1}" if bad >= 0 else ""
+    run.say(f"skipped {count} of the last {steps} steps, which were not finite{first}")
 
 
 def latest(run: Run) -> int | None:

@@ -93,7 +93,8 @@ class Run:
         }
         self.watch = self.spread.whole(_nonfinite.start(0))
         self.facts = _provenance.facts(self.state) | {"plan": str(self.spread)} | dict(notes)
-        self.rollbacks: collections.Counter[int] = collections.Counter()
+        self.rollbacks = (-1, 0)                           # the last rollback: to which step, the how manieth to it
+        self.checked = (self.at, 0)                        # the last check: its step, the steps skipped until then
         self.batch_kinds, self.state_kinds = _recompile.Arguments("batch"), _recompile.Arguments("state")
         self.busy: str | None = None                       # the current activity, if it is not a step
 
@@ -123,6 +124,8 @@ class Run:
         self.load()
         self.begun = self.at
         where, notes = self.checkpoints.folder / str(self.at), self.checkpoints.notes(self.at)
+        self.rollbacks, self.checked = (tuple(notes.get(name, getattr(self, name))) for name in ("rollbacks", "checked"))
+        self.checkpoints.anchor = _recovery.target(self, self.at)
         if hasattr(self.batches, "seek"):                  # of `from_iterator`
             position = _positions.own(notes.get("position"), self.at)
             self.batches.seek(self.at + int(self.loop["offset"]), position)
@@ -134,8 +137,9 @@ class Run:
             warnings.warn(f"{where}: {changed}; from this step on, the results agree with those of an "
                           "uninterrupted run to rounding, not bit for bit", ResumeWarning, stacklevel=3)
 
-    def load(self) -> None:
-        saved = self.checkpoints.restore({"state": self.state, "loop": self.loop})
+    def load(self, step: int | None = None) -> None:
+        """Restores the state and the loop of a checkpoint: that of `step`, or the newest one."""
+        saved = self.checkpoints.restore({"state": self.state, "loop": self.loop}, step)
         self.state, self.loop = saved["state"], saved["loop"]
         self.at = self.saved = int(self.state.step)
         self.watch = self.spread.whole(_nonfinite.start(self.loop["skipped"]))
@@ -178,6 +182,7 @@ class Run:
         if (resume := getattr(self.batches, "resume", None)) in GUARANTEES:
             self.say(f"resume guarantee of the data: {resume} ({GUARANTEES[resume]})")
         if self.unlogged:
+            _recovery.broken(self)
             trained, self.saved = self.log(), None
             self.save()                                    # again, because the metrics were reset
         else:
@@ -325,9 +330,10 @@ class Run:
         if self.saved == self.at and self.checkpoints is not None:
             scalars = _scalars(values)
             evaluated = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
-            self.checkpoints.amend(self.at, metrics=scalars, notes={"evaluated": evaluated})
+            self.checkpoints.amend(self.at, metrics=scalars, notes={
+                "evaluated": evaluated, "regular": improved or self.at % self.save_every == 0})
         elif improved or self.loop["stopped"]:
-            self.save(values)
+            self.save(values, improved=improved)
 
     def measure(self) -> dict[str, Any]:
         jax.block_until_ready(self.state)
@@ -372,16 +378,20 @@ class Run:
         """Whether the current step must be saved and has not been saved yet."""
         return self.saved != self.at and (self.at % self.save_every == 0 or self.at == self.steps)
 
-    def save(self, values: Mapping[str, Any] | None = None) -> None:
+    def save(self, values: Mapping[str, Any] | None = None, *, improved: bool = False) -> None:
         if self.checkpoints is None or self.saved == self.at:
             return
+        regular = improved or self.at % self.save_every == 0       # an uninterrupted run has this checkpoint, too
+        if regular and self.nonfinite == "rollback":
+            self.checkpoints.anchor = self.at
         self.loop["skipped"] = self.watch["skipped"]
         if hasattr(self.batches, "position"):
             at = self.at + int(self.loop["offset"])
             self.facts["position"] = _positions.gathered(self.batches.position(at))
         sound = _nonfinite.sound(self.watch, self.nonfinite == "skip")
         self.checkpoints.save(self.at, {"state": self.state, "loop": self.loop}, metrics=_scalars(values or {}),
-                              notes=self.facts | {"unlogged": self.unlogged}, sound=sound)
+                              notes=self.facts | {"unlogged": self.unlogged, "regular": regular,
+                                                  "rollbacks": self.rollbacks, "checked": self.checked}, sound=sound)
         self.saved = self.at
 
 
