@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fnet import transforms as ft
 from fnet.layers import Layer
-from fnet.training._metrics import Mean, evaluator, mean
+from fnet.training._metrics import evaluator, mean
 from fnet.training._state import TrainState
+from fnet.training.data._arrays import as_arrays
 from fnet.training.loop._fit import fit
+
+WEIGHT = "weight"
 
 
 def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], jax.Array],
@@ -22,21 +28,31 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
           **options: Any) -> Any:
     """Trains a model to map inputs to targets, with `fit` and all of its options.
 
-    `train` minimizes the mean of loss(model(params, x), y) over the examples. For any other objective, write your own
-    step and call `fit`.
+    `train` minimizes the mean of loss(model(params, x), y) over the examples of a batch. With a weight w for each
+    example, `train` minimizes the weighted mean:
+
+        sum_i w_i loss(model(params, x)_i, y_i) / sum_i w_i
+
+    An example of weight 0 has no influence on the loss, the metrics and the gradient, provided that its loss is finite,
+    and a batch whose weights are all 0 has the gradient 0. The logged metrics and the evaluations are weighted means,
+    too. Layers that combine the examples of a batch, such as `BatchNorm`, do not know the weights. For any other
+    objective, write your own step and call `fit`.
 
     Args:
       model: a layer. `train` initializes the parameters with the layer's method `init` and the random seed `seed`, and
         calls the layer as `model(params, x, state=, key=, train=)`, in evaluations without `key` and `train`.
       data: a function that maps the number of a step to a batch, such as a `Batches` object, the result of
-        `from_iterator`, or your own function. A batch is a tuple (x, y), or a dict. If a batch is a dict, `inputs` and
-        `targets` are the keys of x and y in the dict.
+        `from_iterator`, or your own function. A batch is a tuple (x, y) or (x, y, weight), or a dict. If a batch is a
+        dict, `inputs` and `targets` are the keys of x and y in the dict, and "weight" is the key of the weights, if
+        there are any. The weights are numbers >= 0 (or bools), an array [batch].
       loss: a function of the model's outputs and the targets that returns one value for each example, such as
-        `optax.softmax_cross_entropy_with_integer_labels`.
+        `optax.softmax_cross_entropy_with_integer_labels`. If it returns several values for each example, such as one
+        for each token, the value of the example is their mean.
       optimizer: an Optax gradient transformation.
       epochs, steps: the length of the training, in epochs or in steps. Pass either `epochs` or `steps`.
-      validation: the data set for evaluations, with the same structure as a batch. The results of the evaluations are
-        logged as "validation/loss" and, for each of the `metrics`, as "validation/NAME". Default None: no evaluations.
+      validation: the data set for evaluations, with one of the structures of a batch. It may have weights as well. The
+        results of the evaluations are logged as "validation/loss" and, for each of the `metrics`, as "validation/NAME".
+        Default None: no evaluations.
       metrics: a dict {name: function} of metrics. Like `loss`, each function maps the outputs and the targets to one
         value for each example. An example of `metrics` is {"accuracy": lambda logits, y: logits.argmax(-1) == y}.
         Default None: only the loss.
@@ -52,10 +68,12 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
       The last `TrainState`, or with `restore_best=True`, the best `TrainState`.
 
     Raises:
-      TypeError: `model` has no `init`, `data` is not a function of the step, or a batch does not contain both inputs
-        and targets.
+      TypeError: `model` has no `init`, `data` is not a function of the step, a batch does not contain both inputs and
+        targets, or a batch contains an array that `train` does not use.
       ValueError: `epochs` and `steps` are both given or both missing, or `epochs` is given but the length of an epoch
-        is unknown. A ValueError is also raised if the loss or a metric does not return one value for each example.
+        is unknown. A ValueError is also raised if the loss or a metric does not return at least one value for each
+        example, if the weights have another shape, or if a weight of the first batch or of `validation` is negative or
+        not finite.
       Other errors: `train` also raises the errors of `fit`.
 
     Example:
@@ -76,42 +94,36 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
     functions = {"loss": loss, **(metrics or {})}
     key = jax.random.key(seed)
 
-    def parts(batch):
-        if isinstance(batch, Mapping):
-            if not {inputs, targets} <= batch.keys():
-                raise TypeError(f"train: expected batches with '{inputs}' and '{targets}', got {sorted(batch)}: pass "
-                                "inputs= and targets=, their names")
-            return batch[inputs], batch[targets], batch.get("weight")
-        if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
-            count = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-            raise TypeError(f"train: expected batches (x, y), or dicts with '{inputs}' and '{targets}', got a "
-                            f"{type(batch).__name__}{count}")
-        return (*batch, None)[:3]
-
-    def measured(outputs, y, weight=None):
-        return {name: _per_example(name, function(outputs, y), y, weight) for name, function in functions.items()}
+    def measured(outputs, y, weight):
+        return {name: mean(_per_example(name, function(outputs, y), y).astype(jnp.float32), weight)
+                for name, function in functions.items()}
 
     def step(state, batch):
-        x, y, _ = parts(batch)
+        x, y, weight = _parts(batch, inputs, targets)
 
         def objective(params):
             outputs, new = model(params, x, state=state.state, key=jax.random.fold_in(key, state.step), train=True)
-            return loss(outputs, y).mean(), (outputs, new)
+            return _weighted_mean(_per_example("loss", loss(outputs, y), y), weight), (outputs, new)
 
         (_, (outputs, new)), grads = ft.value_and_grad(objective, has_aux=True)(state.params)
-        return state.apply(optimizer, grads, state=new), measured(outputs, y)
+        return state.apply(optimizer, grads, state=new), measured(outputs, y, weight)
 
     def measure(state, batch):
-        x, y, weight = parts(batch)
+        x, y, *weights = batch
         outputs, _ = model(state.averaged, x, state=state.state)
-        return measured(outputs, y, weight)
+        return measured(outputs, y, functools.reduce(jnp.multiply, [w.astype(jnp.float32) for w in weights]))
 
-    params, variables = model.init(key, parts(data(0))[0])
+    x, _, weight = _parts(data(0), inputs, targets)
+    _check_weight("the first batch", weight)
+    params, variables = model.init(key, x)
     state = TrainState.create(params, optimizer, state=variables, ema=ema)
     if steps is None and (steps := _steps(data, epochs)) is None:
         raise ValueError("train: the number of batches of an epoch is not known: give steps instead of epochs")
     every = every or min(_steps(data, 1) or steps, steps)      # an epoch may be endless
     if validation is not None:
+        *validation, weight = _parts(as_arrays(validation, "train: validation")[0], inputs, targets)
+        _check_weight("validation", weight)
+        validation = tuple(validation) if weight is None else (*validation, weight)
         held_out = evaluator(measure, validation, getattr(data, "batch_size", 256))
         options["evaluate"] = {"validation": held_out, **options.get("evaluate", {})}
     return fit(step, state, data, steps=steps, every=every, **options)
@@ -125,9 +137,48 @@ def _steps(data: Callable, epochs: float) -> int | None:
         return None
 
 
-def _per_example(name: str, values: jax.Array, y: Any, weight: jax.Array | None) -> Mean:
+def _parts(batch: Any, inputs: str, targets: str) -> tuple[Any, Any, Any]:
+    """Returns the inputs, the targets, and the weights or None."""
+    if isinstance(batch, Mapping):
+        if not {inputs, targets} <= batch.keys():
+            raise TypeError(f"train: expected batches with '{inputs}' and '{targets}', got {sorted(batch)}: pass "
+                            "inputs= and targets=, their names")
+        if unused := sorted(batch.keys() - {inputs, targets, WEIGHT}):
+            raise TypeError(f"train: the batches have {unused}, which train does not use: leave them out, or write a "
+                            f"step for tr.fit. train uses '{inputs}', '{targets}' and '{WEIGHT}'")
+        return batch[inputs], batch[targets], batch.get(WEIGHT)
+    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+        count = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+        raise TypeError(f"train: expected batches (x, y) or (x, y, weight), or dicts with '{inputs}' and '{targets}', "
+                        f"got a {type(batch).__name__}{count}")
+    x, y, weight = (*batch, None)[:3]
+    return x, y, weight
+
+
+def _check_weight(what: str, weight: Any) -> None:
+    if weight is None or np.size(weight) == 0:
+        return
+    weight = np.asarray(weight).astype(np.float64)
+    if not (np.isfinite(weight).all() and weight.min() >= 0):
+        wrong = weight[~(weight >= 0) | ~np.isfinite(weight)].flat[0]
+        raise ValueError(f"train: {what} has an example of weight {wrong:g}: expected numbers from 0 up")
+
+
+def _per_example(name: str, values: jax.Array, y: Any) -> jax.Array:
+    """Returns one floating-point value for each example [batch], at least in float32."""
     rows = len(jax.tree.leaves(y)[0])
     if not values.shape or values.shape[0] != rows:
         raise ValueError(f"train: '{name}' must return one value for each of {rows} examples, got shape "
                          f"{values.shape}: leave out its mean")
-    return mean(values.reshape(rows, -1).astype("float32").mean(1), weight)
+    dtype = values.dtype if values.dtype in (jnp.float32, jnp.float64) else jnp.float32
+    return values.astype(dtype).reshape(rows, -1).mean(1)
+
+
+def _weighted_mean(values: jax.Array, weight: Any) -> jax.Array:
+    if weight is None:
+        return values.mean()
+    if jnp.shape(weight) != values.shape:
+        raise ValueError(f"train: expected a weight for each of {len(values)} examples, got shape {jnp.shape(weight)}")
+    weight = jnp.asarray(weight).astype(values.dtype)
+    total = weight.sum()
+    return jnp.where(weight != 0, values * weight, 0.0).sum() / jnp.where(total == 0, 1.0, total)

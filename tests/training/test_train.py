@@ -96,6 +96,53 @@ def test_sequences_and_functions():
     assert int(state.step) == 2
 
 
+WEIGHTS = {"float32": RNG.uniform(size=50).astype(np.float32), "int32": RNG.integers(0, 3, 50).astype(np.int32),
+           "float64": RNG.uniform(size=50), "bool": RNG.random(50) < 0.5}
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_of_examples(tmp_path, kind, form):
+    """Each step of gradient descent, the logged loss and the evaluation, in NumPy; the last batch of each is short."""
+    w, y = WEIGHTS[kind], X @ np.array([[1.0], [-2.0], [0.5], [0.0]], np.float32) + 1
+    data = (X, y, w) if form == "tuple" else {"x": X, "y": y, "weight": w}
+    chunk = lambda i: jax.tree.map(lambda a: a[16 * i:16 * i + 16], data)      # of 16, 16, 16 and 2 examples
+    state = tr.train(nn.Dense(1, use_bias=False), chunk, optax.squared_error, optax.sgd(0.1), steps=4, workdir=tmp_path,
+                     validation=data, config={}, log_every=1, tune=False)
+    kernel = np.asarray(nn.Dense(1, use_bias=False).init(jax.random.key(0), X)[0]["kernel"], np.float64)
+    losses = []
+    for i in range(4):
+        x, t, v = (np.asarray(a[16 * i:16 * i + 16], np.float64) for a in (X, y, w))
+        error = (x @ kernel - t)[:, 0]
+        losses.append((v * error**2).sum() / v.sum())
+        kernel -= 0.1 * (2 * (v * error) @ x / v.sum())[:, None]
+    np.testing.assert_allclose(state.params["kernel"], kernel, rtol=1e-5, atol=1e-6)
+    rows = tr.read_metrics(tmp_path)
+    np.testing.assert_allclose([row["train/loss"] for row in rows if "train/loss" in row], losses, rtol=1e-5)
+    v = w.astype(np.float64)
+    whole = (v * ((X @ kernel - y)[:, 0]) ** 2).sum() / v.sum()
+    np.testing.assert_allclose(rows[-1]["validation/loss"], whole, rtol=1e-5)
+
+
+def test_a_batch_whose_weights_are_all_zero_changes_nothing():
+    weights = lambda i: np.full(50, float(i == 1), np.float32)
+    model = nn.Dense(1)
+    target = np.ones((50, 1), np.float32)
+    once, twice = (tr.train(model, lambda i, skip=skip: (X, target, weights(i + skip)), optax.squared_error,
+                            optax.sgd(0.1), steps=steps, tune=False) for skip, steps in ((1, 1), (0, 2)))
+    jax.tree.map(np.testing.assert_array_equal, once.params, twice.params)
+
+
+def test_a_loss_with_one_value_for_each_token_is_weighted_by_example():
+    tokens = np.arange(12, dtype=np.int32).reshape(4, 3) % 5
+    model = nn.Sequential(nn.Embed(5, 4), nn.Dense(5))
+    some = lambda i: (tokens, tokens, np.array([0, 0, 1, 1], bool))
+    part = lambda i: (tokens[2:], tokens[2:])
+    a, b = (tr.train(model, data, LOSS, optax.sgd(0.5), steps=2, tune=False).params for data in (some, part))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a, b)
+
+
 def test_a_model_without_init():
     with pytest.raises(TypeError, match=r"train: model is a layer with init, got a function: write a step for tr.fit"):
         tr.train(lambda params, x: x, tr.Batches((X, Y), 16), LOSS, TX, epochs=1)
@@ -107,12 +154,19 @@ def test_a_model_without_init():
     ({"steps": 2}, ValueError, "got epochs=1, steps=2"),
     ({"data": lambda i: (X, Y)}, ValueError, "the number of batches of an epoch is not known: give steps instead of"),
     ({"data": tr.Batches({"a": X, "b": Y}, 4)}, TypeError, r"batches with 'x' and 'y', got \['a', 'b'\]: pass inputs="),
-    ({"data": tr.Batches(X, 4)}, TypeError, r"batches \(x, y\), or dicts with 'x' and 'y', got a ndarray"),
+    ({"data": tr.Batches(X, 4)}, TypeError, r"or \(x, y, weight\), or dicts with 'x' and 'y', got a ndarray"),
     ({"data": tr.Batches((X,), 4)}, TypeError, "got a tuple of 1"),
     ({"loss": lambda a, b: LOSS(a, b).mean()}, ValueError,
      r"'loss' must return one value for each of 16 examples, got shape \(\): leave out its mean"),
     ({"metrics": {"m": lambda a, b: jnp.zeros(2)}}, ValueError, r"'m' must return one value .* got shape \(2,\)"),
-], ids=range(9))
+    ({"data": tr.Batches((X, Y, Y, Y), 4)}, TypeError, "got a tuple of 4"),
+    ({"data": tr.Batches({"x": X, "y": Y, "weights": Y, "id": Y}, 4)}, TypeError,
+     r"have \['id', 'weights'\], which train does not use: leave them out"),
+    ({"validation": {"x": X, "y": Y, "id": Y}}, TypeError, r"have \['id'\], which train does not use"),
+    ({"data": tr.Batches((X, Y, X**2), 16)}, ValueError, r"a weight for each of 16 examples, got shape \(16, 4\)"),
+    ({"data": tr.Batches((X, Y, Y - 1), 16)}, ValueError, "the first batch has an example of weight -1: expected num"),
+    ({"validation": (X, Y, np.full(50, np.nan))}, ValueError, "validation has an example of weight nan"),
+], ids=range(15))
 def test_wrong_arguments(options, error, text):
     arguments = {"data": tr.Batches((X, Y), 16), "loss": LOSS, "epochs": 1} | options
     with pytest.raises(error, match="train: .*" + text):

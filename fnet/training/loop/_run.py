@@ -124,7 +124,8 @@ class Run:
         self.load()
         self.begun = self.at
         where, notes = self.checkpoints.folder / str(self.at), self.checkpoints.notes(self.at)
-        self.rollbacks, self.checked = (tuple(notes.get(name, getattr(self, name))) for name in ("rollbacks", "checked"))
+        self.rollbacks = tuple(notes.get("rollbacks", self.rollbacks))
+        self.checked = tuple(notes.get("checked", (self.at, int(self.loop["skipped"]))))
         self.checkpoints.anchor = _recovery.target(self, self.at)
         if hasattr(self.batches, "seek"):                  # of `from_iterator`
             position = _positions.own(notes.get("position"), self.at)
