@@ -20,10 +20,12 @@ from fnet.training.loop._signals import poll
 
 @struct.dataclass
 class Mean:
-    """A weighted mean, stored as two float32 scalars.
+    """A weighted mean, stored as two float32 scalars (float64 for values in float64).
 
     `total` is the weighted sum of the values, and `count` is the sum of the weights. The mean is `total / count`. The
-    operator `+` combines the means of two sets of examples into the mean of both sets.
+    operator `+` combines the means of two sets of examples into the mean of both sets. It adds in the dtype of its
+    operands: on a device in float32, which is what `fit` does between two logs, and in float64 for means that were
+    fetched as NumPy float64, which is what `evaluator` does for a data set of any size.
 
     >>> average = tr.mean(jnp.array([1.0, 2.0])) + tr.mean(jnp.array([6.0]))
     >>> float(average.total / average.count)
@@ -80,17 +82,17 @@ class Total:
     """An array that is summed over all batches, such as a confusion matrix.
 
     The field `total` is the array, which may have any shape. The operator `+` adds the arrays of two `Total`s, so the
-    result is the sum over the batches of both `Total`s.
+    result is the sum over the batches of both `Total`s. Arrays of bools, 8-bit and 16-bit numbers are added in 32 bits.
 
     >>> both = tr.confusion(jnp.array([0]), jnp.array([1]), 2) + tr.confusion(jnp.array([1]), jnp.array([1]), 2)
     >>> both.total.tolist()
-    [[0.0, 1.0], [0.0, 1.0]]
+    [[0, 1], [0, 1]]
     """
 
     total: jax.Array
 
     def __add__(self, other: Total) -> Total:
-        return Total(self.total + other.total)
+        return Total(_at_least_32_bits(self.total) + _at_least_32_bits(other.total))
 
     def result(self) -> Any:
         return self.total
@@ -116,10 +118,11 @@ def mean(values: jax.Array, weight: jax.Array | None = None) -> Mean:
       >>> float(halves.result())
       3.0
     """
-    values = jnp.asarray(values).astype(jnp.float32)
+    values = jnp.asarray(values)
+    values = values if values.dtype == jnp.float64 else values.astype(jnp.float32)
     if weight is None:
-        return Mean(values.sum(), jnp.asarray(values.size, jnp.float32))
-    weight = jnp.asarray(weight).astype(jnp.float32)
+        return Mean(values.sum(), jnp.asarray(values.size, values.dtype))
+    weight = jnp.asarray(weight).astype(values.dtype)
     if weight.shape != values.shape:
         raise ValueError(
             f"mean needs one weight per value: values {values.shape}, weight {weight.shape}"
@@ -133,20 +136,51 @@ def confusion(
     """Counts how often each pair (label, prediction) occurs.
 
     Returns the confusion matrix as a `Total` of shape [classes, classes]. The rows of the matrix are the labels, and
-    its columns are the predictions.
+    its columns are the predictions. A pair is not counted if its label or its prediction is not in [0, classes), such
+    as the label -1 or 255 of an example without a class.
 
     Args:
-      label: the true classes, integers [batch].
-      prediction: the predicted classes, integers [batch].
+      label: the true classes, integers or bools of any shape, usually [batch].
+      prediction: the predicted classes, integers or bools with the shape of `label`.
       classes: the number of classes.
-      weight: the weight of each example, an array [batch]. Default None: every weight is 1.
+      weight: the weight of each example, numbers or bools with the shape of `label`. The counts are int32 if the
+        weights are integers or bools, and float32 otherwise. Default None: every weight is 1.
 
-    >>> tr.confusion(jnp.array([0, 1, 1]), jnp.array([0, 1, 0]), classes=2).total.tolist()
-    [[1.0, 0.0], [1.0, 1.0]]
+    Raises:
+      TypeError: `label` or `prediction` is not an array of integers or bools.
+      ValueError: the shapes differ, or `classes` is less than 1.
+
+    >>> tr.confusion(jnp.array([0, 1, 1, -1]), jnp.array([0, 1, 0, 0]), classes=2).total.tolist()
+    [[1, 0], [1, 1]]
     """
-    weight = jnp.ones(label.shape) if weight is None else weight
-    counts = jnp.zeros((classes, classes)).at[label, prediction].add(weight.astype(jnp.float32))
-    return Total(counts)
+    if classes < 1:
+        raise ValueError(f"confusion(classes={classes}): expected at least one class")
+    label, prediction = _classes("label", label), _classes("prediction", prediction)
+    weight = jnp.ones(label.shape, jnp.int32) if weight is None else jnp.asarray(weight)
+    if not label.shape == prediction.shape == weight.shape:
+        raise ValueError(f"confusion: expected labels, predictions and weights of one shape, got {label.shape}, "
+                         f"{prediction.shape} and {weight.shape}")
+    counted = (label >= 0) & (label < classes) & (prediction >= 0) & (prediction < classes)
+    whole = jnp.issubdtype(weight.dtype, jnp.integer) or weight.dtype == jnp.bool_
+    weight = weight.astype(jnp.int32 if whole else jnp.float32)
+    weight = jnp.where(counted, weight, jnp.zeros_like(weight))      # a weight of padding may be NaN
+    rows, columns = jnp.where(counted, label, 0), jnp.where(counted, prediction, 0)
+    return Total(jnp.zeros((classes, classes), weight.dtype).at[rows, columns].add(weight))
+
+
+def _classes(name: str, values: Any) -> jax.Array:
+    values = jnp.asarray(values)
+    if not jnp.issubdtype(values.dtype, jnp.integer) and values.dtype != jnp.bool_:
+        raise TypeError(f"confusion: expected {name} to be integers, the indices of classes, got {values.dtype}: for "
+                        "example logits.argmax(-1)")
+    return values if values.dtype in (jnp.int64, jnp.uint64, jnp.uint32) else values.astype(jnp.int32)
+
+
+def _at_least_32_bits(values: Any) -> Any:
+    if not hasattr(values, "dtype") or values.dtype.itemsize >= 4:
+        return values
+    whole = jnp.issubdtype(values.dtype, jnp.integer) or values.dtype == jnp.bool_
+    return values.astype(jnp.int32 if whole else jnp.float32)
 
 
 def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,7 +201,7 @@ def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
                     "training.mean(values, weight) for a mean over examples"
                 )
             value = mean(value)
-        out[name] = value
+        out[name] = jax.tree.map(_at_least_32_bits, value)
     return out
 
 
@@ -227,7 +261,8 @@ def evaluator(
     """Returns a function that evaluates a state on a complete data set, without dropping or repeating examples.
 
     All batches have the same size, so the evaluation is compiled only once. If the last batch has fewer examples, it is
-    padded. Every batch contains an array of weights [batch], which are 1.0 for examples and 0.0 for padding. If the
+    padded. Every batch contains an array of weights [batch], which are 1.0 for examples and 0.0 for padding. The
+    metrics of the batches are added on the host in float64 and int64, so counts are exact for data of any size. If the
     state is on several devices according to a plan (see `parallel.plan`), each device evaluates a part of the examples.
 
     Args:
@@ -271,7 +306,7 @@ def evaluator(
 
     @functools.cache
     def steps(whole):
-        return jax.jit(lambda state, total, batch: add(total, measured(state, batch)), out_shardings=whole)
+        return jax.jit(measured, out_shardings=whole)
 
     def batches(chips):
         size = -(-min(batch_size, length) // chips) * chips
@@ -282,16 +317,20 @@ def evaluator(
 
     def evaluate(state):
         total, place = None, _rows(state)
-        whole = None if place is None else NamedSharding(place.mesh, P())
-        more = steps(whole)
+        one = steps(None if place is None else NamedSharding(place.mesh, P()))
         in_flight: collections.deque = collections.deque()
+
+        def fetch(total):
+            values = jax.tree.map(_wide, jax.device_get(in_flight.popleft()))
+            return values if total is None else add(total, values)
+
         for batch in batches(1 if place is None else place.mesh.size // place.shard_shape((place.mesh.size,))[0]):
             poll()
-            total = placed(zeros(jax.eval_shape(measured, state, batch)), whole) if total is None else total
-            total = more(state, total, placed(batch, place))
-            in_flight.append(total)
+            in_flight.append(one(state, placed(batch, place)))
             if len(in_flight) > 2:                         # otherwise, a signal would have to wait for all of the data
-                jax.block_until_ready(in_flight.popleft())
+                total = fetch(total)
+        while in_flight:
+            total = fetch(total)
         return results(total)
 
     def names(state):
@@ -300,6 +339,10 @@ def evaluator(
 
     evaluate.names = names
     return evaluate
+
+
+def _wide(values: np.ndarray) -> np.ndarray:
+    return np.asarray(values).astype(np.int64 if values.dtype.kind in "iub" else np.float64)
 
 
 def _weighted(batch: Any, weight: np.ndarray) -> Any:
