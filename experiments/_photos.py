@@ -21,7 +21,7 @@ def opened(photo):
 
     Raises:
       OSError: the file does not exist, or is not an image.
-      ValueError: the file is damaged, or the image has more than 50 million pixels.
+      ValueError: the file is damaged, has pixels in 32 bits, or has more than 50 million pixels.
       ModuleNotFoundError: Pillow is not installed.
     """
     try:
@@ -37,7 +37,7 @@ def opened(photo):
         with picture:
             if picture.width * picture.height > PIXELS:
                 raise ValueError(f"it has {picture.width} x {picture.height} pixels, at most {PIXELS:,} are read")
-            return ImageOps.exif_transpose(picture).convert("RGB")
+            return models.ImageInput.rgb(ImageOps.exif_transpose(picture))
     except OSError as error:
         if error.filename or str(photo) in str(error):
             raise

@@ -76,10 +76,15 @@ class ImageInput:
     def crop(self, photo: Any) -> np.ndarray:
         """Scales and crops a `PIL.Image`.
 
+        The orientation in the EXIF data is not applied; `PIL.ImageOps.exif_transpose` does that.
+
         Returns:
             A uint8 array [size, size, 3], with the channels in the order red, green, blue.
+
+        Raises:
+            ValueError: as for `rgb`.
         """
-        photo = photo.convert("RGB")
+        photo = self.rgb(photo)
         if self.resize is None:
             return np.array(photo.resize((self.size, self.size), _RESAMPLE[self.resample]))
         width, height = photo.size
@@ -89,6 +94,26 @@ class ImageInput:
         photo = photo.resize((wide, high), _RESAMPLE[self.resample])
         left, top = (round((side - self.size) / 2) for side in (wide, high))
         return np.array(photo.crop((left, top, left + self.size, top + self.size)))
+
+    @staticmethod
+    def rgb(photo: Any) -> Any:
+        """Converts a `PIL.Image` to RGB with 8 bits for each channel.
+
+        Palettes, CMYK and gray levels of 8 bits are converted by Pillow, and an alpha channel is dropped. Gray levels
+        of 16 bits are scaled from 0..65535 to 0..255; Pillow would clip them at 255, so that the image becomes white.
+
+        Raises:
+            ValueError: the image has 32-bit integers or floating-point numbers, whose range is unknown.
+        """
+        from PIL import Image
+
+        if photo.mode.startswith("I;16") or (photo.mode == "I" and photo.format == "PNG"):      # PNG has no 32 bits
+            levels = np.asarray(photo).astype(np.uint32)
+            photo = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
+        elif photo.mode in ("I", "F") or photo.mode.startswith(("I;", "F;")):
+            raise ValueError(f"an image of mode {photo.mode!r} has 32-bit values of unknown range: scale them to "
+                             "0..255, and pass Image.fromarray(values.astype(numpy.uint8))")
+        return photo.convert("RGB")
 
     def normalize(self, pixels: np.ndarray) -> np.ndarray:
         """Converts uint8 pixels [..., 3] to the network's input, a float32 array.

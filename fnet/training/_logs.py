@@ -152,7 +152,7 @@ class Logger:
         """
         media = {name: value for name, value in values.items() if isinstance(value, MEDIA)}
         scalars = {k: float(v) for k, v in values.items() if k not in media and np.ndim(v) == 0}
-        row = {k: v if np.isfinite(v) else None for k, v in scalars.items()}
+        row = {k: _exact(values[k], v) if np.isfinite(v) else None for k, v in scalars.items()}
         if row or not media:
             _written(self._file, (json.dumps({"step": step} | row) + "\n").encode())
         if self._tensorboard:
@@ -177,6 +177,12 @@ class Logger:
         self._file.close()
         if self._events is not None:
             self._events.close()
+
+
+def _exact(value: Any, rounded: float) -> float | int:
+    """Returns an integer that float64 rounds as an integer, and any other value as a float."""
+    whole = isinstance(value, int) or (hasattr(value, "dtype") and np.dtype(value.dtype).kind in "iu")
+    return int(value) if whole and int(value) != rounded else rounded
 
 
 class _Events:

@@ -1,7 +1,9 @@
 """The preprocessing of photos, read from the files beside published weights."""
 
+import io
 import json
 
+import numpy as np
 import pytest
 
 from fnet import models
@@ -53,3 +55,36 @@ def test_other_values(config, timm, text, tmp_path):
 def test_a_folder_without_preprocessing(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"has no preprocessor_config.json, and no config.json with"):
         models.ImageInput.read(tmp_path)
+
+
+def _opened(array, kind):
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(array).save(file, kind)
+    return Image.open(file)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_gray_levels_of_16_bits_keep_their_contrast(kind):
+    """Pillow's own conversion makes every level above 255 white."""
+    pytest.importorskip("PIL")
+    levels = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
+    photo = _opened(levels, kind)
+    pixels = np.asarray(models.ImageInput.rgb(photo))
+    np.testing.assert_array_equal(pixels, np.repeat(np.round(levels / 257.0).astype(np.uint8)[..., None], 3, axis=2))
+    assert models.ImageInput(size=64, resize=None).crop(photo)[[0, -1], [0, -1]].tolist() == [[0] * 3, [255] * 3]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_pixels_of_unknown_range_are_refused(dtype):
+    pytest.importorskip("PIL")
+    with pytest.raises(ValueError, match="has 32-bit values of unknown range: scale them to"):
+        models.ImageInput().crop(_opened(np.full((4, 4), 70000, dtype), "TIFF"))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGBA", "CMYK", "RGB"])
+def test_other_modes_are_those_of_pillow(mode):
+    Image = pytest.importorskip("PIL.Image")
+    photo = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3)).astype(np.uint8)).convert(mode)
+    np.testing.assert_array_equal(np.asarray(models.ImageInput.rgb(photo)), np.asarray(photo.convert("RGB")))

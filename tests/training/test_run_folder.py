@@ -199,3 +199,13 @@ def test_two_configurations_started_together_do_not_swap(tmp_path):
     rate = float(said[1].split()[1])
     assert tr.load(tmp_path).config == {"rate": rate}
     assert f'"rate": {rate}' in (tmp_path / "config.json").read_text()
+
+
+def test_integers_in_the_log_keep_their_digits(tmp_path):
+    """Above 2^53, float64 rounds them; the step is an integer of any size."""
+    values = {"large": 2**53 + 1, "unsigned": np.uint64(2**64 - 1), "whole": 3, "part": np.float32(0.5), "flag": True}
+    logger = tr.Logger(tmp_path, tensorboard=False)
+    logger.write(2**53 + 1, values)
+    logger.close()
+    assert tr.read_metrics(tmp_path) == [{"step": 2**53 + 1, **{name: value.item() if hasattr(value, "item") else value
+                                                                for name, value in values.items()}}]

@@ -124,6 +124,65 @@ def test_missing_values(tmp_path):
     assert filled.dtype == np.float32 and np.isnan(filled).tolist() == [False, True, True, False]
 
 
+@pytest.mark.parametrize(("cells", "dtype"), [
+    (["1700000000.5", "1700000001.5", ""], np.float64),                 # Unix times
+    (["1700000000.5", "1400000003.5", "1500000000"], np.float64),
+    (["1234567890", "1234567891", ""], np.float64),                     # identifiers with a missing value
+    (["16777217", "1", ""], np.float64),
+    (["16777216", "1", ""], np.float32),
+    (["123456700000", "0.5", "1"], np.float64),
+    (["52.52000661", "52.52000662", "52.52000663"], np.float64),        # degrees that differ by a millimeter
+    (["2020.25", "1990.5", "1985.75"], np.float32),
+    (["0.12345678901234567", "-0.7654321098765432", "0.1"], np.float32),
+    (["1.5e10", "6.02e23", "1e-5"], np.float32),
+    (["6.02214076e23", "1", "2"], np.float64),
+    (["1e-50", "0.5", "0"], np.float64),
+    (["inf", "-inf", "0.5"], np.float32),
+    (["true", "false", ""], np.float32),
+    (["9007199254740990", "", "1"], np.float64),
+    (["-0.0", "0.5", ""], np.float32),
+])
+def test_the_dtype_of_columns_with_fractions_or_missing_values(tmp_path, cells, dtype):
+    column = written(tmp_path, "x\n" + "\n".join(cell or "NA" for cell in cells), missing=np.nan)["x"]
+    exact = [np.nan if not cell else float({"true": 1, "false": 0}.get(cell, cell)) for cell in cells]
+    assert column.dtype == dtype
+    np.testing.assert_array_equal(column, np.array(exact).astype(dtype))
+
+
+@pytest.mark.parametrize("cells", [["9007199254740993", ""], ["9007199254740993", "0.5"], ["-9223372036854775807", ""]])
+def test_integers_that_float64_rounds(tmp_path, cells):
+    with pytest.raises(ValueError, match=rf"line 2: column 'x' holds the integer {cells[0]}, and fractions or missing"):
+        written(tmp_path, "x\n" + "\n".join(cell or "NA" for cell in cells), missing=np.nan)
+    assert written(tmp_path, "x\n" + cells[0] + "\n")["x"].tolist() == [int(cells[0])]
+
+
+def test_integers_of_more_than_64_bits_and_dates_are_text(tmp_path):
+    table = written(tmp_path, "a,b\n18446744073709551615,2024-01-01\n1,2024-01-02\n")
+    assert table["a"].tolist() == ["18446744073709551615", "1"] and table["b"].tolist() == ["2024-01-01", "2024-01-02"]
+
+
+@pytest.mark.parametrize(("values", "refused"), [
+    (1.7e9 + np.arange(3), True),                                       # JAX would make all of them equal
+    (np.stack([np.arange(3.0), 1.7e9 + np.arange(3)], 1), True),        # also beside a column of other numbers
+    (np.array([np.nan, 1.7e9, 1.7e9 + 1]), True),
+    (1.7e9 + 1e8 * np.arange(3), False),
+    (np.full(3, 0.1), False),
+    (np.array([0.1 + 0.2, 0.3, 0.3]), False),                           # rounding errors
+    (np.array([1e300, 0.0, 1.0]), False),
+    (np.array([np.inf, 1.7e9, 1.7e9 + 1]), False),
+    (np.array([np.nan, np.nan]), False),
+    (np.zeros((3, 0)), False),
+], ids=range(10))
+def test_float64_values_that_float32_makes_equal(values, refused):
+    if not refused:
+        tr.Batches(values, 2)
+        return
+    with pytest.raises(TypeError, match=r"Batches: 'x' holds values from .* which float32 rounds to mult"):
+        tr.Batches({"x": values}, 2)
+    with jax.enable_x64(True):
+        tr.Batches({"x": values}, 2)
+
+
 @pytest.mark.parametrize(("text", "options", "message"), [
     ("", {}, r"t\.csv has no line of values"),
     ("a,b\n", {}, "has no line of values"),

@@ -41,7 +41,7 @@ def test_files_of_16_bit_tokens(tmp_path):
                                   tr.Windows(ROW, length=4, batch_size=3, seed=1)(0)["tokens"])
     for size in (0, 7):
         path.write_bytes(bytes(size))
-        with pytest.raises(ValueError, match=rf"train\.bin has {size} bytes: a file of 16-bit tokens has an even"):
+        with pytest.raises(ValueError, match=rf"train\.bin has {size} bytes: a file of 16-bit tokens has a mul"):
             tr.read_tokens(path)
 
 
@@ -62,3 +62,42 @@ def test_tokens_outside_the_vocabulary():
     with pytest.raises(ValueError, match=r"batch 0 holds the token 99\d, outside a vocabulary of 990"):
         windows(0)
     tr.Windows(ROW, length=8, batch_size=200, vocab_size=1000)(0)
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int64", "uint64", ">u4", "int32"])
+def test_files_of_wider_tokens(tmp_path, dtype):
+    """Ids above 65,535, which would be two 16-bit numbers each."""
+    path, ids = tmp_path / "train.bin", np.random.default_rng(0).integers(0, 128256, 200)
+    ids.astype(dtype).tofile(path)
+    held = tr.read_tokens(path, dtype)
+    np.testing.assert_array_equal(held, ids)
+    np.testing.assert_array_equal(tr.Windows(held, length=4, batch_size=3)(0)["tokens"],
+                                  tr.Windows(ids, length=4, batch_size=3)(0)["tokens"])
+    if not dtype.startswith(">"):
+        with pytest.raises(ValueError, match="these are tokens of 32 or 64 bits: pass dtype='uint32'"):
+            tr.read_tokens(path)
+
+
+def test_files_that_only_seem_to_have_wider_tokens(tmp_path):
+    path, ids = tmp_path / "train.bin", np.stack([np.arange(100), np.zeros(100)], 1).astype(np.uint16).ravel()
+    ids.tofile(path)
+    np.testing.assert_array_equal(tr.read_tokens(path, "uint16"), ids)
+    np.zeros(100, np.uint16).tofile(path)
+    assert tr.read_tokens(path).max() == 0
+
+
+def test_token_files_that_are_refused(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(8, dtype=np.uint16))
+    with pytest.raises(ValueError, match=r"a\.npy is a \.npy file, which has a header: read it with np\.load"):
+        tr.read_tokens(tmp_path / "a.npy")
+    with pytest.raises(TypeError, match="dtype='float32': expected an integer dtype"):
+        tr.read_tokens(tmp_path / "a.npy", "float32")
+    (tmp_path / "a.bin").write_bytes(bytes(6))
+    with pytest.raises(ValueError, match="has 6 bytes: a file of 32-bit tokens has a multiple of 4 bytes"):
+        tr.read_tokens(tmp_path / "a.bin", "uint32")
+
+
+@pytest.mark.parametrize("token", [2**31, 2**40, -(2**31) - 1])
+def test_tokens_that_int32_cannot_hold(token):
+    with pytest.raises(ValueError, match=rf"batch 0 holds tokens from .*{token}.*: expected numbers that fit"):
+        tr.Windows(np.full(9, token), length=4, batch_size=2)(0)

@@ -39,7 +39,9 @@ def as_arrays(data: Any, what: str) -> tuple[Any, int]:
 
     Raises:
       ValueError: `data` contains no arrays, or arrays of different lengths.
-      TypeError: `data` contains missing values, or values that are not numbers (text, dates, categories).
+      TypeError: `data` contains missing values, or values that are not numbers (text, dates, categories). A TypeError
+        is also raised for integers that do not fit into 32 bits, and for float64 values that differ only in digits
+        which float32 does not have, unless JAX computes in 64 bits.
     """
     names, arrays = [], []
 
@@ -55,6 +57,11 @@ def as_arrays(data: Any, what: str) -> tuple[Any, int]:
         return keep(name, _column(leaf, what, name) if is_series(leaf) else _array(leaf, what, name))
 
     def keep(name, array):
+        wide = array.dtype == np.float64 and not jax.config.jax_enable_x64
+        if wide and not isinstance(array.base, np.memmap) and narrowed(array, 1e-3):
+            raise TypeError(f"{what}: '{name}' holds values from {np.nanmin(array)!r} to {np.nanmax(array)!r}, which "
+                            "float32 rounds to multiples of their difference: subtract their mean, or set "
+                            "jax.config.update('jax_enable_x64', True)")
         names.append(name)
         arrays.append(array)
         return array
@@ -95,6 +102,23 @@ def _column(series: Any, what: str, name: str) -> np.ndarray:
     if isinstance(dtype, np.dtype):
         return numbers_of(series.to_numpy(dtype=dtype), what, name)
     return numbers_of(np.asarray(series.to_numpy()), what, name)
+
+
+def narrowed(array: np.ndarray, tolerance: float) -> bool:
+    """Whether rounding a float64 array [n, ...] to float32 changes a value by more than `tolerance` times the
+    difference between the largest and the smallest of the n values at its place. Differences in the last digits of
+    float64 are rounding errors, not data. Places with infinite values are not examined."""
+    if not array.size:
+        return False
+    low, high = np.fmin.reduce(array, 0), np.fmax.reduce(array, 0)      # NaN is ignored
+    with np.errstate(invalid="ignore", over="ignore"):
+        largest, spread = np.maximum(abs(low), abs(high)), high - low
+        suspect = (spread > 1e-12 * largest) & (spread < np.inf) & (2.0**-24 * largest > tolerance * spread)
+    if not suspect.any():
+        return False
+    values = array[:, suspect] if array.ndim > 1 else array
+    error = np.abs(values.astype(np.float32) - values)
+    return bool((error > tolerance * (spread[suspect] if array.ndim > 1 else spread)).any())
 
 
 def numbers_of(array: np.ndarray, what: str, name: str) -> np.ndarray:

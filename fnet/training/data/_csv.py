@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fnet.training.data._arrays import narrowed
 from fnet.training.data._cache import local
 
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
@@ -21,9 +22,12 @@ def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter:
     """Reads a CSV file. Returns a dict {name of a column: array}, which can be passed to `Batches`.
 
     A column of integers gets the dtype int32, or int64 if int32 is too small. A column of numbers that are not all
-    integers gets the dtype float32. A column that contains only the values true and false gets the dtype bool. A column
-    with any other content is read as text, with NumPy's str dtype. The file must be encoded in UTF-8. Cells may be
-    quoted, and quoted cells may contain delimiters and line breaks. Empty lines are skipped.
+    integers gets the dtype float32, or float64 if float32 would change what the column says: integers that float32
+    rounds, numbers of more than seven digits from 2^24 up (Unix times with fractions), values that differ only in
+    digits which float32 does not have, and numbers that float32 rounds to 0. A column that contains only the values
+    true and false gets the dtype bool. A column with any other content is read as text, with NumPy's str dtype. Dates
+    are text, and so are integers that do not fit into 64 bits. The file must be encoded in UTF-8. Cells may be quoted,
+    and quoted cells may contain delimiters and line breaks. Empty lines are skipped.
 
     Args:
       path: the path of the file, or the URL of an object in an object store (s3://, gs://, az://), as for
@@ -38,8 +42,9 @@ def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter:
         contain NA. Default None.
 
     Raises:
-      ValueError: the file is not a CSV table with one cell for each column in each row, or a value is missing and
-        `missing` contains no replacement. The error message names the file and the line.
+      ValueError: the file is not a CSV table with one cell for each column in each row, a value is missing and
+        `missing` contains no replacement, or a number is too large for float32 or an integer too large for its column.
+        The error message names the file and the line.
       FileNotFoundError: the file does not exist.
 
     Example:
@@ -143,8 +148,34 @@ def _array(path: Path, name: str, cells: list[str], kind: Callable | None, lines
         raise ValueError(f"{path}: missing={given!r} for column '{name}': expected a number") from None
     with np.errstate(over="ignore"):
         narrow = wide.astype(np.float32)
-    for line, cell, value in zip(lines, cells, narrow):
-        if np.isinf(value) and "inf" not in cell.lower() and not _missing(cell):
+    whole = np.zeros(len(cells), bool)
+    for i, (line, cell) in enumerate(zip(lines, cells)):
+        if np.isinf(narrow[i]) and "inf" not in cell.lower() and not _missing(cell):
             raise ValueError(f"{path}, line {line}: column '{name}' holds {cell[:40]}, more than float32 can hold: "
                              "scale the column")
-    return narrow
+        exact = _integer(cell)
+        whole[i] = exact is not None
+        if exact is not None and int(wide[i]) != exact:
+            raise ValueError(f"{path}, line {line}: column '{name}' holds the integer {cell[:40]}, and fractions or "
+                             "missing values: float64 rounds it. Use missing='drop', or missing= with an integer")
+    return wide if _needs_float64(wide, narrow, whole) else narrow
+
+
+def _integer(cell: str) -> int | None:
+    try:
+        return int(cell)
+    except ValueError:
+        return None
+
+
+def _needs_float64(wide: np.ndarray, narrow: np.ndarray, whole: np.ndarray) -> bool:
+    """Whether float32 would change what a column says.
+
+    Args:
+      wide, narrow: the values in float64 and in float32.
+      whole: whether a cell is written as an integer, which may be an identifier or a count.
+    """
+    if (whole & (narrow != wide)).any() or ((narrow == 0) & (wide != 0)).any():
+        return True
+    large = wide[np.isfinite(wide) & (np.abs(wide) >= 2**24) & ~whole]
+    return any(float(f"{value:.7g}") != value for value in large.tolist()) or narrowed(wide, 1e-5)

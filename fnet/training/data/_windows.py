@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fnet.training.data._arrays import INT32
 from fnet.training.data._cache import local
 
 
@@ -27,8 +28,8 @@ class Windows:
 
     Raises:
       ValueError: `tokens` is not an integer array, or has at most `length` elements. A ValueError is also raised if
-        `length` or `batch_size` is less than 1. If `vocab_size` is given, `windows(i)` raises a ValueError for a token
-        that is negative or not less than `vocab_size`.
+        `length` or `batch_size` is less than 1. `windows(i)` raises a ValueError for a token that does not fit into
+        int32 and, if `vocab_size` is given, for a token that is negative or not less than `vocab_size`.
 
     Example:
       >>> windows = Windows(np.arange(100), length=4, batch_size=2, seed=0)
@@ -58,7 +59,11 @@ class Windows:
         The first step has the number 0.
         """
         starts = self.starts(step)
-        tokens = np.stack([self.tokens[start : start + self.length + 1] for start in starts]).astype(np.int32)
+        tokens = np.stack([self.tokens[start : start + self.length + 1] for start in starts])
+        if not INT32.min <= tokens.min() <= tokens.max() <= INT32.max:
+            raise ValueError(f"batch {step} holds tokens from {tokens.min()} to {tokens.max()}: expected numbers that "
+                             "fit into int32. Was the file written with another dtype?")
+        tokens = tokens.astype(np.int32)
         if self.vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)][0]
             raise ValueError(f"batch {step} holds the token {wrong}, outside a vocabulary of {self.vocab_size}")
@@ -103,19 +108,24 @@ def stretches(tokens: np.ndarray, length: int) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
 
 
-def read_tokens(path: str | os.PathLike) -> np.ndarray:
-    """Memory-maps a file of tokens in the format of nanoGPT's data scripts: unsigned 16-bit numbers without a header.
+def read_tokens(path: str | os.PathLike, dtype: Any = None) -> np.ndarray:
+    """Memory-maps a file of tokens without a header. In nanoGPT's data scripts, tokens are unsigned 16-bit numbers.
 
     Args:
       path: the path of the file, or the URL of an object in an object store (s3://, gs://, az://). When an object is
         first read, it is copied to the folder that the environment variable FNET_DATA names, or to ~/.cache/fnet. Later
         calls of `read_tokens` verify the checksum of the copied object.
+      dtype: the integer dtype of the tokens in the file, such as "uint32" for a vocabulary of more than 65,536 tokens.
+        The bytes of a token are in little-endian order, unless the dtype says otherwise (">u2"). Default None: uint16,
+        after a check that the file does not look like one of 32-bit or 64-bit tokens.
 
     Returns:
-      The tokens, uint16 [tokens], memory-mapped.
+      The tokens, an array [tokens] of `dtype`, memory-mapped.
 
     Raises:
-      ValueError: the file is empty or has an odd number of bytes.
+      ValueError: the file is empty, its size is not a multiple of the size of a token, it is a .npy file, or `dtype` is
+        None and the file looks like one of 32-bit or 64-bit tokens.
+      TypeError: `dtype` is not an integer dtype.
 
     Source: Karpathy's nanoGPT, data/*/prepare.py.
 
@@ -126,11 +136,31 @@ def read_tokens(path: str | os.PathLike) -> np.ndarray:
     ...     tr.read_tokens(path).tolist()
     [5, 6, 7]
     """
+    kind = np.dtype("<u2" if dtype is None else dtype)
+    if kind.kind not in "iu":
+        raise TypeError(f"read_tokens: dtype={dtype!r}: expected an integer dtype, such as 'uint16' or 'uint32'")
     file = local(path)
     size = file.stat().st_size
-    if not size or size % 2:
-        raise ValueError(f"{path} has {size} bytes: a file of 16-bit tokens has an even number of them, at least 2")
-    return np.memmap(file, "<u2", "r")
+    if not size or size % kind.itemsize:
+        raise ValueError(f"{path} has {size} bytes: a file of {8 * kind.itemsize}-bit tokens has a multiple of "
+                         f"{kind.itemsize} bytes")
+    with file.open("rb") as start:
+        if start.read(6) == b"\x93NUMPY":
+            raise ValueError(f"{path} is a .npy file, which has a header: read it with np.load(path, mmap_mode='r')")
+    tokens = np.memmap(file, kind if kind.byteorder == ">" else kind.newbyteorder("<"), "r")
+    if dtype is None and _looks_wider(tokens):
+        raise ValueError(f"{path}: every second 16-bit number is at most 3, so these are tokens of 32 or 64 bits: pass "
+                         "dtype='uint32' (or the dtype with which the file was written), or dtype='uint16' if the "
+                         "tokens are what they seem")
+    return tokens
+
+
+def _looks_wider(tokens: np.ndarray) -> bool:
+    """Whether 16-bit numbers are the halves of 32-bit tokens below 2^18, as those of all common vocabularies."""
+    first = tokens[:4096]
+    if len(tokens) % 2 or len(first) < 64:
+        return False
+    return first[1::2].max() <= 3 and first[::2].max() > 3
 
 
 def _check(tokens, length):

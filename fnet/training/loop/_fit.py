@@ -134,8 +134,9 @@ def fit(
         JSON types. Default None: no other data.
       nonfinite: what to do after a step with a NaN or infinite metric or state. With "stop", `fit` raises `Diverged`.
         With "skip", `fit` discards the update of the non-finite step, so that only the counter `step` increases. With
-        "rollback", `fit` restores the state of the last checkpoint. After a rollback, the batches between the
-        checkpoint and the non-finite step are skipped, including the batch of the non-finite step. Default "stop".
+        "rollback", `fit` restores the state of the last checkpoint that an uninterrupted run has, too. After a rollback,
+        the batches between the checkpoint and the non-finite step are skipped, including the batch of the non-finite
+        step. Default "stop".
       debug: whether to replay the step for which `Diverged` is raised, so that the message names the first layer with a
         NaN or infinite value. Default False.
       log_every: the number of steps between two fetches of the training metrics. Default 100.
