@@ -12,8 +12,10 @@ import jax
 import numpy as np
 
 from fnet import training as tr
+from fnet.search._identity import digest, program, same_search
 from fnet.search._population import Population, members_of, take
 from fnet.search._space import Space
+from fnet.training.loop._fingerprint import as_dict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, s
         training runs is divided by eta, and the number of steps is multiplied by eta.
       key: the PRNG key for `init_n`.
       workdir: a folder for the checkpoints of each stage, or None. If `workdir` is a folder, an interrupted search can
-        be continued.
+        be continued with the same arguments. The folder records what the search was made with, in search.json.
       **options: options of `tr.fit`, such as progress and log_every.
 
     Returns:
@@ -76,6 +78,9 @@ def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, s
 
     Raises:
       ValueError: `first`, `steps` or `eta` is out of range.
+      ConfigError: `workdir` contains a search with other hyperparameters, other data, another key, or other values of
+        steps, first, eta or nonfinite. A ConfigError is also raised if `init_n`, `step_n` or `score` computes something
+        else than before, as far as the version of JAX is the same.
 
     Source: Jamieson and Talwalkar (2016), Non-stochastic Best Arm Identification and Hyperparameter Optimization.
 
@@ -94,9 +99,15 @@ def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, s
     lengths = [first]
     while lengths[-1] < steps:
         lengths.append(min(lengths[-1] * eta, steps))
+    if workdir is not None:
+        same_search(workdir, {
+            "members": n, "steps": steps, "first": first, "eta": eta, "nonfinite": options.get("nonfinite", "stop"),
+            "key": digest(key), f"score (jax {jax.__version__})": program(score, state),
+            **step_n.identity(state, batches(0))}, "rung0")
+    config = as_dict(options.pop("config", None)) or {}
     for rung, length in enumerate(lengths):
         folder = None if workdir is None else f"{os.fspath(workdir)}/rung{rung}"
-        extra = {} if folder is None else {"config": {"members": indices.tolist()}}
+        extra = {} if folder is None else {"config": {**config, "members": indices.tolist()}}
         state = tr.fit(step_n, state, batches, steps=length, workdir=folder, **extra, **options)
         used, at = used + len(indices) * (length - at), length
         scores = np.asarray(score(state), np.float64)
@@ -125,6 +136,9 @@ def hyperband(init_n: Callable, step_n: Callable, space: Space, batches: Callabl
         of brackets is limited, because the first stage of each bracket must have at least one step.
       fixed: a dict of further hyperparameters that have the same value for all training runs, or None.
       workdir: a folder for the checkpoints, with one subfolder for each bracket, or None.
+
+    Raises:
+      ValueError, ConfigError: as for `halving`.
 
     Returns:
       A list that contains a `Halving` for each bracket. In each `Halving`, the training runs are sorted by score, best

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from fnet import _jax
 from fnet import transforms as ft
 from fnet.search import _members as _state
+from fnet.search._identity import of_population
 from fnet.training import Mean, MemberMean
 from fnet.training._metrics import as_metrics
 
@@ -110,6 +111,10 @@ class Step:
                 found = self._measured(state, batch)
             self._methods[n] = found
         return {**dataclasses.asdict(self._methods[n]), "seconds": dict(self._methods[n].seconds)}
+
+    def identity(self, state: Any, batch: Any) -> dict[str, Any]:
+        """Returns a dict that identifies this population, for the comparison with a run that `tr.fit` resumes."""
+        return of_population(self.plain, state, batch)
 
     def explained(self, state: Any, batch: Any) -> Methods:
         """Returns the `Methods`, for `ft.explain`."""

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from fnet.search._identity import program
 from fnet.search._population import Population, take
-from fnet.search._space import Choice, LogUniform, Space
+from fnet.search._space import Choice, Integer, LogUniform, Space
 
 
 def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, fraction: float = 0.2,
            factors: tuple[float, float] = (0.8, 1.2), resample: float = 0.25) -> Population:
     """Returns the population after one generation of population-based training (PBT).
 
-    The m members of the population with the lowest scores are replaced (truncation selection). Each replaced member
-    becomes a copy of one of the population's m best members, drawn at random. The parameters, the optimizer state and
-    the hyperparameters are copied. After a member is copied, each hyperparameter of the copy that is in `space` is
-    changed at random. With probability `resample`, the new value of a hyperparameter is drawn from `space`. A
-    hyperparameter whose new value is not drawn from `space` is multiplied by one of the two `factors` (selected at
-    random), and clipped to its range. If a member of the population has diverged (NaN or infinite metrics), it is
-    treated as if it had the lowest score.
+    The m members of the population with the lowest scores are replaced (truncation selection), where m is `fraction` of
+    the members, at least one and at most half of them. Each replaced member becomes a copy of one of the population's m
+    best members, drawn at random. The parameters, the optimizer state and the hyperparameters are copied. After a
+    member is copied, each hyperparameter of the copy that is in `space` is changed at random. With probability
+    `resample`, the new value of a hyperparameter is drawn from `space`. A hyperparameter whose new value is not drawn
+    from `space` is multiplied by one of the two `factors` (selected at random), rounded if it is an integer, and
+    clipped to its range. If a member of the population has diverged (NaN or infinite metrics), it is treated as if it
+    had the lowest score, and is not copied unless all members have diverged.
 
     Args:
       state: a population, whose `hyper` is a dict.
@@ -49,7 +52,7 @@ def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, frac
     [0.1, 0.2, 0.3, 0.4, 0.1]
     """
     n = len(state.diverged)
-    count = max(1, round(fraction * n))
+    count = min(max(1, round(fraction * n)), n // 2)       # no member is both a parent and replaced
     if not 0 < fraction <= 0.5 or not 0 <= resample <= 1 or n < 2:
         raise ValueError(f"evolve: expected at least 2 members, fraction in (0, 0.5] and resample in [0, 1]; got {n} "
                          f"members, {fraction} and {resample}")
@@ -61,18 +64,26 @@ def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, frac
     scores = jnp.where(jnp.isnan(scores) | state.diverged, -jnp.inf, scores)
     order = jnp.argsort(-scores)                           # best first
     keys = jax.random.split(key, 2 + len(space))
-    parents = order[jax.random.randint(keys[0], (count,), 0, count)]
+    sound = jnp.isfinite(scores) | (scores > 0)            # a score of infinity is the best one
+    parents = order[jax.random.randint(keys[0], (count,), 0, jnp.clip(sound.sum(), 1, count))]
     rows = jnp.arange(n, dtype=order.dtype).at[order[n - count:]].set(parents)
     new = jnp.zeros(n, bool).at[order[n - count:]].set(True)
     state, hyper = take(state, rows), {}
     for (name, kind), each in zip(space.items(), keys[2:]):
         draws = jax.random.uniform(each, (3, n))
         old = state.hyper[name]
-        low, high = float(kind.low), float(kind.high)
-        anew = low * (high / low) ** draws[0] if isinstance(kind, LogUniform) else low + draws[0] * (high - low)
+        low, high, whole = float(kind.low), float(kind.high), jnp.issubdtype(old.dtype, jnp.integer)
+        if whole or isinstance(kind, Integer):
+            low, high, whole = math.ceil(low), math.floor(high), True
+        if isinstance(kind, LogUniform):
+            anew = low * (high / low) ** draws[0]
+        elif whole:
+            anew = jax.random.randint(each, (n,), low, high + 1).astype(jnp.float32)
+        else:
+            anew = low + draws[0] * (high - low)
         changed = old.astype(jnp.float32) * jnp.where(draws[1] < 0.5, *factors)
-        value = jnp.clip(jnp.where(draws[2] < resample, anew, changed), low, high)
-        value = jnp.round(value) if jnp.issubdtype(old.dtype, jnp.integer) else value
+        value = jnp.where(draws[2] < resample, anew, changed)
+        value = jnp.clip(jnp.round(value) if whole else value, low, high)
         hyper[name] = jnp.where(new, value.astype(old.dtype), old)
     return state.replace(hyper={**state.hyper, **hyper})
 
@@ -118,7 +129,9 @@ class PBT:
     """The step that `pbt` returns, with the same interface as the step that `population` returns."""
 
     def __init__(self, step_n, score, space, interval, seed, options):
-        self._step, self._interval = step_n, interval
+        self._step, self._interval, self._score = step_n, interval, score
+        self._choices = {"interval": interval, "seed": seed, "space": space.json(),
+                         "options": repr(sorted(options.items()))}
         self.__name__ = "pbt"
 
         def generation(state):
@@ -143,6 +156,11 @@ class PBT:
     def prepare(self, state, batch, known=None):
         """Selects the method (vmap, split or loop) that trains the members of the population."""
         return self._step.prepare(state, batch, known)
+
+    def identity(self, state, batch):
+        """Returns a dict that identifies this training, for the comparison with a run that `tr.fit` resumes."""
+        score = {f"score (jax {jax.__version__})": program(self._score, state)}
+        return self._step.identity(state, batch) | self._choices | score
 
     def explained(self, state, batch):
         """Returns the `Methods`, for `ft.explain`."""

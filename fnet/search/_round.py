@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fnet import _jax
+from fnet.search._identity import digest, program
 from fnet.search._population import Population, population
 from fnet.training import Mean
 from fnet.training._metrics import as_metrics
@@ -49,6 +50,8 @@ class Round:
         self._summed = _over_processes(devices)
         self._step = population(lambda key, hyper: (), self._member, method=method)[1]
         self._chosen: dict[str, Any] | None = None         # the method
+        self._choices = {"clients": digest(data.sizes), "their data": digest(data.data, 1 << 16), "sampled": sampled,
+                         "epochs": epochs, "batch_size": batch_size, "dropout": dropout}
         self._begin_jit, self._close_jit = jax.jit(self._begin, static_argnums=3), jax.jit(self._close)
         self._end_jit = jax.jit(self._end)
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
@@ -86,6 +89,11 @@ class Round:
         """Selects the method that runs the clients of a round: vmap, split or loop, as in `search.population`."""
         self._chosen = self._step.prepare(*self._first(state), known)
         return self._chosen
+
+    def identity(self, state: Any, batch: Any = None) -> dict[str, Any]:
+        """Returns a dict that identifies this training, for the comparison with a run that `tr.fit` resumes."""
+        key = {"key": digest(state.key)} if int(state.step) == 0 else {}
+        return self._choices | key | {f"round (jax {jax.__version__})": program(self.plain, state)}
 
     def explained(self, state: Any, batch: Any = None) -> Any:
         """Returns the `Methods`, for `ft.explain`."""

@@ -134,7 +134,8 @@ class Choice:
         return self.values[min(int(u * len(self.values)), len(self.values) - 1)]
 
     def where(self, value: Any) -> float:
-        return (list(self.values).index(value) + 0.5) / len(self.values)
+        same = lambda each: type(each) is type(value) and each == value      # 1 == True == 1.0
+        return ([same(each) for each in self.values].index(True) + 0.5) / len(self.values)
 
 
 KINDS = {"uniform": Uniform, "log_uniform": LogUniform, "integer": Integer, "choice": Choice}

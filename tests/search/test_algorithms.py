@@ -219,3 +219,132 @@ def test_errors():
         search.pbt(step_n, score, search.Space(), interval=0)
     with pytest.raises(ValueError, match="1 <= first <= steps"):
         search.halving(init_n, step_n, {"rate": jnp.ones(4)}, noise, score, steps=2, first=3, key=jax.random.key(0))
+
+
+# What a folder is for.
+
+
+def halved(workdir, **changes):
+    """A search, of which each argument can be another one."""
+    options = {"rates": np.logspace(-5, -1.5, 9, dtype=np.float32), "steps": 9, "first": 1, "eta": 3, "seed": 0,
+               "score": score, "noise": noise, "aim": 3.0, "begin": 0.0} | changes
+    tx = lambda hyper: optax.sgd(hyper["rate"])
+    init = lambda key, hyper: tr.TrainState.create({"w": jax.random.normal(key, (2,)) + options["begin"]}, tx(hyper))
+
+    def step(state, batch, hyper):
+        value, grads = jax.value_and_grad(lambda p: ((p["w"] - options["aim"] - batch) ** 2).sum())(state.params)
+        return state.apply(tx(hyper), grads), {"loss": value}
+
+    init_n, step_n = search.population(init, step, method="vmap")
+    return search.halving(init_n, step_n, {"rate": options["rates"]}, options["noise"], options["score"],
+                          steps=options["steps"], first=options["first"], eta=options["eta"],
+                          key=jax.random.key(options["seed"]), workdir=workdir, tensorboard=False)
+
+
+OTHERS = {"hyperparameters": {"rates": np.logspace(-5, -1.5, 9, dtype=np.float32)[::-1].copy()},
+          "one value": {"rates": np.r_[np.logspace(-5, -1.5, 9, dtype=np.float32)[:8], 0.5].astype(np.float32)},
+          "dtype": {"rates": np.arange(1, 10, dtype=np.int32)}, "steps": {"steps": 12}, "first": {"first": 2},
+          "eta": {"eta": 2}, "seed": {"seed": 1}, "init": {"begin": 1.0}, "step": {"aim": 2.0},
+          "score": {"score": lambda state: -score(state)},
+          "score on the host": {"score": lambda state: -np.asarray(score(state))},
+          "data": {"noise": lambda i: noise(i + 1)}}
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("halving")
+    return workdir, halved(workdir)
+
+
+def test_halving_continues_its_own_search(searched):
+    again = halved(searched[0])
+    np.testing.assert_array_equal(again.indices, searched[1].indices)
+    equal(again.state, searched[1].state)
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("change", OTHERS)
+def test_halving_does_not_answer_for_another_search(searched, change):
+    with pytest.raises(tr.ConfigError, match=r"holds (another search|a run with another configuration)"):
+        halved(searched[0], **OTHERS[change])
+
+
+def test_a_search_of_unknown_origin_is_not_continued(tmp_path):
+    (tmp_path / "rung0").mkdir()
+    (tmp_path / "rung0" / "config.json").write_text("{}")
+    with pytest.raises(tr.ConfigError, match=r"holds a search without search\.json, so what it was made with is unknown"):
+        halved(tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_hyperband_does_not_answer_for_another_search(tmp_path):
+    init_n, step_n = quadratic()
+    run = lambda high, seed: search.hyperband(
+        init_n, step_n, search.Space(rate=search.Uniform(0, high)), noise, score, steps=3, seed=seed,
+        workdir=tmp_path, tensorboard=False)
+    first = run(0.1, 0)
+    assert [each.indices.tolist() for each in run(0.1, 0)] == [each.indices.tolist() for each in first]
+    for high, seed in ((0.2, 0), (0.1, 1)):
+        with pytest.raises(tr.ConfigError, match="holds another search"):
+            run(high, seed)
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("change", ["rate", "seed", "evolution", "space", "score", "step"])
+def test_a_population_is_not_resumed_with_other_arguments(tmp_path, change):
+    def train(rates=(0.01, 0.02, 0.03), seed=0, evolution=0, high=0.1, sign=1, slow=1.0):
+        init_n, inner = search.population(lambda key, h: {"w": jax.random.normal(key, ())},
+                                          lambda s, b, h: ({"w": s["w"] - slow * h["rate"]}, {}), method="vmap")
+        step = search.pbt(inner, lambda state: sign * state.members["w"], search.Space(
+            rate=search.Uniform(0.01, high)), interval=2, seed=evolution)
+        state = init_n(jax.random.key(seed), {"rate": jnp.asarray(rates)})
+        return tr.fit(step, state, lambda i: np.zeros(1), steps=3, workdir=tmp_path, config={}, tensorboard=False)
+
+    first = train()
+    equal(train(), first)
+    other = {"rate": {"rates": (0.01, 0.02, 0.04)}, "seed": {"seed": 1}, "evolution": {"evolution": 1},
+             "space": {"high": 0.2}, "score": {"sign": -1}, "step": {"slow": 0.5}}[change]
+    with pytest.raises(tr.ConfigError, match=r"the population's .* was .*, is "):
+        train(**other)
+
+
+# One generation.
+
+
+def members(n, **hyper):
+    init_n, _ = search.population(lambda key, h: {"id": h["id"]}, lambda s, b, h: (s, {}), method="vmap")
+    return init_n(jax.random.key(0), {"id": jnp.arange(n), **hyper})
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(search.Integer(1, 3), "int32"), (search.Integer(-2, 0), "float32"),
+                                             (search.Uniform(0.5, 3.5), "int32")])
+def test_integers_are_drawn_uniformly(kind, dtype):
+    state = members(4000, k=jnp.zeros(4000, dtype))
+    drawn = np.asarray(search.evolve(state, -jnp.arange(4000.0), search.Space(k=kind), jax.random.key(0), fraction=0.5,
+                                     resample=1.0).hyper["k"])[2000:]
+    values, counts = np.unique(drawn, return_counts=True)
+    assert len(values) == 3 and kind.low <= values[0] and values[-1] <= kind.high and drawn.dtype == dtype
+    assert abs(counts / 2000 - 1 / 3).max() < 0.04
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("n", range(2, 10))
+@pytest.mark.parametrize("sound", ["all", "some", "none"])
+def test_replaced_members_are_no_parents_and_no_diverged_member_is_copied(n, sound):
+    rng, space = np.random.default_rng(n), search.Space(rate=search.Uniform(0, 1))
+    for fraction in (0.01, 0.2, 0.5):
+        diverged = {"all": np.zeros(n, bool), "some": rng.random(n) < 0.6, "none": np.ones(n, bool)}[sound]
+        state = members(n, rate=jnp.full(n, 0.5)).replace(diverged=jnp.asarray(diverged))
+        scores = rng.permutation(n).astype(np.float32)
+        new = search.evolve(state, scores, space, jax.random.key(n), fraction=fraction)
+        ids, count = np.asarray(new.members["id"]), min(max(1, round(fraction * n)), n // 2)
+        order = np.argsort(-np.where(diverged, -np.inf, scores), kind="stable")
+        replaced, parents = order[n - count:], ids[order[n - count:]]
+        np.testing.assert_array_equal(np.delete(ids, replaced), np.delete(np.arange(n), replaced))
+        assert set(parents.tolist()) <= set(order[:count].tolist())
+        assert diverged.all() or not diverged[parents].any()
+
+
+def test_the_values_of_a_choice_keep_their_types():
+    choice = search.Choice((1, True, 1.0))
+    assert [choice.where(value) for value in (1, True, 1.0)] == pytest.approx([1 / 6, 3 / 6, 5 / 6])

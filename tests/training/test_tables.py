@@ -271,3 +271,32 @@ def test_wrong_splits(options, text):
 def test_a_split_of_arrays_of_different_lengths():
     with pytest.raises(ValueError, match=r"split needs arrays of one length, got lengths \[3, 4\]"):
         tr.split((np.zeros(3), np.zeros(4)), 0.5)
+
+
+@pytest.mark.parametrize("kind", ["few", "tiny", "own", "text"])
+def test_stratified_parts_of_any_number(kind):
+    """Each class in each part: the exact proportional number, rounded up or down; nothing is lost or repeated."""
+    rng = np.random.default_rng(0)
+    for trial in range(60):
+        n = int(rng.integers(8, 60))
+        labels = {"few": rng.integers(0, 4, n), "tiny": rng.integers(0, n, n), "own": np.arange(n),
+                  "text": rng.choice(["a", "b", "c"], n)}[kind]
+        shares = rng.dirichlet(np.full(int(rng.integers(2, 7)), 4.0))
+        counts = np.maximum(rng.multinomial(n - len(shares), shares) + 1, 1).tolist()
+        parts = tr.split(np.arange(n), counts, seed=trial, stratify=labels)
+        assert sorted(np.concatenate(parts)) == list(range(n)) and [len(part) for part in parts] == counts
+        assert all((np.diff(part) > 0).all() for part in parts)
+        for part in parts:
+            for label in set(labels.tolist()):
+                exact = (labels == label).sum() * len(part) / n
+                assert abs((labels[part] == label).sum() - exact) < 1
+
+
+def test_stratified_parts_are_drawn_without_bias():
+    """Over many seeds, the mean of the rounded numbers is the exact proportional number."""
+    labels = np.repeat(np.arange(3), [5, 3, 3])
+    counts = np.zeros((3, 3))
+    for seed in range(400):
+        for p, part in enumerate(tr.split(np.arange(11), [4, 4, 3], seed=seed, stratify=labels)):
+            counts[:, p] += np.bincount(labels[part], minlength=3)
+    np.testing.assert_allclose(counts / 400, np.outer([5, 3, 3], [4, 4, 3]) / 11, atol=0.09)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -25,8 +26,8 @@ def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify:
         with the sum 1 or as numbers of examples.
       seed: the seed of the random assignment of examples to parts. Default 0.
       stratify: the class of each example, integers [n]. If `stratify` is given, the classes have nearly the same
-        proportions in every part as in `data`. For each class and each part, the number of examples differs
-        by at most one from the exact proportional number. If `stratify` is None, the classes are ignored. Default None.
+        proportions in every part as in `data`: for each class and each part, the number of examples is the exact
+        proportional number, rounded up or down. If `stratify` is None, the classes are ignored. Default None.
 
     Returns:
       A tuple of the parts of the data set, each with the structure of `data`.
@@ -53,7 +54,10 @@ def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify:
         labels = np.asarray(stratify)
         if labels.shape != (n,):
             raise ValueError(f"split: stratify= expects one label for each of {n} examples, got shape {labels.shape}")
-        order = order[np.argsort(np.unique(labels, return_inverse=True)[1][order], kind="stable")]
+        numbers = np.unique(labels, return_inverse=True)[1]
+        order = order[np.argsort(numbers[order], kind="stable")]
+        if len(counts) > 2:
+            return tuple(take(data, np.sort(rows)) for rows in _stratified(order, np.bincount(numbers), counts, rng))
     parts = []
     for count in counts[:0:-1]:                            # evenly spaced in the order of the classes
         position = np.arange(len(order)) * count
@@ -61,6 +65,79 @@ def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify:
         parts.append(order[chosen])
         order = order[~chosen]
     return tuple(take(data, np.sort(rows)) for rows in (order, *parts[::-1]))
+
+
+def _stratified(order: np.ndarray, classes: np.ndarray, counts: list[int], rng: np.random.Generator
+                ) -> list[np.ndarray]:
+    """Divides examples into more than two parts with the same proportions of the classes.
+
+    Args:
+      order: the examples, sorted by class, and in random order within a class.
+      classes, counts: the number of examples of each class, and of each part.
+    """
+    table, parts, start = _rounded(classes.tolist(), counts, rng), [[] for _ in counts], 0
+    for row in table:
+        for part, count in zip(parts, row):
+            part.append(order[start:start + count])
+            start += count
+    return [np.concatenate(part) for part in parts]
+
+
+def _rounded(classes: list[int], counts: list[int], rng: np.random.Generator) -> list[list[int]]:
+    """Rounds the table classes[c] * counts[p] / n to integers with the same sums of rows and columns. Each entry is
+    rounded up or down, with the probability that keeps its expected value.
+
+    As long as entries are fractions, some of them form a cycle of steps along rows and columns. Adding and subtracting
+    the same number along a cycle keeps all sums, and makes at least one entry of the cycle an integer.
+
+    Source: Cox (1987), A Constructive Procedure for Unbiased Controlled Rounding.
+    """
+    n = sum(counts)
+    table = [[one * count // n for count in counts] for one in classes]
+    rest = [[one * count % n for count in counts] for one in classes]      # the fractions, in units of 1 / n
+    open_rows: list[int] = []
+    for row in range(len(classes)):
+        open_rows.append(row)
+        while cycle := _cycle({each: [p for p, part in enumerate(rest[each]) if part] for each in open_rows}):
+            plus, minus = cycle[::2], cycle[1::2]
+            up = min([n - rest[r][p] for r, p in plus] + [rest[r][p] for r, p in minus])
+            down = min([rest[r][p] for r, p in plus] + [n - rest[r][p] for r, p in minus])
+            change = up if rng.random() * (up + down) < down else -down
+            for entries, sign in ((plus, 1), (minus, -1)):
+                for r, p in entries:
+                    more, rest[r][p] = divmod(rest[r][p] + sign * change, n)
+                    table[r][p] += more
+        open_rows = [each for each in open_rows if any(rest[each])]
+    return table
+
+
+def _cycle(rows: dict[int, list[int]]) -> list[tuple[int, int]]:
+    """Returns the entries (row, column) of a cycle, which alternately share a row and a column, or [] if there is none.
+    `rows` contains the columns of the entries of each row."""
+    columns: dict[int, list[int]] = {}
+    for row, inside in rows.items():
+        for column in inside:
+            columns.setdefault(column, []).append(row)
+    done = set()
+    for start in rows:
+        path = [(True, start)]                             # nodes: (whether it is a row, its number)
+        ways = [iter(rows[start])] if (True, start) not in done else []
+        while ways:
+            is_row, _ = path[-1]
+            before = path[-2][1] if len(path) > 1 else None
+            following = next((each for each in ways[-1] if each != before), None)
+            if following is None:
+                ways.pop()
+                done.add(path.pop())
+                continue
+            node = (not is_row, following)
+            if node in path:
+                nodes = [*path[path.index(node):], node]
+                return [(a[1], b[1]) if a[0] else (b[1], a[1]) for a, b in itertools.pairwise(nodes)]
+            if node not in done:
+                path.append(node)
+                ways.append(iter(columns[following] if is_row else rows[following]))
+    return []
 
 
 def _counts(sizes: float | Sequence[float], n: int) -> list[int]:

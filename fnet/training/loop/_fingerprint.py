@@ -88,8 +88,8 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], config: Any, wher
     be compared.
 
     Args:
-      before: a dict with the keys "config", "data" and "steps", from the checkpoint.
-      now: a dict with the keys "config", "data" and "steps", for the current call of `fit`.
+      before: a dict with the keys "config", "data", "steps" and, for populations, "step", from the checkpoint.
+      now: a dict with the same keys, for the current call of `fit`.
       config: the argument `config` of `fit`. A field of `config` that is not in the checkpoint must have its default
         value.
       where: the run's folder, for messages.
@@ -100,6 +100,7 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], config: Any, wher
     """
     old, new = before.get("config"), now["config"]
     data = _differences(before.get("data") or {}, now["data"], "the data's ")
+    data += _differences(before.get("step") or {}, now.get("step") or {}, "the population's ")
     if now["steps"] < before.get("steps", 0):
         data.append(f"steps was {before['steps']}, is {now['steps']}, and a run is only ever made longer")
     if new is not None and old is not None:
@@ -119,12 +120,17 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], config: Any, wher
                       ResumeWarning, stacklevel=5)
 
 
+def same_json(a: Any, b: Any) -> bool:
+    """Whether two values are equal as JSON. In Python, 1 == 1.0 == True."""
+    return json.dumps(a, sort_keys=True, default=repr) == json.dumps(b, sort_keys=True, default=repr)
+
+
 def _differences(old, new, prefix=""):
     return [f"{prefix}{name} was {old[name]!r}, is {new[name]!r}" for name in old
-            if name in new and old[name] != new[name]]
+            if name in new and not same_json(old[name], new[name])]
 
 
 def _missing(old, new, defaults):
     added = [f"{name} was not there, is {new[name]!r}" for name in new
-             if name not in old and new[name] != defaults.get(name, dataclasses.MISSING)]
+             if name not in old and not (name in defaults and same_json(new[name], defaults[name]))]
     return added + [f"{name} was {old[name]!r}, is not there" for name in old if name not in new]

@@ -134,9 +134,9 @@ def fit(
         JSON types. Default None: no other data.
       nonfinite: what to do after a step with a NaN or infinite metric or state. With "stop", `fit` raises `Diverged`.
         With "skip", `fit` discards the update of the non-finite step, so that only the counter `step` increases. With
-        "rollback", `fit` restores the state of the last checkpoint that an uninterrupted run has, too. After a rollback,
-        the batches between the checkpoint and the non-finite step are skipped, including the batch of the non-finite
-        step. Default "stop".
+        "rollback", `fit` restores the state of the last checkpoint that an uninterrupted run has, too. After that, the
+        batches between the checkpoint and the non-finite step are skipped, including the batch of the non-finite step.
+        Default "stop".
       debug: whether to replay the step for which `Diverged` is raised, so that the message names the first layer with a
         NaN or infinite value. Default False.
       log_every: the number of steps between two fetches of the training metrics. Default 100.
@@ -241,6 +241,8 @@ def fit(
             run.checkpoints = stack.enter_context(checkpoints)
             sample = run.example if run.alone else None    # each process may have rows of its own
             begun_with = {"config": configured, "steps": steps, "data": identity(batches, run.at, sample)}
+            if run.alone and hasattr(step, "identity"):    # of a population, whose hyperparameters are in the state
+                begun_with["step"] = step.identity(run.state, run.spread.shapes(lambda: sample))
             _begin(run, workdir, begun_with, config, restart=restart)
             if profile_steps is not None and jax.process_index() == 0:
                 run.profiled = _profiling.Profiling(run, profile_steps, location(workdir))
@@ -297,7 +299,7 @@ def _counts(state, **counts):
     return checked
 
 
-def _begin(run: Run, workdir, begun_with: Mapping[str, Any], config: Any, *, restart: bool) -> None:
+def _begin(run: Run, workdir, begun_with: dict[str, Any], config: Any, *, restart: bool) -> None:
     """Locks the run's folder and restores the newest checkpoint. The caller must have checked all arguments of
     `fit`."""
     try:                                                   # a store's lock may have to expire first
@@ -311,7 +313,9 @@ def _begin(run: Run, workdir, begun_with: Mapping[str, Any], config: Any, *, res
         remove_logs(workdir)
     run.restore()
     if run.saved is not None:
-        compare(run.checkpoints.notes(run.saved).get("fit", {}), begun_with, config, workdir)
+        before = run.checkpoints.notes(run.saved).get("fit", {})
+        compare(before, begun_with, config, workdir)
+        begun_with["step"] = before.get("step", {}) | begun_with.get("step", {})
         run.say(f"resumed at step {run.at} from {run.checkpoints.folder / str(run.at)}")
     if begun_with["config"] is not None and jax.process_index() == 0:
         save_config(begun_with["config"], workdir)
