@@ -36,7 +36,8 @@ def define(commands: Any) -> None:
     parser.add_argument("--metric", help="metric by which the trials are compared (default: validation/accuracy if the "
                         "run logs it, otherwise another accuracy or loss of validation or test data)")
     parser.add_argument("--mode", choices=["max", "min"], help="whether the largest or the smallest value of "
-                        "the metric is the best (default: min for losses and errors, otherwise max)")
+                        "the metric is the best (default: known for accuracy, loss, error, mae and other common "
+                        "metrics; needed for any other)")
     parser.add_argument("--sampler", choices=["sobol", "random", "bayesian"], default="sobol",
                         help="method that selects the hyperparameters; bayesian needs fnet[search] (default: "
                         "%(default)s)")

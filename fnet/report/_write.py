@@ -16,6 +16,7 @@ from fnet.introspect import _page
 from fnet.report import _predictions, _tables
 from fnet.report._read import Run, read
 from fnet.training import duration
+from fnet.training._direction import direction
 
 _CHARTS = 80      # the largest number of charts in one report
 _FIRST = ("loss", "accuracy")      # metrics that are shown first
@@ -188,7 +189,8 @@ def _card(run, name, i) -> str:
         finite = [(value, step) for step, value in zip(steps, values) if value is not None]
         if not finite:
             continue
-        best = max(finite, key=lambda pair: pair[0]) if "accuracy" in metric else min(finite, key=lambda pair: pair[0])
+        choose = max if direction(metric, None, "mode=") == "max" else min
+        best = choose(finite, key=lambda pair: pair[0])
         facts.append((metric, f"{finite[-1][0]:.4g}" + (f" (best {best[0]:.4g} at {best[1]:,})"
                                                         if best[0] != finite[-1][0] else "")))
     if speeds := [value for value in run.metrics.get("time/steps_per_second", ([], []))[1] if value]:
@@ -213,7 +215,8 @@ def _shown(run) -> list[str]:
 
 def status(run: Run) -> tuple[str, str]:
     """Returns a text that describes the state of a run, and the category of this state: "good", "open" or "bad"."""
-    last = run.events[-1][2] if run.events else ""
+    turns = [text for _, _, text in run.events if text.startswith(("began at step", "finished", "ended by "))]
+    last = turns[-1] if turns else ""
     if last.startswith("ended by Interrupted"):
         return "interrupted; the same command resumes it", "open"
     if last.startswith("ended by "):

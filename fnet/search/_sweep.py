@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -30,7 +29,9 @@ from typing import Any
 from fnet.search import _sweep_page
 from fnet.search._space import Space
 from fnet.training import read_metrics
+from fnet.training._direction import direction
 from fnet.training.checkpoints._lock import Lock, Locked
+from fnet.training.loop._fingerprint import same_json
 
 _ATTEMPTS = 3      # attempts for a trial whose process is killed
 _STARTUP = 8       # number of trials at Sobol points before Bayesian optimization
@@ -81,7 +82,7 @@ class Sweep:
             if path.exists():
                 before = json.loads(path.read_text())
                 changed = [f"{name} was {before.get(name)!r}, is {value!r}" for name, value in settings.items()
-                           if before.get(name) != value]
+                           if not same_json(before.get(name), value)]
                 if changed:
                     raise ValueError(f"{folder} has a sweep with other settings ({'; '.join(changed)[:400]}): use the "
                                      "old ones, or another --workdir")
@@ -126,6 +127,11 @@ class Sweep:
             _write(folder / "trial.json", {"params": self.point(len(trials), trials)})
             return Trial(folder), Lock(folder)
 
+    def metric(self) -> str | None:
+        """The metric by which the finished trials are compared, or None if no trial has finished."""
+        return next((result["metric"] for trial in self.trials() if (result := trial.result) and "metric" in result),
+                    None)
+
     def point(self, index: int, trials: Sequence[Trial]) -> dict[str, Any]:
         """Returns the hyperparameters of a new trial."""
         from fnet.search._programs import Bayesian
@@ -136,9 +142,9 @@ class Sweep:
             return self.space.random(index + 1, seed=seed)[-1]
         if kind == "bayesian" and index >= _STARTUP:
             model = Bayesian(self.space, seed=seed + index)
-            ended = [(trial.params, result["value"]) for trial in trials
-                     if (result := trial.result) and result["value"] is not None]
-            sign = -1.0 if any(r["mode"] == "min" for t in trials if (r := t.result) and "mode" in r) else 1.0
+            finished = _sweep_page.finished(trials)
+            ended = [(trial.params, trial.result["value"]) for trial in finished]
+            sign = -1.0 if finished and finished[0].result["mode"] == "min" else 1.0
             model.tell([params for params, _ in ended], [sign * value for _, value in ended])
             return model.ask()[0]
         return self.space.at(sobol(1, len(self.space), seed=seed, start=index)[0])
@@ -160,11 +166,11 @@ class Sweep:
             return None
         values = {name: value for row in read_metrics(trial.folder / "run") for name, value in row.items()
                   if value is not None}
-        name = self.settings["metric"] or next((each for each in _METRICS if each in values), None)
+        name = self.settings["metric"] or self.metric() or next((each for each in _METRICS if each in values), None)
         if name not in values:
             known = ", ".join(sorted(values)[:20])
             return ended | {"status": "failed", "reason": f"the run has no metric {name}; it has {known or 'none'}"}
-        mode = self.settings["mode"] or ("min" if re.search("loss|error", name) else "max")
+        mode = direction(name, self.settings["mode"], "--mode=")
         return ended | {"status": "finished", "value": values[name], "metric": name, "mode": mode}
 
 
@@ -173,6 +179,8 @@ def run(script: str, space: str, workdir: str, *, seconds: float, trials: int | 
     """Runs the trials of a sweep until the time is over or all trials have a result. Returns the exit code."""
     if not Path(script).is_file():
         raise ValueError(f"{script}: no such file; expected an experiment")
+    if metric is not None:
+        direction(metric, mode, "--mode=")                 # raises an error before the first trial
     settings = {"script": os.path.abspath(script), "space": Space.read(space).json(), "metric": metric, "mode": mode,
                 "sampler": sampler, "seed": seed, "flags": list(flags)}
     if sampler == "bayesian":
@@ -286,6 +294,11 @@ def _report(sweep) -> Trial | None:
     best = _sweep_page.best(sweep.trials())
     print(f"{path}: {len(sweep.trials())} trials")
     if best is not None:
+        metric = best.result["metric"]
+        if sweep.settings["metric"] is None and not metric.startswith("validation/"):
+            print(f"warning: the runs have no validation metric, so the trials are compared by {metric}. The best "
+                  "value is then too optimistic for new data: log a metric of validation data, or pass --metric to say "
+                  "that you mean this one", file=sys.stderr)
         command = sweep.command(best.params, "runs/best")
         print(f"best: trial {best.index}, {best.result['metric']} {best.result['value']:.6g}")
         print(shlex.join(["python", *command[1:]]))

@@ -15,24 +15,38 @@ table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right;border-b
 .scroll{overflow-x:auto}.best{background:#e6f2e6}.failed{color:#a33}svg{width:100%;height:auto}
 pre{background:#f4f4f4;padding:.7em;overflow-x:auto}"""
 
+_PERMUTATIONS = 999
+_SIGNIFICANT = 0.05
+
 
 def best(trials: Sequence[Any]) -> Any:
     """The finished trial with the best value of the metric, or None if no trial has finished."""
-    ended = [trial for trial in trials if trial.result and trial.result["status"] == "finished"]
+    ended = finished(trials)
     sign = lambda trial: -1 if trial.result["mode"] == "min" else 1
     return max(ended, key=lambda trial: (sign(trial) * trial.result["value"], -trial.index), default=None)
 
 
+def finished(trials: Sequence[Any]) -> list[Any]:
+    """The finished trials with the metric of the first of them. Values of different metrics cannot be compared."""
+    ended = [trial for trial in trials if trial.result and trial.result["status"] == "finished"]
+    return [trial for trial in ended if trial.result["metric"] == ended[0].result["metric"]]
+
+
 def importance(points: Sequence[Mapping[str, Any]], values: Sequence[float], space: Mapping[str, Any]
-               ) -> dict[str, float]:
-    """Returns the importance of each hyperparameter, a number from 0 to 1.
+               ) -> dict[str, tuple[float, float]]:
+    """Returns (importance, p-value) for each hyperparameter.
 
     The importance of a hyperparameter is the share of the metric's variance that this hyperparameter alone explains.
     The trials are divided into up to four groups by the value of the hyperparameter. The importance is the adjusted R^2
     of a one-way analysis of variance over the groups of trials, or 0 if the adjusted R^2 is negative.
+
+    With few trials, noise alone explains a large share. The p-value is the probability that a metric which does not
+    depend on any hyperparameter would explain such a share of at least one of them. It is estimated from random
+    permutations of the values, and multiplied by the number of hyperparameters (Bonferroni).
     """
     values = np.asarray(values, float)
-    shares = {}
+    shuffled = np.random.default_rng(0).permuted(np.tile(values, (_PERMUTATIONS, 1)), axis=1)
+    found = {}
     for name, kind in space.items():
         places = np.array([kind.where(point[name]) for point in points])
         if len(set(places)) <= 4:
@@ -40,14 +54,22 @@ def importance(points: Sequence[Mapping[str, Any]], values: Sequence[float], spa
         else:
             ranks = np.argsort(np.argsort(places, kind="stable"))
             groups = ranks * 4 // len(ranks)
-        total, count = ((values - values.mean()) ** 2).sum(), len(set(groups))
-        if total == 0 or count < 2 or len(values) <= count:
-            shares[name] = 0.0
-            continue
-        within = sum(((values[groups == g] - values[groups == g].mean()) ** 2).sum() for g in set(groups))
-        adjusted = 1 - within / (len(values) - count) / (total / (len(values) - 1))
-        shares[name] = float(max(adjusted, 0.0))
-    return shares
+        share, chance = (_explained(each, groups) for each in (values[None], shuffled))
+        p = (1 + (chance >= share - 1e-12).sum()) / (1 + _PERMUTATIONS)
+        found[name] = float(max(share[0], 0.0)), float(min(p * len(space), 1.0))
+    return found
+
+
+def _explained(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Returns the adjusted R^2 of the groups for each row of `values`, an array [rows, trials]."""
+    trials, count = values.shape[1], len(set(groups.tolist()))
+    total = ((values - values.mean(1, keepdims=True)) ** 2).sum(1)
+    if count < 2 or trials <= count or not total[0] > 0:
+        return np.zeros(len(values))
+    one_hot = (groups[:, None] == np.arange(groups.max() + 1)).astype(float)      # [trials, groups]
+    means = values @ one_hot / np.maximum(one_hot.sum(0), 1)
+    within = ((values - means[:, groups]) ** 2).sum(1)
+    return 1 - within / (trials - count) / (total / (trials - 1))
 
 
 def write(sweep: Any) -> Path:
@@ -61,7 +83,7 @@ def write(sweep: Any) -> Path:
 
 def page(trials: Sequence[Any], space: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """Returns the page of a sweep as HTML."""
-    ended = [trial for trial in trials if trial.result and trial.result["status"] == "finished"]
+    ended = finished(trials)
     top, names = best(trials), list(space)
     metric = ended[0].result["metric"] if ended else settings["metric"] or "value"
     parts = [f"<h1>Sweep of {escape(Path(settings['script']).name)}</h1>",
@@ -72,7 +94,8 @@ def page(trials: Sequence[Any], space: Mapping[str, Any], settings: Mapping[str,
     if len(ended) > 1:
         parts += ["<h2>Parallel coordinates</h2>", _coordinates(ended, space, metric)]
         shares = importance([t.params for t in ended], [t.result["value"] for t in ended], space)
-        parts += ["<h2>Importance</h2><p>The share of the variance that each hyperparameter explains alone.",
+        parts += ["<h2>Importance</h2><p>The share of the variance that each hyperparameter explains alone. A gray "
+                  "share is not significant: noise would explain as much with a probability of p &gt; 0.05.",
                   _bars(shares)]
     parts.append("<h2>Trials</h2><div class=scroll><table><tr>" + "".join(
         f"<th>{escape(name)}</th>" for name in ("trial", metric, *names, "seconds", "status")) + "</tr>")
@@ -119,9 +142,11 @@ def _coordinates(trials, space, metric) -> str:
 
 
 def _bars(shares) -> str:
-    rows = sorted(shares.items(), key=lambda pair: -pair[1])
-    marks = [f'<text x="150" y="{22 * i + 15}" text-anchor="end" font-size="13">{escape(name)}</text>'
-             f'<rect x="160" y="{22 * i + 3}" width="{600 * share:.1f}" height="15" fill="#4a7ab5"/>'
-             f'<text x="{165 + 600 * share:.1f}" y="{22 * i + 15}" font-size="12">{share:.0%}</text>'
-             for i, (name, share) in enumerate(rows)]
+    rows = sorted(shares.items(), key=lambda pair: (pair[1][1] > _SIGNIFICANT, -pair[1][0]))
+    marks = []
+    for i, (name, (share, p)) in enumerate(rows):
+        color, note = ("#4a7ab5", "") if p <= _SIGNIFICANT else ("#ccc", f" not significant, p = {p:.2g}")
+        marks.append(f'<text x="150" y="{22 * i + 15}" text-anchor="end" font-size="13">{escape(name)}</text>'
+                     f'<rect x="160" y="{22 * i + 3}" width="{500 * share:.1f}" height="15" fill="{color}"/>'
+                     f'<text x="{165 + 500 * share:.1f}" y="{22 * i + 15}" font-size="12">{share:.0%}{note}</text>')
     return f'<svg viewBox="0 0 900 {22 * len(rows) + 4}" role="img" aria-label="importance">{"".join(marks)}</svg>'

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from fnet import _cli_sweep, search
@@ -170,6 +171,60 @@ def test_a_metric_that_the_run_does_not_log(files, capsys):
     assert "the run has no metric test/f1; it has step, validation/accuracy" in results(files)[0]["reason"]
 
 
+class Result:
+    """A trial that has ended, as the page reads it."""
+
+    def __init__(self, index, value, metric="validation/loss", mode="min"):
+        self.index, self.params = index, {}
+        self.result = {"status": "finished", "value": value, "metric": metric, "mode": mode}
+
+
+def logs(files, name):
+    """The script, with another metric: the square of the distance from 0.3."""
+    text = SCRIPT.replace('"validation/accuracy": 1 - (', f'"{name}": (')
+    (files / "script.py").write_text(text)
+
+
+@pytest.mark.parametrize("name", ["mae", "perplexity"])
+def test_errors_are_minimized(files, capsys, name):
+    logs(files, f"validation/{name}")
+    assert main(command(files, "--metric", f"validation/{name}", trials=3, script=["--steps=1", "--pause=0"])) == 0
+    best = min(_trials(files), key=lambda trial: abs(trial.params["x"] - 0.3))
+    assert f"best: trial {best.index}, validation/{name} {best.result['value']:.6g}" in capsys.readouterr().out
+
+
+def test_a_metric_of_unknown_direction_needs_one(files, capsys):
+    logs(files, "validation/gap")
+    flags = "--metric", "validation/gap"
+    assert main(command(files, *flags, trials=3)) != 0
+    assert "is its largest or its smallest value the best? Pass --mode=max or --mode=min" in capsys.readouterr().err
+    assert not (files / "sweep").exists()
+    assert main(command(files, *flags, "--mode", "min", trials=3, script=["--steps=1", "--pause=0"])) == 0
+    best = min(_trials(files), key=lambda trial: abs(trial.params["x"] - 0.3))
+    assert f"best: trial {best.index}, " in capsys.readouterr().out
+
+
+def test_a_sweep_without_validation_data_says_so(files, capsys):
+    logs(files, "test/loss")
+    assert main(command(files, trials=1, script=["--steps=1", "--pause=0"])) == 0
+    assert "warning: the runs have no validation metric, so the trials are compared by test/loss" in (
+        capsys.readouterr().err)
+
+
+def test_values_of_different_metrics_are_not_compared():
+    trials = [Result(0, 0.5), Result(1, 0.9, "validation/accuracy", "max"), Result(2, 0.4)]
+    assert _sweep_page.best(trials).index == 2 and len(_sweep_page.finished(trials)) == 2
+
+
+def test_choices_of_other_types_are_another_sweep(files):
+    settings = lambda choice: {"space": {"a": {"choice": choice}}}
+    _sweep.Sweep(files / "sweep", settings([1, 0]))
+    _sweep.Sweep(files / "sweep", settings([1, 0]))
+    for other in ([True, False], [1.0, 0.0], [1, 2]):
+        with pytest.raises(ValueError, match="has a sweep with other settings"):
+            _sweep.Sweep(files / "sweep", settings(other))
+
+
 @pytest.mark.parametrize("sampler", ["random", "bayesian"])
 def test_samplers(files, sampler):
     if sampler == "bayesian":
@@ -182,6 +237,26 @@ def test_importance():
     space = search.Space(a=search.Uniform(0, 1), b=search.Uniform(0, 1), c=search.Choice(("x", "y")))
     points = space.sobol(64, seed=0)
     shares = _sweep_page.importance(points, [p["a"] ** 2 for p in points], space)
-    assert shares["a"] > 0.8 and shares["b"] < 0.1 and shares["c"] < 0.1
+    assert shares["a"][0] > 0.8 and shares["b"][0] < 0.1 and shares["c"][0] < 0.1
+    assert shares["a"][1] < 0.01 and shares["b"][1] > 0.05 and shares["c"][1] > 0.05
     only = _sweep_page.importance(points, [float(p["c"] == "x") for p in points], space)
-    assert only["c"] == pytest.approx(1)
+    assert only["c"] == pytest.approx((1, 0.003))
+    assert _sweep_page.importance(points[:1], [1.0], space) == dict.fromkeys("abc", (0.0, 1.0))
+    assert _sweep_page.importance(points, [2.0] * 64, space) == dict.fromkeys("abc", (0.0, 1.0))
+
+
+def test_the_importance_of_noise_is_not_significant():
+    """Six trials of three hyperparameters: noise explains large shares, but it is called significant in 5 % of sweeps,
+    and nothing but the first hyperparameter explains the second metric."""
+    space = search.Space(a=search.LogUniform(1e-4, 1), b=search.Integer(4, 64), c=search.Choice(("relu", "tanh")))
+    rng, large, called = np.random.default_rng(0), 0, 0
+    for seed in range(60):
+        shares = _sweep_page.importance(space.random(6, seed=seed), rng.random(6), space)
+        large += max(share for share, _ in shares.values()) > 0.5
+        called += min(p for _, p in shares.values()) <= 0.05
+    assert large > 10 and called <= 6
+    points = space.sobol(24, seed=1)
+    shares = _sweep_page.importance(points, [space["a"].where(p["a"]) + 0.1 * rng.random() for p in points], space)
+    assert [name for name, (_, p) in shares.items() if p <= 0.05] == ["a"]
+    bars = _sweep_page._bars({"noise": (0.87, 0.4), "signal": (0.3, 0.001)})
+    assert bars.index("signal") < bars.index("noise") and "87% not significant, p = 0.4" in bars

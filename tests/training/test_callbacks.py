@@ -243,7 +243,7 @@ def test_what_tensorboard_is_shown(tmp_path):
 
     evaluate = {"test": lambda state: {"w": float(state.params["w"]), "weights": tr.Histogram(state.params["w"])}}
     config = {"rate": 0.1, "name": "a", "wide": True, "none": None, "widths": [1, 2]}
-    train(workdir=tmp_path, config=config, on_step=log, evaluate=evaluate, best="test/w")
+    train(workdir=tmp_path, config=config, on_step=log, evaluate=evaluate, best="test/w", best_mode="max")
     found = shown(tmp_path)
     histogram = found[2, "values"].histo
     assert (histogram.num, histogram.min, histogram.max, histogram.sum) == (4, 0, 1, 2.5)
@@ -266,7 +266,7 @@ def test_hyperparameters(tmp_path):
     from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
     config = {"rate": 0.1, "name": "a", "wide": True, "none": None, "widths": [1, 2]}
-    train(workdir=tmp_path, config=config, evaluate={"test": lambda state: {"w": 1.0}}, best="test/w")
+    train(workdir=tmp_path, config=config, evaluate={"test": lambda state: {"w": 1.0}}, best="test/w", best_mode="max")
     found = {tag: value.metadata.plugin_data for (_, tag), value in shown(tmp_path).items() if "_hparams_" in tag}
     data = {tag: HParamsPluginData.FromString(plugin.content) for tag, plugin in found.items()}
     started = data["_hparams_/session_start_info"].session_start_info.hparams

@@ -174,13 +174,13 @@ def test_an_evaluation_done_before_a_death_is_not_done_again(tmp_path):
     """The checkpoint is written before the evaluation and amended after it."""
     measured = []
     evaluate = {"v": lambda state: {"a": measured.append(int(state.step)) or float(state.step), "nan": np.nan}}
-    options = OPTIONS | {"workdir": tmp_path, "evaluate": evaluate, "every": 2, "best": "v/a",
-                         "early_stop": tr.EarlyStop(metric="v/nan", patience=9)}
+    options = OPTIONS | {"workdir": tmp_path, "evaluate": evaluate, "every": 2, "best": "v/a", "best_mode": "max",
+                         "early_stop": tr.EarlyStop(metric="v/nan", mode="max", patience=9)}
     tr.fit(step, start(), batches, steps=4, **options)
     tr.fit(step, start(), batches, steps=6, **options)
     assert measured == [2, 4, 6]
     assert tr.load(tmp_path).metrics == {"v/a": 6.0}
-    checkpoints = tr.Checkpoints(tmp_path / "checkpoints", best="v/a")
+    checkpoints = tr.Checkpoints(tmp_path / "checkpoints", best="v/a", mode="max")
     assert checkpoints.best() == 6 and checkpoints.notes()["evaluated"] == {"v/a": 6.0, "v/nan": None}
 
 
@@ -266,7 +266,7 @@ def test_an_evaluation_that_is_none(evaluate, text):
 def test_an_evaluation_that_returns_no_number_keeps_the_state(tmp_path, value, text):
     with pytest.raises((TypeError, ValueError), match=text):
         tr.fit(step, start(), batches, steps=2, workdir=tmp_path, evaluate={"v": lambda state: {"a": value}}, every=1,
-               save_every=2, best="v/a", **OPTIONS)
+               save_every=2, best="v/a", best_mode="max", **OPTIONS)
     assert steps_of(tmp_path) == [1]
 
 

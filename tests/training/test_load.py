@@ -29,7 +29,8 @@ def start(params=None):
 
 def fit(workdir, values, **options):
     evaluate = {"v": lambda state: {"a": values[int(state.step)]}}
-    options = {"steps": max(values), "every": 1, "evaluate": evaluate, "best": "v/a"} | OPTIONS | options
+    options = {"steps": max(values), "every": 1, "evaluate": evaluate, "best": "v/a",
+               "best_mode": "max"} | OPTIONS | options
     return tr.fit(step, start(), lambda i: {}, workdir=workdir, **options)
 
 
@@ -37,7 +38,7 @@ def test_the_best_state_is_saved_when_it_occurs(tmp_path):
     """Evaluations every 10 steps, checkpoints every 25: the best is at 20, which is no multiple of 25."""
     values = {10: 1, 20: 9, 30: 2, 40: 3, 50: 4, 60: 3, 70: 2, 80: 2, 90: 2, 100: 2}
     fit(tmp_path, values, every=10, save_every=25)
-    checkpoints = tr.Checkpoints(tmp_path / "checkpoints", best="v/a")
+    checkpoints = tr.Checkpoints(tmp_path / "checkpoints", best="v/a", mode="max")
     assert checkpoints.best() == 20 and checkpoints.latest() == 100
     assert tr.load(tmp_path, which="best").params["w"] == 20
 
@@ -64,7 +65,7 @@ def test_another_metric_after_a_restart_is_not_compared_with_the_first(tmp_path)
 
 
 def test_a_metric_that_is_never_finite_stops_early_and_has_no_best(tmp_path):
-    rule = tr.EarlyStop(metric="v/a", patience=3)
+    rule = tr.EarlyStop(metric="v/a", mode="max", patience=3)
     with pytest.warns(UserWarning, match="restore_best: 'v/a' was never finite, so the last state is returned"):
         state = fit(tmp_path, dict.fromkeys(range(1, 9), np.nan), best=None, early_stop=rule, restore_best=True)
     assert int(state.step) == 3
@@ -75,11 +76,11 @@ def test_a_metric_that_is_never_finite_stops_early_and_has_no_best(tmp_path):
 def test_a_misspelled_metric(tmp_path):
     text = r"'v/b' is the monitored metric, but the evaluations return \['v/a'\]: did you mean 'v/a'?"
     with pytest.raises(ValueError, match=text):            # when it is first known; the state is saved by then
-        fit(tmp_path, {1: 1.0, 2: 2.0}, best="v/b")
+        fit(tmp_path, {1: 1.0, 2: 2.0}, best="v/b", best_mode="max")
     assert tr.Checkpoints(tmp_path / "checkpoints").steps() == [1]
     measured = tr.evaluator(lambda s, b: {"a": tr.mean(b["x"], b["weight"])}, {"x": np.ones(3)}, batch_size=2)
     with pytest.raises(ValueError, match=text):            # an evaluator's are known before the first step
-        fit(tmp_path / "new", {2: 1.0}, best="v/b", evaluate={"v": measured})
+        fit(tmp_path / "new", {2: 1.0}, best="v/b", best_mode="max", evaluate={"v": measured})
     assert not (tmp_path / "new").exists()
 
 

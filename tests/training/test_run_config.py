@@ -99,21 +99,39 @@ def test_a_torn_line(tmp_path):
 
 
 def test_early_stop_counts():
-    rule = tr.EarlyStop(metric="m", patience=2, min_delta=0.1)
+    rule = tr.EarlyStop(metric="m", mode="max", patience=2, min_delta=0.1)
     best, stale = float("nan"), 0
     history = []
     for value in (0.5, 0.55, 0.7, float("nan"), 0.6):
         best, stale = rule.update(best, stale, value)
         history.append((best, stale))
     assert history == [(0.5, 0), (0.5, 1), (0.7, 0), (0.7, 1), (0.7, 2)]
-    assert tr.EarlyStop(metric="m", patience=2).update(0.5, 0, 0.5) == (0.5, 1)      # an equal value is no improvement
+    assert tr.EarlyStop(metric="m", mode="max", patience=2).update(0.5, 0, 0.5) == (0.5, 1)    # equal is not better
+
+
+@pytest.mark.parametrize(("metric", "mode"), [
+    ("validation/accuracy", "max"), ("validation/loss", "min"), ("validation/mae", "min"), ("test/RMSE", "min"),
+    ("validation/accuracy/max", "max"), ("validation/loss/3", "min"), ("validation/perplexity", "min"),
+    ("validation/log_loss", None), ("validation/accuracy_gap", None), ("validation/score", None), ("max", None)])
+def test_the_direction_of_a_metric_is_known_or_given(tmp_path, metric, mode):
+    """Only whole names are known; parts of names, such as 'loss' in 'lossless', say nothing."""
+    made = [lambda **given: tr.EarlyStop(metric=metric, patience=1, **given).mode,
+            lambda **given: tr.Checkpoints(tmp_path, best=metric, **given)._mode]
+    for make in made:
+        assert make(mode="max") == "max" and make(mode="min") == "min"
+        if mode is not None:
+            assert make() == mode
+        else:
+            with pytest.raises(ValueError, match=r"is its largest or its smallest value the best\? Pass mode=max or"):
+                make()
+    assert tr.Checkpoints(tmp_path).best() is None
 
 
 def test_wrong_early_stops():
     with pytest.raises(ValueError, match="mode='up': the best value is"):
         tr.EarlyStop(metric="m", patience=1, mode="up")
     with pytest.raises(ValueError, match="patience=0: wait for at least one"):
-        tr.EarlyStop(metric="m", patience=0)
+        tr.EarlyStop(metric="m", mode="max", patience=0)
 
 
 def test_progress_on_a_stream_is_lines():

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fnet.training._direction import direction
 from fnet.training.checkpoints import _leaves, _shards, _storage, _structure
 from fnet.training.checkpoints._folder import Folder
 from fnet.training.checkpoints._lease import Lease
@@ -43,10 +44,12 @@ class Checkpoints(Reading):
       best: the name of a metric that is passed to `save`. The checkpoint with the best value of the metric is also
         kept. Default None (no metric).
       mode: "max" if the largest value of the metric is the best, "min" if the smallest value is the best. Default
-        "max".
+        None: "max" for accuracies, "min" for losses and errors, and other well-known metrics accordingly. For any other
+        metric, `mode` must be given.
 
     Raises:
-      ValueError: `keep` or `keep_every` is less than 1, or `mode` is neither "max" nor "min".
+      ValueError: `keep` or `keep_every` is less than 1, `mode` is neither "max" nor "min", or `mode` is missing for a
+        metric whose direction fnet does not know.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, tr.Checkpoints(folder, keep=2) as checkpoints:
@@ -57,13 +60,13 @@ class Checkpoints(Reading):
     """
 
     def __init__(self, folder: str | os.PathLike, *, keep: int = 3, keep_every: int | None = None,
-                 best: str | None = None, mode: str = "max"):
+                 best: str | None = None, mode: str | None = None):
         if not isinstance(keep, int | np.integer) or keep < 1:
             raise ValueError(f"keep={keep!r}: expected a whole number of checkpoints, at least 1")
         if keep_every is not None and keep_every < 1:
             raise ValueError(f"keep_every={keep_every}: expected a number of steps, at least 1")
-        if mode not in ("max", "min"):
-            raise ValueError(f"mode='{mode}': the best value is the 'max' or the 'min'")
+        if best is not None or mode is not None:
+            mode = direction(best or "", mode, "mode=")
         where = _storage.location(folder)
         self._where = Objects(where) if isinstance(where, _storage.StorePath) else Folder(where.absolute())
         self.folder = self._where.folder

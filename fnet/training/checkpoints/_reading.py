@@ -55,7 +55,7 @@ class Reading:
     folder: Path | StorePath
     _where: Folder | Objects
     _best: str | None
-    _mode: str
+    _mode: str | None
     _values: dict[int, float]
 
     def lock(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from fnet.training._direction import direction
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyStop:
@@ -18,13 +20,15 @@ class EarlyStop:
         computed from validation data, that is, examples that are used neither for training nor for the final result
         that you report.
       patience: the number of consecutive evaluations without improvement after which the run stops.
-      mode: "max" if larger values are better, "min" if smaller values are better. Default "max".
+      mode: "max" if larger values are better, "min" if smaller values are better. Default None: "max" for accuracies,
+        "min" for losses and errors, and other well-known metrics accordingly. For any other metric, `mode` must be
+        given.
       min_delta: a value counts as an improvement only if it is better than the best value by more than `min_delta`.
         Default 0.
 
     Raises:
-      ValueError: `mode` is neither "max" nor "min", `patience` is less than 1, or `min_delta` is negative or not
-        finite.
+      ValueError: `mode` is neither "max" nor "min", or it is missing for a metric whose direction fnet does not know. A
+        ValueError is also raised if `patience` is less than 1, or `min_delta` is negative or not finite.
 
     >>> tr.EarlyStop(metric="validation/loss", mode="min", patience=3).patience
     3
@@ -32,12 +36,11 @@ class EarlyStop:
 
     metric: str
     patience: int
-    mode: str = "max"
+    mode: str | None = None
     min_delta: float = 0.0
 
     def __post_init__(self):
-        if self.mode not in ("max", "min"):
-            raise ValueError(f"mode='{self.mode}': the best value is the 'max' or the 'min'")
+        object.__setattr__(self, "mode", direction(self.metric, self.mode, "mode="))
         if not self.patience >= 1:
             raise ValueError(f"patience={self.patience}: wait for at least one evaluation")
         if not 0 <= self.min_delta < math.inf:

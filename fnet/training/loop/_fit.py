@@ -16,6 +16,7 @@ import numpy as np
 
 from fnet.parallel import Plan
 from fnet.training._config import save_config
+from fnet.training._direction import direction
 from fnet.training._logs import Logger
 from fnet.training.checkpoints._checkpoint import Checkpoints
 from fnet.training.checkpoints._storage import StorePath, location
@@ -46,7 +47,7 @@ def fit(
     keep: int = 3,
     keep_every: int | None = None,
     best: str | None = None,
-    best_mode: str = "max",
+    best_mode: str | None = None,
     early_stop: EarlyStop | None = None,
     nonfinite: str = "stop",
     debug: bool = False,
@@ -113,7 +114,9 @@ def fit(
         None: only the state after the last step is evaluated.
       best: the name of a metric, such as "validation/accuracy". The state in which the metric has its best value is
         saved and kept. If `best` is None, the metric of `early_stop` is used, if there is one. Default None.
-      best_mode: "max" if the largest value is the best, "min" if the smallest value is the best. Default "max".
+      best_mode: "max" if the largest value is the best, "min" if the smallest value is the best. Default None: "max"
+        for accuracies, "min" for losses and errors, and other well-known metrics accordingly. For any other metric,
+        `best_mode` must be given.
       early_stop: an `EarlyStop`, which states the condition for ending the run before `steps`. If the argument `best`
         is None, the metric and the mode of `early_stop` determine the best state. Default None: no early stopping.
       restore_best: whether to return the best state (by `best` or `early_stop`) instead of the last state. Default
@@ -178,7 +181,8 @@ def fit(
       TypeError: `step` or `batches` is not a function, the state has no attribute `step`, or the step changes the
         structure, a shape or a dtype of the state.
       ValueError: an interval such as `every` is not an integer >= 1, or the step does not increase `state.step` by 1. A
-        ValueError is also raised if `best` or `early_stop` names a metric that no evaluation returns. With a `plan`, a
+        ValueError is also raised if `best` or `early_stop` names a metric that no evaluation returns, or if `best_mode`
+        is missing for a metric whose direction fnet does not know. With a `plan`, a
         ValueError is also raised if the state does not have the structure for which `plan` was made, or if the devices
         of `plan` are not attached.
 
@@ -208,6 +212,8 @@ def fit(
         state, steps=steps, every=every, log_every=log_every, save_every=save_every, keep_every=keep_every)
     if early_stop is not None and best is None:
         best, best_mode = early_stop.metric, early_stop.mode
+    if best is not None:
+        best_mode = direction(best, best_mode, "best_mode=")
     if restore_best and (best is None or workdir is None):
         raise ValueError("restore_best=True: name the metric (best='validation/accuracy', or early_stop=) and a "
                          "workdir, where the best state is kept")
@@ -264,9 +270,10 @@ def fit(
             if run.logger is not None:
                 run.logger.note(run.at, f"ended by {type(error).__name__}: {str(error).partition(chr(10))[0]}")
             raise
+        state = _best(run) if restore_best else run.state
         if run.logger is not None:
             run.logger.note(run.at, f"finished at step {run.at}")
-        return _best(run) if restore_best else run.state
+        return state
 
 
 def _check_functions(step, batches, state, evaluate):
