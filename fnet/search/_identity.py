@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fnet import jaxpr
 from fnet.training import ConfigError
 from fnet.training.checkpoints._leaves import is_key
 from fnet.training.checkpoints._storage import location, write_whole
@@ -55,13 +56,8 @@ def program(function: Callable, *arguments: Any) -> str:
 
 def _constants(closed: Any) -> list[Any]:
     """Returns the constant arrays of a jaxpr, whose text does not show their values."""
-    found = list(getattr(closed, "consts", ()))
-    for equation in closed.eqns:
-        for value in equation.params.values():
-            for each in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(each, "eqns"):
-                    found += _constants(each)
-    return found
+    inside = [body for equation in closed.jaxpr.eqns for body in jaxpr.bodies(equation)]
+    return [*closed.consts, *(constant for body in inside for constant in _constants(body))]
 
 
 def _code(value: Any, seen: set[int]) -> str:
@@ -79,6 +75,8 @@ def _code(value: Any, seen: set[int]) -> str:
             with contextlib.suppress(ValueError):          # an empty cell
                 cells.append(cell.cell_contents)
         return " ".join(_code(each, seen) for each in (value.__code__, value.__defaults__, value.__kwdefaults__, cells))
+    if hasattr(value, "__wrapped__"):                      # the result of jax.jit
+        return _code(value.__wrapped__, seen)
     if isinstance(value, dict):
         return str({name: _code(each, seen) for name, each in value.items()})
     if isinstance(value, tuple | list):

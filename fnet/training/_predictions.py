@@ -38,7 +38,7 @@ def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any
       The path of the file.
 
     Raises:
-      ValueError: the shapes do not match, or a label is not an index of `classes`.
+      ValueError: the shapes do not match, a probability is NaN, or a label is not an integer index of `classes`.
 
     Example:
       >>> save_predictions("runs/digits", probabilities, labels)           # doctest: +SKIP
@@ -51,16 +51,22 @@ def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any
     names = [str(name) for name in (range(count) if classes is None else classes)]
     if len(names) != count:
         raise ValueError(f"save_predictions: {len(names)} names of {count} classes")
+    if labels.dtype.kind not in "biu":
+        raise ValueError(f"save_predictions: expected labels to be integers, got {labels.dtype}")
+    labels = labels.astype(np.int64)
     if labels.size and not (0 <= labels.min() and labels.max() < count):
         raise ValueError(f"save_predictions: expected labels from 0 to {count - 1}, got {labels.min()} to "
                          f"{labels.max()}")
     if images is not None and len(images) != len(labels):
         raise ValueError(f"save_predictions: {len(images)} images of {len(labels)} examples")
+    if np.isnan(probabilities).any():
+        first = int(np.isnan(probabilities).any(1).argmax())
+        raise ValueError(f"save_predictions: a probability of example {first} is NaN: has the run diverged?")
     guesses = probabilities.argmax(1)
     confusion = np.zeros((count, count), np.int64)
     np.add.at(confusion, (labels, guesses), 1)
     wrong = np.flatnonzero(guesses != labels)
-    sureness = np.nan_to_num(probabilities[np.arange(len(labels)), guesses])
+    sureness = probabilities[np.arange(len(labels)), guesses]
     mistakes = []
     for i in wrong[np.argsort(-sureness[wrong], kind="stable")][:worst]:
         mistake = {"index": int(i), "label": int(labels[i]), "guess": int(guesses[i]),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from fnet import parallel, report
 from fnet import training as tr
 from fnet.cli import main
+from fnet.report import _write as write
 from fnet.report._read import thinned
 
 pytestmark = pytest.mark.usefixtures("quickly")
@@ -112,6 +113,16 @@ def test_events_are_recorded(tmp_path):
     fit(tmp_path / "a2", 4)
     fit(tmp_path / "a2", 4, restart=True)
     assert [text for _, _, text in report.read(tmp_path / "a2").events].count("began at step 0 of 4") == 1
+
+
+@pytest.mark.parametrize("restore_best", [False, True])
+def test_a_run_that_stopped_early_is_finished(tmp_path, restore_best):
+    rule = tr.EarlyStop(metric="test/loss", mode="max", patience=2)
+    fit(tmp_path, early_stop=rule, restore_best=restore_best)
+    assert write.status(report.read(tmp_path)) == ("finished, stopped early", "good")
+    with (tmp_path / "events.jsonl").open("a") as file:    # as an earlier version wrote it
+        file.write('{"step": 15, "time": 1.0, "text": "returning the state of step 5, the best by test/loss"}\n')
+    assert write.status(report.read(tmp_path)) == ("finished, stopped early", "good")
 
 
 def test_a_run_in_progress(tmp_path):
@@ -251,9 +262,12 @@ def test_predictions(tmp_path):
 @pytest.mark.parametrize(("arguments", "options", "message"), [
     ((np.ones(3), np.ones(3, int)), {}, r"expected probabilities \[examples, classes\] and labels \[examples\]"),
     ((np.ones((3, 2)), np.array([0, 1, 2])), {}, "expected labels from 0 to 1, got 0 to 2"),
+    ((np.ones((3, 2)), np.array([0, -1, 1])), {}, "expected labels from 0 to 1, got -1 to 1"),
+    ((np.ones((3, 2)), np.array([0.0, 1.0, 0.5])), {}, "expected labels to be integers, got float64"),
+    ((np.array([[1, 0], [0, np.nan]]), np.zeros(2, int)), {}, "a probability of example 1 is NaN: has the run div"),
     ((np.ones((3, 2)), np.zeros(3, int)), {"classes": "abc"}, "3 names of 2 classes"),
     ((np.ones((3, 2)), np.zeros(3, int)), {"images": np.ones((2, 4, 4, 1))}, "2 images of 3 examples"),
-], ids=["shape", "label", "names", "images"])
+], ids=["shape", "label", "ignored", "fractions", "nan", "names", "images"])
 def test_wrong_predictions(tmp_path, arguments, options, message):
     with pytest.raises(ValueError, match=message):
         tr.save_predictions(tmp_path, *arguments, **options)

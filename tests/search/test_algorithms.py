@@ -10,6 +10,7 @@ import pytest
 
 from fnet import search
 from fnet import training as tr
+from fnet.search import _identity
 
 
 def quadratic(method="vmap"):
@@ -348,3 +349,19 @@ def test_replaced_members_are_no_parents_and_no_diverged_member_is_copied(n, sou
 def test_the_values_of_a_choice_keep_their_types():
     choice = search.Choice((1, True, 1.0))
     assert [choice.where(value) for value in (1, True, 1.0)] == pytest.approx([1 / 6, 3 / 6, 5 / 6])
+
+
+def test_programs_are_told_apart_by_their_constants():
+    """Those of jitted functions are not in the text of the jaxpr; what JAX cannot trace is compared by its bytecode."""
+    def made(constant, host=False):
+        inner = jax.jit(lambda x: (x * constant).sum())
+        return (lambda x: float(inner(x))) if host else (lambda x: jax.lax.cond(x[0] > 0, inner, lambda x: x[0], x))
+
+    x = jnp.ones(3)
+    for host in (False, True):
+        one, same, other = (_identity.program(made(np.full(3, value, np.float32), host), x) for value in (1, 1, 2))
+        assert one == same
+        assert one != other
+    sums = lambda x: np.asarray(x).sum(), lambda x: np.asarray(x).sum() + 1
+    assert _identity.program(sums[0], x) != _identity.program(sums[1], x)
+    assert len({_identity.digest(value) for value in (1, True, 1.0, np.float32(1), -0.0, 0.0, [1])}) == 7
