@@ -365,7 +365,7 @@ class Run:
                 self.say(f"stopped early: {rule.metric} has not been better than {best:.4g} for {stale} evaluations")
         return improved
 
-    def criteria(self) -> dict[str, list[str] | None]:
+    def criteria(self) -> dict[str, list[str | None] | None]:
         """Returns the metric and mode of `best` and of `early_stop`, as a dict to be stored in each checkpoint."""
         rule = self.early_stop
         return {"best": self.best and list(self.best), "early_stop": rule and [rule.metric, rule.mode]}
