@@ -3,6 +3,7 @@
     python -m tests.mutation --lines             # once: runs all tests and records which lines each of them runs
     python -m tests.mutation                     # make mutation: all faults
     python -m tests.mutation --only=layers,jaxpr
+    python -m tests.mutation --generate=150 --since=COMMIT fnet/export    # generated faults, see generated.py
     python -m tests.mutation --redundant         # slow tests of lines that three quicker ones run as well
 
 For a fault, only the tests run that run the changed line: the quick ones first, those that take the least time before
@@ -28,6 +29,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from .faults import FAULTS
+from .generated import Mutant, drawn
 from .redundant import redundant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,14 +42,17 @@ def modules(root, package):
     return sorted((root / "fnet").glob("*.py") if package == "cli" else (root / "fnet" / package).rglob("*.py"))
 
 
-def place(fault, root=ROOT):
-    """(the module of a fault, the numbers of its changed lines)"""
+def edited(fault, root=ROOT):
+    """(the module of a fault, the numbers of its changed lines, its text with the fault)"""
+    if isinstance(fault, Mutant):
+        path, start, after = root / fault.path, fault.line, fault.text((root / fault.path).read_text())
+        return path, range(start, start + fault.before.count("\n") + 1), after
     places = [(path, text) for path in modules(root, fault.package) if fault.before in (text := path.read_text())]
     if len(places) != 1 or places[0][1].count(fault.before) != 1:
         raise ValueError(f"expected {fault.before!r} once in fnet/{fault.package}; update tests/mutation/faults.py")
     path, text = places[0]
     first = text[:text.index(fault.before)].count("\n") + 1
-    return path, range(first, first + fault.before.count("\n") + 1)
+    return path, range(first, first + fault.before.count("\n") + 1), text.replace(fault.before, fault.after)
 
 
 def read(folder):
@@ -68,11 +73,11 @@ def read(folder):
 
 def covering(fault, records):
     """Records of the tests that run a changed line, then of the others of their modules: each the cheapest first."""
-    path, numbers = place(fault)
+    path, numbers, _ = edited(fault)
     name = str(path.relative_to(ROOT / "fnet"))
     covers = {test for test, _, _, lines in records if lines.get(name, set()) & _statement(path, numbers)}
     files = {test.partition("::")[0] for test in covers}
-    folder = f"tests/{fault.package}/"
+    folder = f"tests/{name.partition('/')[0]}/"
     order = lambda row: (not row[0].startswith(folder), row[1])
     mine = sorted((row for row in records if row[0] in covers), key=order)
     rest = sorted((row for row in records if row[0] not in covers and row[0].partition("::")[0] in files), key=order)
@@ -121,10 +126,9 @@ def pytest(root, tests, *options, limit):
 def detect(fault, records, root):
     """(the test that detects a fault or None, whether it is exhaustive, seconds)"""
     began = time.monotonic()
-    path, _ = place(fault)
-    path = root / path.relative_to(ROOT)
+    path, _, text = edited(fault, root)
     whole = path.read_text()
-    path.write_text(whole.replace(fault.before, fault.after))
+    path.write_text(text)
     try:
         rows = covering(fault, records)
         for exhaustive in (False, True):
@@ -144,11 +148,11 @@ def copied(number, folder):
     return root
 
 
-def record(folder):
+def record(folder, only_quick):
     path = os.pathsep.join([str(ROOT / "tests/mutation/processes"), str(ROOT)])
     env = {**os.environ, "FNET_LINES": str(folder), "PYTHONPATH": path}
-    return subprocess.run([sys.executable, "-m", "pytest", "-n", "auto", "-p", "tests.mutation.lines"], cwd=ROOT,
-                          env=env).returncode
+    return subprocess.run([sys.executable, "-m", "pytest", "-n", "auto", "-p", "tests.mutation.lines",
+                           *(["-m", "not exhaustive"] if only_quick else [])], cwd=ROOT, env=env).returncode
 
 
 def main():
@@ -157,11 +161,15 @@ def main():
     parser.add_argument("--redundant", action="store_true", help="list tests that make test-all could run alone")
     parser.add_argument("--folder", default=str(ROOT / ".mutation"), help="of these records")
     parser.add_argument("--only", default="", help="packages, separated by commas")
+    parser.add_argument("--quick", action="store_true", help="with --lines: record the tests of make test alone")
+    parser.add_argument("--generate", type=int, default=0, metavar="N", help="draw N mutants in place of the table")
+    parser.add_argument("--since", default="HEAD", metavar="COMMIT", help="of lines that changed since this commit")
+    parser.add_argument("modules", nargs="*", help="and of these modules and folders")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     if options.lines:
         shutil.rmtree(options.folder, ignore_errors=True)
-        return record(options.folder)
+        return record(options.folder, options.quick)
     records = read(options.folder)
     if not records:
         sys.exit(f"no records in {options.folder}; run python3.12 -m tests.mutation --lines first")
@@ -169,7 +177,10 @@ def main():
         for seconds, name, necessary, cases in redundant(records):
             print(f"{seconds:6.1f} s, {necessary} of {cases} cases necessary: {name}")
         return 0
-    faults = [fault for fault in FAULTS if not options.only or fault.package in options.only.split(",")]
+    if options.generate:
+        faults = drawn(ROOT, options.generate, options.since, options.modules)
+    else:
+        faults = [fault for fault in FAULTS if not options.only or fault.package in options.only.split(",")]
     counts = {"quick": 0, "complete": 0}
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         roots: queue.Queue = queue.Queue()
