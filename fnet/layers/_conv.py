@@ -177,8 +177,9 @@ def _kernel(who, layer, scope, x, window) -> jax.Array:
     if inputs % groups or layer.features % groups:
         raise ValueError(f"{who} at {scope}: the input's {inputs} channels and features={layer.features} must be "
                          f"multiples of groups={groups}")
+    out = "out" if groups == 1 else f"{groups}*out"
     return scope.param("kernel", (*window, inputs // groups, layer.features), layer.kernel_init,
-                       (*[None] * len(window), "in", "out"))
+                       (*[None] * len(window), "in", "out"), roles=(*["in"] * len(window), "in", out))
 
 
 def _convolved(layer, scope, x, kernel, strides, padding, **dilations) -> jax.Array:
@@ -189,7 +190,7 @@ def _convolved(layer, scope, x, kernel, strides, padding, **dilations) -> jax.Ar
     # with an axis over which the batch is not sharded (jaxlib 0.10 to 0.12).
     y = convolve(x, kernel) if layer.groups == 1 else by_rows(convolve, x, kernel)
     if layer.use_bias:
-        y = y + align(scope.param("bias", (layer.features,), layer.bias_init, ("out",)), y)
+        y = y + align(scope.param("bias", (layer.features,), layer.bias_init, ("out",), roles=("out",)), y)
     return y
 
 

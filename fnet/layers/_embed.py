@@ -87,4 +87,5 @@ class Embed(Layer):
         return linear_cross_entropy(x, self._table(scope).T, labels, softcap=softcap)
 
     def _table(self, scope):
-        return scope.param("embedding", (self.vocab_size, self.features), self.embedding_init, ("vocab", "embed"))
+        return scope.param("embedding", (self.vocab_size, self.features), self.embedding_init, ("vocab", "embed"),
+                           roles=("vocab", "out"))

@@ -91,8 +91,9 @@ class MixtureOfExperts(Layer):
                              f"{list(x.shape)}, got {list(jnp.shape(valid))}")
         width = x.shape[-1]
         up_shape, up_axes = (self.experts, width, self.hidden), ("expert", "embed", "mlp")
-        gate, up = (scope.param(name, up_shape, self.kernel_init, up_axes) for name in ("gate", "up"))
-        down = scope.param("down", (self.experts, self.hidden, width), self.kernel_init, ("expert", "mlp", "embed"))
+        down_shape, roles = (self.experts, self.hidden, width), ("layers", "in", "out")
+        gate, up = (scope.param(name, up_shape, self.kernel_init, up_axes, roles=roles) for name in ("gate", "up"))
+        down = scope.param("down", down_shape, self.kernel_init, ("expert", "mlp", "embed"), roles=roles)
         logits = Dense(self.experts, use_bias=False, kernel_init=lecun_normal, axes=("embed", None))(scope["router"], x)
 
         arrays = x, logits, gate, up, down, *(() if valid is None else (valid,))

@@ -27,7 +27,8 @@ class Dense(Layer):
         features: length of the output's last axis.
         use_bias: whether to add the bias. Default True.
         kernel_init, bias_init: initializers, as in `jax.nn.initializers`. Defaults: LeCun normal, zeros.
-        axes: logical names of the kernel's two axes, which are hints for sharding. Default ("in", "out").
+        axes: logical names of the kernel's two axes, which are hints for sharding. Default ("in", "out"). If the second
+            name is "vocab" or "classes", the outputs are logits, and Muon leaves the kernel to Adam.
 
     Input: [..., in], floating point. Output: [..., features], in the input's dtype.
 
@@ -61,8 +62,12 @@ class Dense(Layer):
         return linear_cross_entropy(x, kernel, labels, bias=bias, softcap=softcap)
 
     def _params(self, scope, x):
-        kernel = scope.param("kernel", (*x.shape[-1:], self.features), self.kernel_init, self.axes)
-        return kernel, scope.param("bias", (self.features,), self.bias_init, self.axes[1:]) if self.use_bias else None
+        out = "logits" if self.axes[1] in ("vocab", "classes") else "out"
+        shape = (*x.shape[-1:], self.features)
+        kernel = scope.param("kernel", shape, self.kernel_init, self.axes, roles=("in", out))
+        if not self.use_bias:
+            return kernel, None
+        return kernel, scope.param("bias", shape[1:], self.bias_init, self.axes[1:], roles=("out",))
 
 
 class Maxout(Layer):
@@ -98,10 +103,12 @@ class Maxout(Layer):
     def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "Maxout")
         shape = (self.features, self.pieces)
-        kernel = scope.param("kernel", (*x.shape[-1:], *shape), self.kernel_init, ("in", "out", None))
+        kernel = scope.param("kernel", (*x.shape[-1:], *shape), self.kernel_init, ("in", "out", None),
+                             roles=("in", "out", "out"))
         y = linear(x, kernel.reshape(*x.shape[-1:], -1)).reshape(*x.shape[:-1], *shape)    # [..., features, pieces]
         if self.use_bias:
-            y = y + align(scope.param("bias", shape, self.bias_init, ("out", None)), y)
+            bias = scope.param("bias", shape, self.bias_init, ("out", None), roles=("out", "out"))
+            y = y + align(bias, y)
         return y.max(-1)
 
 

@@ -269,8 +269,8 @@ def _own(x):
 
 def _affine(norm, scope, shape, scale_init=ones):
     """Returns the parameters (scale, bias), with None for a parameter that is not used."""
-    scale = scope.param("scale", shape, scale_init, ("norm",)) if norm.use_scale else None
-    bias = scope.param("bias", shape, zeros, ("norm",)) if norm.use_bias else None
+    scale = scope.param("scale", shape, scale_init, ("norm",), roles=("out",)) if norm.use_scale else None
+    bias = scope.param("bias", shape, zeros, ("norm",), roles=("out",)) if norm.use_bias else None
     return scale, bias
 
 

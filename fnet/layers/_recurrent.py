@@ -126,11 +126,11 @@ class _Recurrent(Layer):
 
     def _run(self, scope, x, carry, valid, *, reverse):
         columns = self.gates * self.features
-        arrays = {"kernel": scope.param("kernel", (x.shape[-1], columns), self.kernel_init, ("in", "out"))}
-        arrays["recurrent_kernel"] = scope.param("recurrent_kernel", (self.features, columns), self.recurrent_init,
-                                                 ("in", "out"))
+        kernel = functools.partial(scope.param, axes=("in", "out"), roles=("in", "out"))
+        arrays = {"kernel": kernel("kernel", (x.shape[-1], columns), self.kernel_init),
+                  "recurrent_kernel": kernel("recurrent_kernel", (self.features, columns), self.recurrent_init)}
         if self.use_bias:
-            arrays["bias"] = scope.param("bias", (columns,), self.bias_init, ("out",))
+            arrays["bias"] = scope.param("bias", (columns,), self.bias_init, ("out",), roles=("out",))
             arrays |= self._more(scope)
         return _scan(self, arrays, x, carry, valid, reverse)
 
@@ -272,7 +272,8 @@ class GRU(_Recurrent):
     gates: typing.ClassVar[int] = 3
 
     def _more(self, scope):
-        return {"recurrent_bias": scope.param("recurrent_bias", (self.features,), self.bias_init, ("out",))}
+        bias = scope.param("recurrent_bias", (self.features,), self.bias_init, ("out",), roles=("out",))
+        return {"recurrent_bias": bias}
 
     def _step(self, arrays, hidden, projected, recur):
         (rx, zx, nx), (rh, zh, nh) = projected, recur(hidden)

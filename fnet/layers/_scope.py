@@ -151,8 +151,8 @@ class Scope:
         """Whether the model was called with `train=True`."""
         return self._place.run.train
 
-    def param(self, name: str, shape: Sequence[int], init: Callable,
-              axes: Sequence[str | None] | None = None) -> jax.Array:
+    def param(self, name: str, shape: Sequence[int], init: Callable, axes: Sequence[str | None] | None = None, *,
+              roles: Sequence[str | None] | None = None) -> jax.Array:
         """Returns the parameter `name` of this layer.
 
         Args:
@@ -161,6 +161,8 @@ class Scope:
             init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`. Only `Layer.init` calls it.
             axes: a logical name or None for each axis of the parameter. The axis names are only hints for sharding.
                 Default: no names.
+            roles: what each axis is to an optimizer: "in", "out", "layers", or another word (see `ParamSpec`). Muon and
+                Adafactor need them for an array with several axes. Default: not declared.
 
         Returns:
             The array from the caller's `params`, without a cast. `Layer.init` creates it in float32.
@@ -180,10 +182,12 @@ class Scope:
             raise TypeError(f"scope.param({name!r}): expected a shape, then an initializer; got a "
                             f"{type(shape).__name__}, then a {type(init).__name__}")
         place, shape = self._place, tuple(shape)
-        if axes is not None and len(axes) != len(shape):
-            raise ValueError(f"{quote((*place.path, name))}: expected one name for each axis of shape {shape}, got "
-                             f"axes={tuple(axes)}")
-        return place.read(name, ParamSpec(shape, jnp.float32, init, None if axes is None else tuple(axes)))
+        for option, words in (("axes", axes), ("roles", roles)):
+            if words is not None and len(words) != len(shape):
+                raise ValueError(f"{quote((*place.path, name))}: expected one name for each axis of shape {shape}, got "
+                                 f"{option}={tuple(words)}")
+        return place.read(name, ParamSpec(shape, jnp.float32, init, None if axes is None else tuple(axes),
+                                          roles=(None,) * len(shape) if roles is None else tuple(roles)))
 
     def state(self, name: str, shape: Sequence[int], init: Callable, kind: str = "stats", *,
               dtype: Any = jnp.float32) -> jax.Array | None:

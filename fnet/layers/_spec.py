@@ -27,6 +27,11 @@ class ParamSpec:
         dtype: the array's dtype.
         init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`.
         axes: one logical name (or None) for each axis. The axis names are hints for sharding. None: no hints.
+        roles: one word for each axis, which says what the axis is to an optimizer. "layers" is an axis of separate
+            layers, such as the copies of a `Stack` or the experts of a mixture; "in" is summed over; "out" is an
+            output; "4*out" is an axis of outputs in four groups, each with inputs of its own; "logits" are the outputs
+            of the last layer. Any other word, such as "vocab", is none of these. The word None: not declared. None
+            instead of a tuple: nothing is known, not even whether the array contains several layers.
 
     >>> from fnet import layers as nn
     >>> spec = nn.Dense(3).spec(jax.ShapeDtypeStruct((2, 4), "float32"))
@@ -38,6 +43,7 @@ class ParamSpec:
     dtype: Any
     init: Callable[..., jax.Array]
     axes: tuple[str | None, ...] | None = None
+    roles: tuple[str | None, ...] | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def size(self) -> int:
@@ -175,7 +181,8 @@ def copies(tree: Mapping, count: int) -> dict:
         if isinstance(node, Mapping):
             return {name: walk(child, depth + 1) for name, child in node.items()}
         axes = None if node.axes is None else ("layers", *node.axes)
-        return Copies((count, *node.shape), node.dtype, node.init, axes, node, depth)
+        roles = None if node.roles is None else ("layers", *node.roles)
+        return Copies((count, *node.shape), node.dtype, node.init, axes, node, depth, roles=roles)
 
     return walk(tree, 0)
 

@@ -53,7 +53,7 @@ class AlexNet(Model):
     dropout: float = 0.5
 
     def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        return nn.Dense(self.classes)(scope["head"], self.features(scope, x))
+        return nn.Dense(self.classes, axes=("in", "classes"))(scope["head"], self.features(scope, x))
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:

@@ -250,7 +250,7 @@ class Bert(Model):
         x = gelu(nn.Dense(self.width)(scope["dense"], x))
         x = nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)
         x = table.attend(words, x)                                                        # [batch, time, vocab_size]
-        bias = scope.param("bias", (self.vocab_size,), jax.nn.initializers.zeros, ("vocab",))
+        bias = scope.param("bias", (self.vocab_size,), jax.nn.initializers.zeros, ("vocab",), roles=("out",))
         return x + bias.astype(x.dtype)[None, None]
 
     def _logits(self, scope, x):
@@ -259,7 +259,7 @@ class Bert(Model):
             x = self._pooled(scope, x)
         x = nn.Dropout(self.dropout)(scope["head_drop"], x)
         names = {"sequence": "head", "tokens": "head", "pretraining": "next_sentence"}
-        return nn.Dense(self.classes or 2)(scope[names.get(self.head, self.head)], x)
+        return nn.Dense(self.classes or 2, axes=("in", "classes"))(scope[names.get(self.head, self.head)], x)
 
     def _check(self):
         if self.depth < 1:

@@ -209,10 +209,11 @@ class CLIPVision(_Encoder):
             raise ValueError(f"CLIPVision: expected images [batch, {size}, {size}, 3]; got {x.shape}")
         x = nn.Conv(width, self.patch, self.patch, padding="VALID", use_bias=False)(scope["patches"], x)
         x = x.reshape(x.shape[0], -1, width)                                            # [batch, patches, width]
-        first = scope.param("class_token", (width,), small, ("embed",)).astype(x.dtype)
+        first = scope.param("class_token", (width,), small, ("embed",), roles=("embed",)).astype(x.dtype)
         x = jnp.concatenate([
             jnp.broadcast_to(first, (x.shape[0], 1, width), out_sharding=like(x, 0)), x], 1)    # [batch, tokens, width]
-        x = x + scope.param("position", (1 + grid**2, width), small, (None, "embed")).astype(x.dtype)[None]
+        position = scope.param("position", (1 + grid**2, width), small, (None, "embed"), roles=("token", "out"))
+        x = x + position.astype(x.dtype)[None]
         x = self._blocks(scope, self._norm(scope["pre_norm"], x), causal=False)
         return Encoded(x, self._projected(scope, self._norm(scope["norm"], x[:, 0])))
 

@@ -57,4 +57,4 @@ class CNN(nn.Layer):
                 x = block(stage[f"block{j}"], x)                            # [batch, height, width, channels]
         x = nn.GlobalAvgPool()(scope["pool"], x)                            # [batch, channels]
         x = nn.Dropout(self.dropout)(scope["drop"], x)
-        return nn.Dense(self.classes)(scope["head"], x)
+        return nn.Dense(self.classes, axes=("in", "classes"))(scope["head"], x)

@@ -49,7 +49,7 @@ def convnext_block(scope, x):                                               # [b
     y = nn.LayerNorm(epsilon=1e-6)(scope["norm"], y)
     y = jax.nn.gelu(nn.Dense(4 * features)(scope["fc1"], y), approximate=False)
     y = nn.Dense(features)(scope["fc2"], y)
-    scale = scope.param("scale", (features,), initializers.constant(1e-6), ("embed",)).astype(y.dtype)
+    scale = scope.param("scale", (features,), initializers.constant(1e-6), ("embed",), roles=("out",)).astype(y.dtype)
     return x + y * scale[None, None, None]
 
 
@@ -123,7 +123,9 @@ class ConvNeXt(Model):
     def forward(self, scope: nn.Scope, x: jax.Array) -> Encoded | jax.Array:
         x = self._encoded(scope, x)
         pooled = self._pooled(scope, x)
-        return Encoded(x, pooled) if self.classes is None else nn.Dense(self.classes)(scope["head"], pooled)
+        if self.classes is None:
+            return Encoded(x, pooled)
+        return nn.Dense(self.classes, axes=("in", "classes"))(scope["head"], pooled)
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:

@@ -76,10 +76,10 @@ class DeiT(ViT):
         if self.classes is None:
             return super().forward(scope, x)
         if not self.teacher:
-            return nn.Dense(self.classes)(scope["classifier"], self.features(scope, x))
+            return nn.Dense(self.classes, axes=("in", "classes"))(scope["classifier"], self.features(scope, x))
         x = nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], self._encoded(scope, x)[:, :2])
-        first = nn.Dense(self.classes)(scope["head"], x[:, 0])
-        second = nn.Dense(self.classes)(scope["distillation_head"], x[:, 1])
+        first = nn.Dense(self.classes, axes=("in", "classes"))(scope["head"], x[:, 0])
+        second = nn.Dense(self.classes, axes=("in", "classes"))(scope["distillation_head"], x[:, 1])
         return (first + second) / 2
 
     def _tokens(self):

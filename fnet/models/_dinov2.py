@@ -26,7 +26,8 @@ _KINDS = {"Dinov2Model": dict(classes=None), "Dinov2ForImageClassification": dic
 @nn.layer
 def dino_block(scope, x, *, heads, hidden, gated, dropout, epsilon):        # [batch, tokens, width]
     def scaled(name, y):
-        return y * scope.param(name, (y.shape[-1],), initializers.ones, ("embed",)).astype(y.dtype)[None, None]
+        scale = scope.param(name, (y.shape[-1],), initializers.ones, ("embed",), roles=("out",))
+        return y * scale.astype(y.dtype)[None, None]
 
     drop, width = nn.Dropout(dropout), x.shape[-1]
     y = nn.LayerNorm(epsilon=epsilon)(scope["norm1"], x)
@@ -149,7 +150,8 @@ class DINOv2(ViT):
         x = nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], self._encoded(scope, x))
         if self.classes is None:
             return Encoded(x, x[:, 0])
-        return nn.Dense(self.classes)(scope["head"], jnp.concatenate([x[:, 0], x[:, 1:].mean(1)], -1))
+        pooled = jnp.concatenate([x[:, 0], x[:, 1:].mean(1)], -1)
+        return nn.Dense(self.classes, axes=("in", "classes"))(scope["head"], pooled)
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:

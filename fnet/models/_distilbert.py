@@ -81,4 +81,5 @@ class DistilBert(Bert):
         if self.head != "sequence":
             return super()._logits(scope, x)
         x = jax.nn.relu(nn.Dense(self.width)(scope["dense"], x[:, 0]))
-        return nn.Dense(self.classes)(scope["head"], nn.Dropout(self.dropout)(scope["head_drop"], x))
+        x = nn.Dropout(self.dropout)(scope["head_drop"], x)
+        return nn.Dense(self.classes, axes=("in", "classes"))(scope["head"], x)

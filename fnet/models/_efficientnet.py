@@ -170,7 +170,7 @@ class EfficientNet(Model):
 
     def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         x = nn.Dropout(self.dropout)(scope["drop"], self.features(scope, x))
-        return nn.Dense(self.classes)(scope["head"], x)
+        return nn.Dense(self.classes, axes=("in", "classes"))(scope["head"], x)
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:

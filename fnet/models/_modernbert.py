@@ -236,12 +236,12 @@ class ModernBert(Model):
         x = ACTIVATIONS[self.head_activation](nn.Dense(self.width, use_bias=self.head_bias)(head["dense"], x))
         x = norm(head["norm"], x)
         if self.head != "masked_lm":
-            return nn.Dense(self.classes or 2)(scope["classifier"], drop(head["drop"], x))
+            return nn.Dense(self.classes or 2, axes=("in", "classes"))(scope["classifier"], drop(head["drop"], x))
         x = table.attend(words, x)                                                        # [batch, time, vocab_size]
         if not self.decoder_bias:
             return x
-        return x + head.param("bias", (self.vocab_size,), jax.nn.initializers.zeros, ("vocab",)).astype(x.dtype)[
-            None, None]
+        bias = head.param("bias", (self.vocab_size,), jax.nn.initializers.zeros, ("vocab",), roles=("out",))
+        return x + bias.astype(x.dtype)[None, None]
 
     def _encoded(self, scope, x, lengths):
         """The output of the blocks."""

@@ -119,7 +119,7 @@ class ResNet(Model):
         return jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
 
     def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        return nn.Dense(self.classes)(scope["head"], self.features(scope, x))
+        return nn.Dense(self.classes, axes=("in", "classes"))(scope["head"], self.features(scope, x))
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
@@ -171,7 +171,7 @@ class ResNet9(Model):
 
     def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         x = self.features(scope, x)
-        return nn.Dense(self.classes, use_bias=False)(scope["head"], x) * self.scale
+        return nn.Dense(self.classes, use_bias=False, axes=("in", "classes"))(scope["head"], x) * self.scale
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:

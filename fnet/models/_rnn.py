@@ -118,7 +118,7 @@ class LSTMClassifier(Model):
             real = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < jnp.asarray(lengths)[:, None].astype(jnp.int32)
             x = jnp.where(real[..., None], x, -1)                          # no LSTM output is smaller
         x = nn.Dropout(self.dropout)(scope["drop"], x.max(1))
-        return nn.Dense(self.classes)(scope["head"], x)
+        return nn.Dense(self.classes, axes=("in", "classes"))(scope["head"], x)
 
     def example(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, 35), jnp.int32)

@@ -89,7 +89,7 @@ class Roberta(Bert):
             return super()._logits(scope, x)
         drop = nn.Dropout(self.dropout)
         x = jnp.tanh(nn.Dense(self.width)(scope["dense"], drop(scope["dense_drop"], x[:, 0])))
-        return nn.Dense(self.classes)(scope["out"], drop(scope["head_drop"], x))
+        return nn.Dense(self.classes, axes=("in", "classes"))(scope["out"], drop(scope["head_drop"], x))
 
     def _positions(self, tokens):
         valid = (tokens != self.padding).astype(jnp.int32)

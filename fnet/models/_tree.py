@@ -168,7 +168,7 @@ class TreeLSTM(Model):
         sums = (resharded(jnp.zeros((batch, nodes + 1, self.width), x.dtype), like(labels, 0)),) * 2
         inputs = order, parents.T, gates.swapaxes(0, 1), forget.swapaxes(0, 1)
         _, hidden = lax.scan(step, sums, inputs)                            # [nodes, batch, width]
-        return nn.Dense(self.classes)(scope["head"], hidden.swapaxes(0, 1))
+        return nn.Dense(self.classes, axes=("in", "classes"))(scope["head"], hidden.swapaxes(0, 1))
 
     def example(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         row = jax.ShapeDtypeStruct((1, 32), jnp.int32)

@@ -195,7 +195,7 @@ class ViT(Model):
         if self.classes is None:
             x = nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], self._encoded(scope, x))
             return Encoded(x, self._pooled(scope, x) if self.pooler else None)
-        return nn.Dense(self.classes)(scope["head"], self.features(scope, x))
+        return nn.Dense(self.classes, axes=("in", "classes"))(scope["head"], self.features(scope, x))
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
@@ -210,12 +210,12 @@ class ViT(Model):
         x = nn.Conv(width, self.patch, self.patch, padding="VALID")(scope["patches"], x)
         grid = x.shape[1:3]
         x = x.reshape(x.shape[0], -1, width)                                    # [batch, patches, width]
-        tokens = [scope.param(name, (1, 1, width), initializers.zeros, (None, None, "embed")).astype(x.dtype)
-                  for name in self._tokens()]
+        token = functools.partial(scope.param, axes=(None, None, "embed"), roles=("batch", "token", "out"))
+        tokens = [token(name, (1, 1, width), initializers.zeros).astype(x.dtype) for name in self._tokens()]
         x = jnp.concatenate([*(jnp.broadcast_to(token, (x.shape[0], 1, width), out_sharding=like(x, 0))
                                for token in tokens), x], 1)
         count = len(tokens) + (self.size // self.patch) ** 2
-        position = scope.param("position", (1, count, width), small, (None, None, "embed")).astype(x.dtype)
+        position = token("position", (1, count, width), small).astype(x.dtype)
         x = x + self._positions(position, grid)                                 # [batch, tokens, width]
         x = nn.Dropout(self.dropout)(scope["drop"], x)
         return nn.Stack(self._block(), self.depth)(scope["blocks"], x)
