@@ -7,7 +7,8 @@ displays the progress, writes logs and checkpoints, runs evaluations, and resume
 from fnet.training import _flags as flags
 from fnet.training import _plots as plots
 from fnet.training import _presets as presets
-from fnet.training._averaging import AverageState, average_weights, averaged_weights, batch_statistics
+from fnet.training._averaging import AverageState, average_weights, averaged_weights
+from fnet.training._batch_statistics import batch_statistics
 from fnet.training._config import ConfigError, from_dict, load_config, same_config, save_config
 from fnet.training._logs import Logger, LogWarning, read_metrics
 from fnet.training._media import Histogram, Image, Text

@@ -1,13 +1,36 @@
-"""Stochastic weight averaging, and BatchNorm statistics for averaged parameters."""
+"""Averages of parameters: the dtypes in which they are stored, and stochastic weight averaging."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+
+def averages(leaf: Any) -> bool:
+    """Whether an average of a leaf has a meaning: whether it is floating-point or complex, not a counter or a key."""
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def widened(leaf: Any) -> jax.Array:
+    """Returns a copy of a leaf in the dtype in which averages are stored: float32 for a narrower floating-point dtype.
+
+    An average moves by a small fraction of a difference in each step. In bfloat16, an addition of less than 1/512 is
+    rounded away, so that the average would never move."""
+    if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and jnp.finfo(jnp.result_type(leaf)).bits < 32:
+        return jnp.asarray(leaf).astype(jnp.float32)
+    return jnp.copy(leaf)
+
+
+def narrowed(mean: Any, params: Any) -> Any:
+    """Returns averaged parameters in the dtypes of `params`."""
+    leaves, structure = jax.tree.flatten(mean)
+    pairs = list(zip(leaves, jax.tree.leaves(params), strict=True))
+    if all(x.dtype == param.dtype for x, param in pairs):
+        return mean
+    return structure.unflatten([x.astype(param.dtype) for x, param in pairs])
 
 
 class AverageState(NamedTuple):
@@ -16,7 +39,8 @@ class AverageState(NamedTuple):
     Attributes:
         step: the number of updates, an int32 scalar.
         count: the number of parameter trees that have been averaged so far, an int32 scalar.
-        mean: the mean of the parameter trees that have been averaged so far; zeros if `count` is 0.
+        mean: the mean of the parameter trees that have been averaged so far; zeros if `count` is 0. The mean of 16-bit
+            parameters is in float32. Leaves without a mean, such as counters and keys, are the newest ones.
 
     >>> tr.average_weights(start=2).init({"w": jnp.ones(3)}).mean["w"].tolist()
     [0.0, 0.0, 0.0]
@@ -36,7 +60,7 @@ def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformati
 
     The updates of the parameters are numbered from 1. The average is the mean of the parameters after the updates
     `start`, `start + every`, `start + 2 * every` and so on. The transformation returns the updates of the optimizer
-    unchanged.
+    unchanged. The average of 16-bit parameters is computed and returned in float32.
 
     Args:
         start: the number of the update after which the parameters are averaged for the first time.
@@ -61,7 +85,8 @@ def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformati
         raise ValueError(f"average_weights: expected start >= 1 and every >= 1; got {start} and {every}")
 
     def init(params):
-        return AverageState(jnp.int32(0), jnp.int32(0), jax.tree.map(jnp.zeros_like, params))
+        zeros = lambda x: jnp.zeros_like(widened(x)) if averages(x) else jnp.copy(x)
+        return AverageState(jnp.int32(0), jnp.int32(0), jax.tree.map(zeros, params))
 
     def update(updates, state, params=None):
         if params is None:
@@ -70,17 +95,23 @@ def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformati
         take = (step >= start) & ((step - start) % every == 0)
         count = state.count + take.astype(jnp.int32)
 
-        def moved(mean, param, delta):
-            share = take.astype(mean.dtype) / jnp.maximum(count, 1).astype(mean.dtype)
-            return mean + share * (param + delta.astype(param.dtype) - mean)
+        def moved(mean, old, new):
+            if not averages(old):
+                return jnp.where(take, new, mean)
+            share = take.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32)
+            return mean + share.astype(mean.dtype) * (new.astype(mean.dtype) - mean)
 
-        return updates, AverageState(step, count, jax.tree.map(moved, state.mean, params, updates))
+        with jax.numpy_dtype_promotion("standard"):        # updates may be float32 for 16-bit parameters
+            new = optax.apply_updates(params, updates)
+        return updates, AverageState(step, count, jax.tree.map(moved, state.mean, params, new))
 
     return optax.GradientTransformation(init, update)
 
 
 def averaged_weights(opt_state: Any) -> Any:
     """Returns the averaged parameters from the state of an optimizer that contains `average_weights`.
+
+    The average of 16-bit parameters has the dtype float32.
 
     Raises:
         ValueError: the optimizer does not contain exactly one `average_weights`, or no parameters have been averaged
@@ -98,65 +129,3 @@ def averaged_weights(opt_state: Any) -> Any:
     if not isinstance(found[0].count, jax.core.Tracer) and not int(found[0].count):
         raise ValueError(f"averaged_weights: nothing was averaged in {int(found[0].step)} updates; train up to `start`")
     return found[0].mean
-
-
-def batch_statistics(f: Callable, params: Any, state: Any, batches: Iterable[Any], *, key: Any = None) -> Any:
-    """Recomputes the running statistics of a model, such as those of BatchNorm, from the given batches.
-
-    The running statistics of BatchNorm are valid only for the parameters with which they were computed. Therefore,
-    recompute the statistics after you average, prune or quantize the parameters. Each statistic, such as the mean of an
-    activation, is computed for each of the given batches, and the new running statistic is the mean of the results.
-
-    The function works for any model whose state contains running averages `new = m * old + (1 - m) * statistic`.
-
-    Args:
-        f: the model, a function that is called as `f(params, *batch, state=state, key=key, train=True)` and returns
-            (output, new state).
-        params: the parameters.
-        state: the state of the model, for example from the training run. The old values of the running averages in
-            `state` are not used. Leaves of `state` that are not running averages, such as counters, are returned
-            unchanged.
-        batches: the batches, all of the same size. A batch is a tuple of the arguments of f after `params`. If f has
-            only one argument after `params`, a batch may be this argument itself instead of a tuple of length 1.
-        key: a PRNG key for f. Default None.
-
-    Returns:
-        The state of the model with the new statistics.
-
-    Raises:
-        ValueError: `batches` is empty.
-
-    Source: Izmailov et al. (2018), section 3.2; PyTorch's `torch.optim.swa_utils.update_bn`.
-
-    >>> model = nn.BatchNorm()
-    >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 1)))
-    >>> batches = [jnp.array([[1.0], [3.0]]), jnp.array([[5.0], [7.0]])]
-    >>> tr.batch_statistics(model, params, state, batches)["mean"].round(3).tolist()
-    [4.0]
-    """
-    options = {} if key is None else {"key": key}
-    floating = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
-    filled = lambda value: jax.tree.map(lambda x: jnp.full_like(x, value) if floating(x) else x, state)
-
-    @jax.jit
-    def collected(params, old, batch):
-        return f(params, *batch, state=old, train=True, **options)[1]
-
-    total, count, momentum = None, 0, None
-    for batch in batches:
-        batch = batch if isinstance(batch, tuple) else (batch,)
-        zero = collected(params, filled(0.0), batch)
-        if momentum is None:
-            one = collected(params, filled(1.0), batch)
-            momentum = jax.tree.map(lambda a, b: b - a if floating(a) else a, zero, one)
-        total = zero if total is None else jax.tree.map(jnp.add, total, zero)
-        count += 1
-    if not count:
-        raise ValueError("batch_statistics: expected at least one batch; got none")
-
-    def finished(old, sums, weight):
-        if not floating(old) or bool((jnp.abs(weight - weight.ravel()[0]) > 1e-3).any()) or weight.ravel()[0] > 0.9999:
-            return old
-        return (sums / (count * (1 - weight.ravel()[0]))).astype(old.dtype)
-
-    return jax.tree.map(finished, state, total, momentum)

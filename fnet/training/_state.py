@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from fnet.training._averaging import averages, narrowed, widened
+
 
 @struct.dataclass
 class TrainState:
@@ -19,7 +21,8 @@ class TrainState:
       params: the model's parameters.
       state: the model's other arrays, such as batch statistics; `{}` if the model has none.
       opt_state: the optimizer's state.
-      ema: an exponential moving average of `params`, or None.
+      ema: an exponential moving average of `params`, or None. The average of 16-bit parameters is stored in float32.
+        Leaves that have no average, such as integers and keys, are those of `params`.
       decay: the decay of the moving average, a float, or None if there is no average. `decay` is a static field: JAX
           does not trace it, and checkpoints do not contain it.
 
@@ -68,7 +71,7 @@ class TrainState:
             params=params,
             state={} if state is None else state,
             opt_state=tx.init(params),
-            ema=None if ema is None else jax.tree.map(jnp.copy, params),
+            ema=None if ema is None else jax.tree.map(widened, params),
             decay=ema,
         )
 
@@ -93,7 +96,11 @@ class TrainState:
         if ema is not None:
             t = self.step.astype(jnp.float32)
             move = 1 - jnp.minimum(self.decay, (1 + t) / (10 + t))
-            ema = jax.tree.map(lambda old, new: old + move.astype(old.dtype) * (new - old), ema, params)
+
+            def moved(old, new):
+                return old + move.astype(old.dtype) * (new.astype(old.dtype) - old) if averages(old) else new
+
+            ema = jax.tree.map(moved, ema, params)
         return self.replace(
             step=self.step + 1,
             params=params,
@@ -104,5 +111,6 @@ class TrainState:
 
     @property
     def averaged(self) -> Any:
-        """The parameters for evaluation: the moving average if there is one, otherwise `params`."""
-        return self.params if self.ema is None else self.ema
+        """The parameters for evaluation: the moving average in the dtypes of `params` if there is one, otherwise
+        `params`."""
+        return self.params if self.ema is None else narrowed(self.ema, self.params)

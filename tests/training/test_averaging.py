@@ -1,4 +1,4 @@
-"""Stochastic weight averaging and statistics of BatchNorm, against NumPy."""
+"""Stochastic weight averaging, against NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 
-from fnet import layers as nn
 from fnet import training as tr
 
 
@@ -27,32 +26,34 @@ def test_the_mean_of_parameters(start, every):
     np.testing.assert_allclose(state.params["w"], plain.params["w"], rtol=1e-6)    # updates are not changed
 
 
-def test_statistics_are_those_of_the_batches():
-    """Two BatchNorms, of which the second sees what the first makes of each batch; PyTorch's update_bn in NumPy."""
-    model = nn.Sequential(nn.Dense(4), nn.BatchNorm(momentum=0.7), jnp.tanh, nn.BatchNorm())
-    batches = [np.random.default_rng(i).normal(i, 1 + i, (32, 3)).astype(np.float32) for i in range(3)]
-    params, state = model.init(jax.random.key(0), batches[0])
-    wrong = jax.tree.map(lambda x: x + 5, state)
-    got = tr.batch_statistics(model, params, wrong, batches)
-    outputs = [x @ np.asarray(params["0"]["kernel"]) for x in batches]
-    np.testing.assert_allclose(got["1"]["mean"], np.mean([y.mean(0) for y in outputs], 0), rtol=1e-4)
-    first = np.mean([y.var(0) for y in outputs], 0)
-    assert np.allclose(got["1"]["var"], first, rtol=1e-4) or np.allclose(got["1"]["var"], first * 32 / 31, rtol=1e-4)
-    inner = [np.tanh((y - y.mean(0)) / np.sqrt(y.var(0) + 1e-5)) for y in outputs]
-    np.testing.assert_allclose(got["3"]["mean"], np.mean([y.mean(0) for y in inner], 0), atol=1e-4)
-    assert jax.tree.structure(got) == jax.tree.structure(state)
-    logits = model(params, batches[0], state=got)[0]
-    assert not np.allclose(logits, model(params, batches[0], state=wrong)[0], atol=0.1)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_mean_of_16_bit_parameters(dtype):
+    """Of 3000 numbers between 1 and 4, of which each moves a mean of 16 bits by less than it can hold."""
+    tx, numbers = tr.average_weights(start=1), jnp.asarray(1 + np.arange(3000) / 1000, dtype)
+    state = jax.lax.fori_loop(0, 3000, lambda i, s: tx.update(jnp.zeros(1, dtype), s, numbers[i][None])[1],
+                              tx.init(numbers[:1]))
+    mean = tr.averaged_weights(state)
+    assert mean.dtype == jnp.float32
+    np.testing.assert_allclose(mean, np.float64(numbers).mean(), rtol=1e-5)
 
 
-def test_state_that_is_no_average_is_kept():
-    def f(params, x, *, state, train):
-        return x, {"mean": 0.9 * state["mean"] + 0.1 * x.mean(), "count": state["count"] + 1, "last": x[0, 0]}
+def test_the_mean_is_of_the_parameters_after_the_update():
+    """Optax adds a float32 update to a bfloat16 parameter in float32, then rounds."""
+    tx, params, update = tr.average_weights(start=1), {"w": jnp.bfloat16(256), "n": jnp.int32(2)}, jnp.float32(1.5)
+    _, state = tx.update({"w": update, "n": jnp.int32(0)}, tx.init(params), params)
+    assert float(tr.averaged_weights(state)["w"]) == float(jnp.bfloat16(257.5))
+    assert int(tr.averaged_weights(state)["n"]) == 2
 
-    state = {"mean": jnp.zeros(()), "count": jnp.int32(7), "last": jnp.float32(3)}
-    got = tr.batch_statistics(f, {}, state, [jnp.ones((2, 2)), (3 * jnp.ones((2, 2)),)])
-    np.testing.assert_allclose(got["mean"], 2, rtol=1e-6)
-    assert got["count"] == 7
+
+def test_the_slow_weights_of_16_bit_parameters_move():
+    tx, w = tr.lookahead(optax.sgd(0.0), period=1, rate=1e-3), jnp.full(1, 2, jnp.bfloat16)
+    state = tx.init(jnp.ones(1, jnp.bfloat16))
+
+    def step(_, state):
+        with jax.numpy_dtype_promotion("standard"):
+            return tx.update(jnp.zeros(1, jnp.bfloat16), state, w)[1]
+
+    np.testing.assert_allclose(jax.lax.fori_loop(0, 1000, step, state).slow, 2 - 0.999**1000, rtol=1e-4)
 
 
 def test_errors():
@@ -66,5 +67,3 @@ def test_errors():
         tr.averaged_weights(state)
     with pytest.raises(ValueError, match="expected one average_weights in the optimizer; got 0"):
         tr.averaged_weights(optax.sgd(0.1).init(jnp.ones(2)))
-    with pytest.raises(ValueError, match="batch_statistics: expected at least one batch; got none"):
-        tr.batch_statistics(nn.BatchNorm(), {}, {}, [])

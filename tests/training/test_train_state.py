@@ -38,11 +38,27 @@ def test_the_average_follows_its_formula():
     assert state.averaged is state.ema
 
 
-def test_the_average_keeps_its_dtype():
-    tx = optax.sgd(1.0)
-    state = tr.TrainState.create({"w": jnp.zeros(3, jnp.bfloat16)}, tx, ema=0.9)
-    state = state.apply(tx, {"w": jnp.ones(3, jnp.bfloat16)})
-    assert state.ema["w"].dtype == jnp.bfloat16
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_the_average_of_16_bit_weights_moves(dtype):
+    """In 16 bits, 0.001 of a difference of 1 would be rounded away."""
+    tx = optax.sgd(0.0)
+    state = tr.TrainState.create({"w": jnp.ones(2, dtype), "none": None}, tx, ema=0.999)
+    state = state.replace(step=jnp.int32(10_000), params={"w": jnp.full(2, 2, dtype), "none": None})
+    step = jax.jit(lambda _, s: s.apply(tx, {"w": jnp.zeros(2, dtype), "none": None}))
+    state = jax.lax.fori_loop(0, 3000, step, state)
+    assert state.ema["w"].dtype == jnp.float32 and state.averaged["w"].dtype == dtype
+    np.testing.assert_allclose(state.ema["w"], 2 - 0.999**3000, rtol=1e-4)
+    np.testing.assert_allclose(np.float64(state.averaged["w"]), 2 - 0.999**3000, rtol=4e-3)
+
+
+def test_leaves_without_an_average():
+    """A counter among the parameters: the average has the newest."""
+    tx, params = optax.sgd(0.0), {"w": jnp.zeros(2), "count": jnp.int32(3)}
+    state = tr.TrainState.create(params, tx, ema=0.5)
+    for count in (8, 9):
+        state = state.replace(params=params | {"count": jnp.int32(count)})
+        state = state.apply(optax.set_to_zero(), params)
+    assert int(state.averaged["count"]) == 9
 
 
 def test_params_and_average_can_both_be_donated():

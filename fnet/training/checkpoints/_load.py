@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from fnet.training._averaging import narrowed
 from fnet.training.checkpoints._checkpoint import Checkpoints
 from fnet.training.checkpoints._reading import CheckpointError
 from fnet.training.checkpoints._storage import location
@@ -43,8 +44,9 @@ class Snapshot:
 
     @property
     def averaged(self) -> Any:
-        """The parameters for evaluation: the moving average if there is one, otherwise `params`."""
-        return self.params if self.ema is None else self.ema
+        """The parameters for evaluation: the moving average in the dtypes of `params` if there is one, otherwise
+        `params`."""
+        return self.params if self.ema is None else narrowed(self.ema, self.params)
 
 
 def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
