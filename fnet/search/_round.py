@@ -15,6 +15,7 @@ from fnet import _jax
 from fnet.search._identity import digest, program
 from fnet.search._population import Population, population
 from fnet.training import Mean
+from fnet.training._averaging import widened
 from fnet.training._metrics import as_metrics
 
 
@@ -148,8 +149,9 @@ class Round:
 
         def change(after, before):
             rows = lambda x: x.reshape(-1, *[1] * before.ndim)
-            moved = jnp.where(rows(answers), after - before[None], 0)       # diverged clients may have NaNs
-            return (rows(weights.astype(after.dtype)) * moved).sum(0)
+            moved = widened(after) - widened(before)[None]                  # 16 bits have no room for sums of weights
+            moved = jnp.where(rows(answers), moved, 0)                      # diverged clients may have NaNs
+            return (rows(weights.astype(moved.dtype)) * moved).sum(0)
 
         sums = {name: Mean(x.total.sum(), x.count.sum()) for name, x in metrics.items()}
         return (jax.tree.map(change, clients.members[0], server), weights.sum(),
@@ -157,7 +159,8 @@ class Round:
 
     def _end(self, state, sums):
         changes, total, answers, metrics = sums
-        grads = jax.tree.map(lambda x: -x / jnp.maximum(total, 1).astype(x.dtype), changes)
+        mean = lambda x, param: (x / jnp.maximum(total, 1).astype(x.dtype)).astype(param.dtype)
+        grads = jax.tree.map(lambda x, param: -mean(x, param), changes, state.params)
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = self._server.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)

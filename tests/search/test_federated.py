@@ -84,6 +84,17 @@ def test_several_epochs_of_uneven_clients_equal_numpy():
         close(jnp.concatenate([state.params["w"], state.params["b"][None]]), w)
 
 
+def test_sums_over_clients_do_not_fit_in_16_bits():
+    """257 and 1 examples: the weighted mean of the changes 1 and 0, whose weights bfloat16 would round to 256 and 1."""
+    data = federated.clients([np.ones(257, np.float32), np.zeros(1, np.float32)])
+    change = lambda w, batch, weight, key: (w + (batch * weight).max().astype(w.dtype) / 8, {})
+    round = federated.fedavg(change, data, server=optax.sgd(8.0), sampled=2, epochs=1, batch_size=257, method="vmap")
+    params = [jnp.zeros((), dtype) for dtype in (jnp.bfloat16, jnp.float32)]
+    ends = [run(round, federated.init(jax.random.key(0), w, optax.sgd(8.0)))[0].params for w in params]
+    assert float(ends[1]) == pytest.approx(257 / 258) and ends[0].dtype == jnp.bfloat16
+    assert float(ends[0]) == float(ends[1].astype(jnp.bfloat16))
+
+
 def test_every_example_is_used_once_in_an_epoch():
     seen = []
 
