@@ -82,7 +82,8 @@ def train(config, workdir, policy, **fit_options):
     steps = config.steps or common.check_steps(
         math.ceil(config.epochs * len(train_tokens) / (context * config.batch_size)))
     rate = tr.schedule(config.schedule, config.learning_rate, steps, warmup=config.warmup)
-    tx = tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay, clip=1.0)
+    axes = model.spec(jax.ShapeDtypeStruct((1, context), jnp.int32))
+    tx = tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay, clip=1.0, axes=axes)
     tx = ft.loss_scale(tx, policy)
     cross_entropy = evaluate(lambda params, tokens: model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:]))
 

@@ -103,7 +103,8 @@ def train(config, workdir, policy, **fit_options):
     teacher = base.make_model(taught, classes, shape[0])
     student = base.make_model(dataclasses.replace(taught, width=config.width, dropout=0.0), classes, shape[0])
     rate = tr.schedule(config.schedule, config.learning_rate, steps, warmup=config.warmup)
-    tx = tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay)
+    axes = student.spec(jax.ShapeDtypeStruct((1, *shape), jnp.float32))
+    tx = tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay, axes=axes)
     if config.swa:
         first = max(1, math.ceil(steps * (1 - config.swa)))
         tx = optax.chain(tx, tr.average_weights(start=first, every=max(1, len(data.train_labels) // config.batch_size)))

@@ -116,7 +116,7 @@ def train(config, workdir, others=(), **fit_options):
                 "loss": tr.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]),
                                 batch["weight"])}
 
-    server = tr.optimizer(config.server, config.server_rate)
+    server = tr.optimizer(config.server, config.server_rate, axes=model.spec(scale(data.train_images[:1])))
     local = federated.local(loss, optax.sgd(config.learning_rate), proximal=config.proximal, clip=config.clip or None,
                             noise=config.noise)
     round = federated.fedavg(local, parts, server=server, sampled=config.sampled, epochs=config.epochs,

@@ -169,7 +169,8 @@ def train(config, workdir, policy, **fit_options):
     batches = tr.Batches(train_set, batch_size=min(config.batch_size, len(train_set["label"])), seed=config.seed)
     steps = config.steps or common.check_steps(batches.steps(config.epochs))
     rate = tr.schedule(config.schedule, config.learning_rate, steps, warmup=config.warmup)
-    tx = ft.loss_scale(tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay), policy)
+    axes = model.spec(jax.eval_shape(held.prepare, jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)))
+    tx = ft.loss_scale(tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay, axes=axes), policy)
 
     def step(state, batch):
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)

@@ -99,8 +99,8 @@ def flip_and_crop(key, images):
     return tr.random_crop(keys[0], tr.random_flip(keys[1], images), images.shape[1] // 8)
 
 
-def make_optimizer(config, rate):
-    tx = tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay)
+def make_optimizer(config, rate, axes):
+    tx = tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay, axes=axes)
     if config.wrapper == "lookahead":
         return tr.lookahead(tx)
     if config.wrapper == "sam":                            # two gradients for each step
@@ -137,7 +137,8 @@ def train(config, workdir, policy, **fit_options):
     augment = AUGMENT[config.augment]
     model = make_model(config, classes, height)
     rate = tr.schedule(config.schedule, config.learning_rate, steps, warmup=config.warmup)
-    tx = ft.loss_scale(make_optimizer(config, rate), policy)
+    axes = model.spec(jax.ShapeDtypeStruct((1, height, width, channels), jnp.float32))
+    tx = ft.loss_scale(make_optimizer(config, rate, axes), policy)
 
     def step(state, batch):
         key, dropout = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.step))

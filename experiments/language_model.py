@@ -149,7 +149,9 @@ def train(config, workdir, policy, **fit_options):
     model, steps = make_model(config, vocab_size), config.steps
     rate = tr.schedule(config.schedule, config.learning_rate, steps, warmup=config.warmup, final=config.final)
     options = {"b2": config.beta2} if config.optimizer == "adamw" else {}
-    tx = tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay, clip=config.clip or None, **options)
+    axes = model.spec(jax.ShapeDtypeStruct((1, config.context), jnp.int32))
+    tx = tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay, clip=config.clip or None, axes=axes,
+                      **options)
     tx = ft.loss_scale(tx, policy)
 
     def step(state, batch):

@@ -139,7 +139,7 @@ def main(argv):
     x, y = map(jnp.asarray, tumors())
     results = {}
     for method in given.methods:
-        optimizer = tr.optimizer(given.optimizer, given.learning_rate)
+        optimizer = tr.optimizer(given.optimizer, given.learning_rate, axes={"": "in"})
         results[method] = used, gaps = train(method, optimizer, x, y, given.l2, batch_size=given.batch_size,
                                              passes=given.passes, seed=given.seed)
         print(f"{method}: gap {gaps[-1]:.2e} after {used[-1]:.0f} passes, "

@@ -9,11 +9,21 @@ from fnet.training import _plots as plots
 from fnet.training import _presets as presets
 from fnet.training._averaging import AverageState, average_weights, averaged_weights
 from fnet.training._batch_statistics import batch_statistics
+from fnet.training._by_layer import by_layer
 from fnet.training._config import ConfigError, from_dict, load_config, same_config, save_config
+from fnet.training._decays import decays
 from fnet.training._logs import Logger, LogWarning, read_metrics
 from fnet.training._media import Histogram, Image, Text
 from fnet.training._metrics import Mean, MemberMean, Total, confusion, evaluator, mean
-from fnet.training._optimizers import OPTIMIZERS, SCHEDULES, LookaheadState, decays, lookahead, optimizer, schedule
+from fnet.training._optimizers import (
+    OPTIMIZERS,
+    SCHEDULES,
+    LookaheadState,
+    NamedOptimizer,
+    lookahead,
+    optimizer,
+    schedule,
+)
 from fnet.training._predictions import save_predictions
 from fnet.training._state import TrainState
 from fnet.training._svrg import SVRGState, refresh_anchor, svrg
@@ -41,10 +51,11 @@ from fnet.training.loop._progress import Progress, duration
 
 __all__ = ["OPTIMIZERS", "SCHEDULES", "AverageState", "Batches", "CheckpointError", "CheckpointWarning", "Checkpoints",
            "ConfigError", "Diverged", "EarlyStop", "Histogram", "Image", "Interrupted", "LogWarning", "Logger",
-           "LookaheadState", "Mean", "MemberMean", "OutOfMemory", "PeerLost", "Progress", "ResumeWarning", "SVRGState",
-           "Snapshot", "StepEnd", "Text", "Total", "TrainState", "Windows", "average_weights", "averaged_weights",
-           "batch_statistics", "clear", "compilation_cache", "confusion", "cutout", "datasets", "decays", "duration",
-           "evaluator", "fit", "flags", "from_dict", "from_iterator", "load", "load_config", "lookahead", "mean",
-           "optimizer", "plots", "presets", "random_affine", "random_crop", "random_flip", "random_shift", "read_csv",
-           "read_metrics", "read_tokens", "refresh_anchor", "restore", "same_config", "save_config",
-           "save_predictions", "schedule", "split", "stretches", "svrg", "train"]
+           "LookaheadState", "Mean", "MemberMean", "NamedOptimizer", "OutOfMemory", "PeerLost", "Progress",
+           "ResumeWarning", "SVRGState", "Snapshot", "StepEnd", "Text", "Total", "TrainState", "Windows",
+           "average_weights", "averaged_weights", "batch_statistics", "by_layer", "clear", "compilation_cache",
+           "confusion", "cutout", "datasets", "decays", "duration", "evaluator", "fit", "flags", "from_dict",
+           "from_iterator", "load", "load_config", "lookahead", "mean", "optimizer", "plots", "presets",
+           "random_affine", "random_crop", "random_flip", "random_shift", "read_csv", "read_metrics", "read_tokens",
+           "refresh_anchor", "restore", "same_config", "save_config", "save_predictions", "schedule", "split",
+           "stretches", "svrg", "train"]

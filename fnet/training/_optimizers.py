@@ -8,8 +8,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
+
+from fnet.training._averaging import widened
+from fnet.training._axes import Axes
+from fnet.training._by_layer import each_layer
+from fnet.training._decays import decays
+from fnet.training._meaning import meaning
 
 Schedule = Callable[[Any], Any]
 
@@ -20,6 +25,7 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adam": optax.adam,
     "adamw": optax.adamw,
     "nadamw": optax.nadamw,
+    "adafactor": optax.adafactor,
     "adagrad": optax.adagrad,
     "rmsprop": optax.rmsprop,
     "lion": optax.lion,
@@ -107,22 +113,17 @@ def schedule(
     return _usual_promotion(body)
 
 
-def decays(params: Any) -> Any:
-    """Returns a tree of bools that states to which leaves of `params` weight decay applies.
+class NamedOptimizer(optax.GradientTransformationExtraArgs):
+    """The transformation that `optimizer` returns.
 
-    The result is False for a leaf that is named `bias` or `scale`, or that has fewer than two axes. For all other
-    leaves of `params`, the result is True. The number of axes alone does not identify biases and normalization scales,
-    because these parameters have two axes if the parameters of several layers are stacked.
+    Attributes:
+        with_axes: a function that returns the same optimizer with another argument `axes`, or None if `axes` was given.
 
-    >>> tr.decays({"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)})
-    {'bias': False, 'kernel': True}
+    >>> tr.optimizer("muon", 0.02).with_axes(nn.Dense(3).spec(jnp.ones((1, 2)))).with_axes is None
+    True
     """
 
-    def wanted(path, leaf) -> bool:
-        name = jax.tree_util.keystr(path[-1:], simple=True) if path else ""
-        return name not in ("bias", "scale") and jnp.ndim(leaf) > 1
-
-    return jax.tree_util.tree_map_with_path(wanted, params)
+    with_axes: Callable[[Any], NamedOptimizer] | None
 
 
 def optimizer(
@@ -132,24 +133,41 @@ def optimizer(
     weight_decay: float = 0.0,
     decay_all: bool = False,
     clip: float | None = None,
+    adaptive_clip: float | None = None,
+    axes: Any = None,
     **options: Any,
-) -> optax.GradientTransformation:
+) -> NamedOptimizer:
     """Returns the Optax optimizer with a given name, with optional weight decay and gradient clipping.
+
+    Muon, LAMB, LARS, Adafactor and adaptive clipping treat each layer by itself. A stack of layers is one array, so
+    they must know which of its axes are layers, inputs and outputs: pass `axes=model.spec(x)` for a layer of fnet
+    (`train` does it for you), or name the axes of another library's parameters, for example
+
+        tr.optimizer("muon", 0.02, axes={"layers/.*/kernel": "layers in out", ".*/bias": "layers out",
+                                         "embed/.*": "vocab out", "head/kernel": "in logits"})
+
+    Muon orthogonalizes the matrices between hidden features, among them the kernels of convolutions as [height * width
+    * in, out]. Adam updates all other parameters: biases, scales, embeddings, and kernels whose outputs are logits.
 
     Args:
       name: one of `OPTIMIZERS`. "momentum" and "nesterov" are SGD with momentum 0.9.
       learning_rate: a number, or a schedule (a function of the number of the step).
       weight_decay: the coefficient of the weight decay. adamw, nadamw, lion, lamb and muon decouple the decay from the
-        gradient (Loshchilov & Hutter 2019). Optimizers that do not decouple the decay, such as sgd, add `weight_decay`
-        times the parameters to the gradient, which is L2 regularization. Default 0.
+        gradient (Loshchilov & Hutter 2019); so does adafactor, which does not multiply it by the learning rate. muon
+        applies it to the orthogonalized matrices only. Optimizers that do not decouple the decay, such as sgd, add
+        `weight_decay` times the parameters to the gradient, which is L2 regularization. Default 0.
       decay_all: whether weight decay also applies to biases and norm scales (see `decays`). Default False.
       clip: the largest global norm of the gradient. If the global norm of the gradient is larger than `clip`, the
         gradient is scaled down to the norm `clip`. Default None: no clipping.
+      adaptive_clip: the largest ratio of the norm of the gradient to the norm of the parameters, for each output of a
+        matrix, and for each bias or scale as a whole (Brock et al. 2021). Default None: no clipping.
+      axes: what the axes of the parameters are, as in `by_layer`. Default None.
       **options: keyword arguments of the Optax optimizer, such as `b1=`, `momentum=` or `eps=`.
 
     Raises:
       ValueError: the name is unknown, or `options` contains an argument that the optimizer does not have. A ValueError
-        is also raised for "adam" with a `weight_decay` other than 0.
+        is also raised for "adam" with a `weight_decay` other than 0. The method `init` of the result raises a
+        ValueError if the optimizer has to know the axes of a parameter, or whether it is a bias, and does not.
 
     Example:
       >>> tx = optimizer("adamw", schedule("cosine", 1e-3, 1000, warmup=0.05), weight_decay=0.01)
@@ -158,19 +176,98 @@ def optimizer(
         raise ValueError(f"no optimizer is called '{name}'; there are {', '.join(OPTIMIZERS)}")
     if name == "adam" and weight_decay:
         raise ValueError("adam has no weight decay: use adamw, or weight_decay=0")
-    make = OPTIMIZERS[name]
-    known = inspect.signature(make).parameters
+    known = inspect.signature(OPTIMIZERS[name]).parameters
     for option in options:
         if option not in known or option == "learning_rate":
             raise ValueError(f"{name} has no option '{option}'; it has {', '.join(known)}")
-    mask = None if decay_all else decays
+    if name == "muon" and "weight_decay_mask" in options:
+        raise ValueError("muon: expected no weight_decay_mask, because weight decay applies to the orthogonalized "
+                         "matrices; choose them with axes=")
+    rebuilt = partial(optimizer, name, learning_rate, weight_decay=weight_decay, decay_all=decay_all, clip=clip,
+                      adaptive_clip=adaptive_clip, **options)
+
+    masked = not decay_all and not (isinstance(weight_decay, int | float) and weight_decay == 0)
+    mask = (lambda params: decays(params, axes)) if masked else None
     chain = [optax.clip_by_global_norm(clip)] if clip is not None else []
-    if "weight_decay" in known:
-        options |= {"weight_decay": weight_decay}
-        options |= {"weight_decay_mask" if "weight_decay_mask" in known else "mask": mask or True}
-    elif weight_decay:
+    if adaptive_clip is not None:
+        chain.append(_adaptive_clip(adaptive_clip, Axes(axes, "adaptive_clip")))
+    decay = {"weight_decay", "weight_decay_rate"} & known.keys()
+    for option in decay:
+        options |= {option: weight_decay}
+        options.setdefault("mask" if "mask" in known else "weight_decay_mask", mask or True)
+    if weight_decay and not decay:
         chain.append(optax.add_decayed_weights(weight_decay, mask))
-    return optax.chain(*chain, make(learning_rate, **options))
+    make = _BY_LAYER[name](Axes(axes, name)) if name in _BY_LAYER else OPTIMIZERS[name]
+    made = optax.chain(*chain, make(learning_rate, **options), meaning(name, axes, masked))
+    result = NamedOptimizer(made.init, made.update)
+    result.with_axes = (lambda axes: rebuilt(axes=axes)) if axes is None else None
+    return result
+
+
+def _adaptive_clip(clip: float, axes: Axes) -> optax.GradientTransformation:
+    def build(layouts):
+        # Not the default axis of Optax, which depends on the number of axes and on axes of size 1.
+        rows = jax.tree.map(lambda layout: "vector" if layout.rank == 1 else "matrix", layouts)
+        return optax.partition({"matrix": optax.adaptive_grad_clip(clip, axis=0),
+                                "vector": optax.adaptive_grad_clip(clip, axis=(0,))}, rows)
+
+    return each_layer(build, axes)
+
+
+def _muon(axes: Axes) -> Callable[..., optax.GradientTransformation]:
+    def make(learning_rate, *, muon_weight_dimension_numbers=None, weight_decay_mask, **options):
+        if muon_weight_dimension_numbers is not None:
+            if options.get("adaptive"):
+                raise ValueError("muon: adaptive=True needs axes= instead of muon_weight_dimension_numbers=, because "
+                                 "Optax would multiply all matrices of a stack by one number")
+            return optax.contrib.muon(learning_rate, muon_weight_dimension_numbers=muon_weight_dimension_numbers,
+                                      **options)
+
+        def build(layouts):
+            numbers = jax.tree.map(lambda layout: _MATRIX if layout.matrix else None, layouts)
+            return optax.contrib.muon(learning_rate, muon_weight_dimension_numbers=numbers, **options)
+
+        return each_layer(build, axes)
+
+    return make
+
+
+def _lamb(axes: Axes) -> Callable[..., optax.GradientTransformation]:
+    def make(learning_rate, b1=0.9, b2=0.999, eps=1e-6, eps_root=0.0, weight_decay=0.0, mask=None):
+        return optax.chain(
+            optax.scale_by_adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root),
+            optax.add_decayed_weights(weight_decay, mask),
+            each_layer(lambda _: optax.scale_by_trust_ratio(), axes, matrices=False),
+            optax.scale_by_learning_rate(learning_rate))
+
+    return make
+
+
+def _lars(axes: Axes) -> Callable[..., optax.GradientTransformation]:
+    def make(learning_rate, weight_decay=0.0, weight_decay_mask=True, trust_coefficient=0.001, eps=0.0,
+             trust_ratio_mask=True, momentum=0.9, nesterov=False):
+        ratio = optax.scale_by_trust_ratio(trust_coefficient=trust_coefficient, eps=eps)
+        return optax.chain(
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            optax.masked(each_layer(lambda _: ratio, axes, matrices=False), trust_ratio_mask),
+            optax.scale_by_learning_rate(learning_rate),
+            optax.trace(decay=momentum, nesterov=nesterov))
+
+    return make
+
+
+def _adafactor(axes: Axes) -> Callable[..., optax.GradientTransformation]:
+    def make(learning_rate, *, weight_decay_rate, weight_decay_mask, **options):
+        inner = each_layer(lambda _: optax.adafactor(learning_rate, **options), axes)
+        if not isinstance(weight_decay_rate, jax.Array) and weight_decay_rate == 0:
+            return inner
+        return optax.chain(inner, optax.add_decayed_weights(-weight_decay_rate, weight_decay_mask))
+
+    return make
+
+
+_MATRIX = optax.contrib.MuonDimensionNumbers(reduction_axis=0, output_axis=1)
+_BY_LAYER = {"muon": _muon, "lamb": _lamb, "lars": _lars, "adafactor": _adafactor}
 
 
 class LookaheadState(NamedTuple):
@@ -193,8 +290,8 @@ def lookahead(optimizer: optax.GradientTransformation, *, period: int = 5,
     """Returns a Lookahead optimizer that stores the slow weights in its state.
 
     The optimizer equals `optax.lookahead`, except that `optax.lookahead` stores the slow weights together with the
-    parameters. Let w be the parameters. Every `period` steps, the slow weights move toward the parameters w, and w is
-    set to the slow weights:
+    parameters, and that it stores the slow weights of 16-bit parameters in float32. Let w be the parameters. Every
+    `period` steps, the slow weights move toward the parameters w, and w is set to the slow weights:
 
         slow = slow + rate (w - slow),        w = slow
 
@@ -216,8 +313,7 @@ def lookahead(optimizer: optax.GradientTransformation, *, period: int = 5,
     inner = optax.lookahead(optimizer, period, rate)
 
     def init(params):
-        slow = jax.tree.map(jnp.copy, params)
-        return LookaheadState(slow, inner.init(optax.LookaheadParams(params, slow)))
+        return LookaheadState(jax.tree.map(widened, params), inner.init(optax.LookaheadParams(params, None)))
 
     def update(updates, state, params=None):
         if params is None:

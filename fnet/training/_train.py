@@ -48,7 +48,8 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
       loss: a function of the model's outputs and the targets that returns one value for each example, such as
         `optax.softmax_cross_entropy_with_integer_labels`. If it returns several values for each example, such as one
         for each token, the value of the example is their mean.
-      optimizer: an Optax gradient transformation.
+      optimizer: an Optax gradient transformation. An optimizer of `tr.optimizer` learns the axes of the parameters from
+        the model, unless it is inside of another transformation, such as `optax.chain`; pass it `axes=` then.
       epochs, steps: the length of the training, in epochs or in steps. Pass either `epochs` or `steps`.
       validation: the data set for evaluations, with one of the structures of a batch. It may have weights as well. The
         results of the evaluations are logged as "validation/loss" and, for each of the `metrics`, as "validation/NAME".
@@ -115,6 +116,8 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
 
     x, _, weight = _parts(data(0), inputs, targets)
     _check_weight("the first batch", weight)
+    if getattr(optimizer, "with_axes", None) is not None:
+        optimizer = optimizer.with_axes(model.spec(x))
     params, variables = model.init(key, x)
     state = TrainState.create(params, optimizer, state=variables, ema=ema)
     if steps is None and (steps := _steps(data, epochs)) is None:

@@ -8,6 +8,7 @@ import pytest
 
 from fnet import training as tr
 
+AXES = {".*/kernel": "in out", ".*/bias": "out", ".*/scale": "layers out"}
 PARAMS = {
     "dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)},
     "stack": {"norm": {"scale": jnp.ones((4, 3))}},
@@ -18,7 +19,7 @@ PARAMS = {
 @pytest.mark.parametrize("name", tr.OPTIMIZERS)
 def test_every_optimizer_goes_downhill_under_strict_promotion(name):
     tx = tr.optimizer(
-        name, tr.schedule("cosine", 0.05, 10), weight_decay=0.0 if name == "adam" else 1e-4, clip=1.0
+        name, tr.schedule("cosine", 0.05, 10), weight_decay=0.0 if name == "adam" else 1e-4, clip=1.0, axes=AXES
     )
     loss = lambda p: sum(jnp.sum(x**2) for x in jax.tree.leaves(p))
     state = tr.TrainState.create(PARAMS, tx)
@@ -29,12 +30,12 @@ def test_every_optimizer_goes_downhill_under_strict_promotion(name):
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adamw", "nadamw", "lion", "lamb", "lars"])
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adamw", "nadamw", "lion", "lamb", "lars", "adafactor"])
 def test_weight_decay_spares_biases_and_norm_scales(name):
     zero = jax.tree.map(jnp.zeros_like, PARAMS)
     moved = {}
     for decay_all in (False, True):
-        tx = tr.optimizer(name, 0.1, weight_decay=0.5, decay_all=decay_all)
+        tx = tr.optimizer(name, 0.1, weight_decay=0.5, decay_all=decay_all, axes=AXES)
         new = tr.TrainState.create(PARAMS, tx).apply(tx, zero).params
         moved[decay_all] = [
             not np.allclose(a, b) for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(PARAMS))

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from fnet.training._meaning import explained
 from fnet.training.checkpoints import _leaves, _manifest, _shards, _structure
 from fnet.training.checkpoints._folder import Folder
 from fnet.training.checkpoints._manifest import Damaged
@@ -238,7 +239,8 @@ class Reading:
         leaves = _leaves.paths(target)
         wanted = {path: _leaves.entry(path, leaf) for path, leaf in leaves.items()}
         if lines := _leaves.mismatches(saved, wanted, cast=cast):
-            raise CheckpointError(f"{folder}: this checkpoint is of something else:\n  " + "\n  ".join(lines))
+            why = "".join(f"\n{text}" for text in explained(saved, wanted))
+            raise CheckpointError(f"{folder}: this checkpoint is of something else:\n  " + "\n  ".join(lines) + why)
         if jax.process_count() > 1:
             with named(folder):
                 arrays = _shards.read(folder, content, {inside + path: leaf for path, leaf in leaves.items()})
