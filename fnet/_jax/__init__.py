@@ -8,7 +8,7 @@ has the name.
 
 import importlib
 
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import ClosedJaxpr, Literal, Primitive
 
 from fnet._jax._features import disabled
 from fnet._jax._jaxprs import close, consts_as_inputs, hoisted, unplaced
@@ -32,9 +32,9 @@ from fnet._jax._tracing import (
     zeros,
 )
 
-__all__ = ["CustomJvp", "CustomVjp", "Literal", "Primitive", "bind", "bind_again", "close", "consts_as_inputs",
-           "current_names", "custom_vmap_rule", "disabled", "equation_context", "hoisted", "kernels_in_exports", "line",
-           "name_stack", "names_context", "origin", "outermost", "prng_impl", "scope_entries", "trace_state",
+__all__ = ["ClosedJaxpr", "CustomJvp", "CustomVjp", "Literal", "Primitive", "bind", "bind_again", "close",
+           "consts_as_inputs", "current_names", "custom_vmap_rule", "disabled", "equation_context",
+           "hoisted", "kernels_in_exports", "line", "name_stack", "names_context", "origin", "outermost", "prng_impl", "scope_entries", "trace_state",
            "unplaced", "varies_over", "vary_alike", "without_locations", "zeros"]
 
 

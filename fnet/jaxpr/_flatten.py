@@ -109,7 +109,18 @@ def _dimensions(params, outvars, x):
     return _reshape(params, outvars, x if order is None else lax.transpose(x, order))
 
 
+def _mul(params, outvars, *operands):
+    dtype = params.get("out_dtype")
+    return [lax.mul(*(operands if dtype is None else (lax.convert_element_type(x, dtype) for x in operands)))]
+
+
+def _scatter_sub(params, outvars, x, indices, updates):
+    options = {name: params[name] for name in ("indices_are_sorted", "unique_indices", "mode")}
+    return [lax.scatter_add(x, indices, lax.neg(updates), params["dimension_numbers"], **options)]
+
+
 _SIMPLER = {
+    "mul": _mul, "scatter-sub": _scatter_sub,
     "square": lambda params, outvars, x: [lax.mul(x, x)],
     "one_minus_square": lambda params, outvars, x: [lax.sub(lax.full_like(x, 1), lax.mul(x, x))],
     "add_any": lambda params, outvars, x, y: [lax.add(x, y)],

@@ -62,6 +62,40 @@ def size(value: Any) -> int | str:
     return int(value) if isinstance(value, (int, np.integer)) else str(value)
 
 
+class _Equation:
+    """An equation of a jaxpr, which records the parameters that were read."""
+
+    def __init__(self, eqn):
+        self.primitive, self.invars, self.outvars = eqn.primitive, eqn.invars, eqn.outvars
+        self._params, self.read = eqn.params, set()
+
+    @property
+    def params(self):
+        return self
+
+    def __getitem__(self, name):
+        self.read.add(name)
+        return self._params[name]
+
+    def __contains__(self, name):
+        return name in self._params
+
+    def get(self, name, default=None):
+        return self[name] if name in self else default
+
+    def unread(self) -> list[str]:
+        return sorted(set(self._params) - self.read)
+
+
+def _check_all_read(eqn, at) -> None:
+    """Raises `Unsupported` if an equation has a parameter that the stable form does not hold, unless `_IRRELEVANT`
+    states why results do not depend on it. A later version of JAX may add such a parameter."""
+    unknown = [name for name in eqn.unread() if name not in _IRRELEVANT]
+    if unknown:
+        raise Unsupported(eqn.primitive.name, at.path, f"its parameter {unknown[0]!r} is unknown to this version of "
+                                                       "fnet")
+
+
 class _Writer:
     def __init__(self):
         self.values: list = []
@@ -96,10 +130,12 @@ class _Writer:
             if any(jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in (*eqn.invars, *eqn.outvars)):
                 raise Unsupported(eqn.primitive.name, at.path, "random keys")
             name, options = _OPTIONS[eqn.primitive.name]
+            equation = _Equation(eqn)
             inputs = [self.atom(a) for a in eqn.invars]
-            filled = options(self, eqn, at) if callable(options) else {}
-            equations.append([name or eqn.primitive.name, inputs, [self.value(v) for v in eqn.outvars], filled,
-                              at.path])
+            filled = options(self, equation, at) if options else {}
+            _check_all_read(equation, at)
+            equations.append([filled.pop("operation", name or eqn.primitive.name), inputs,
+                              [self.value(v) for v in eqn.outvars], filled, at.path])
         return {"inputs": [self.value(v) for v in jaxpr.invars], "equations": equations,
                 "outputs": [self.atom(a) for a in jaxpr.outvars]}
 
@@ -132,12 +168,25 @@ def _while(self, eqn, at):
 
 def _gather(self, eqn, at):
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
-    mode = lax.GatherScatterMode.from_any(params["mode"])
+    mode = _mode(eqn, at)
     fill = params["fill_value"]
     return {"offset": _ints(numbers.offset_dims), "collapsed": _ints(numbers.collapsed_slice_dims),
             "indexed": _ints(numbers.start_index_map), "batch": _ints(numbers.operand_batching_dims),
             "index_batch": _ints(numbers.start_indices_batching_dims), "sizes": list(map(size, params["slice_sizes"])),
-            "fill": _filling(eqn, fill) if mode == lax.GatherScatterMode.FILL_OR_DROP else None}
+            "fill": _filling(eqn, fill) if mode == lax.GatherScatterMode.FILL_OR_DROP else None, **_promises(eqn)}
+
+
+def _mode(eqn, at):
+    mode = lax.GatherScatterMode.from_any(eqn.params["mode"])
+    if mode == lax.GatherScatterMode.ONE_HOT:
+        raise Unsupported(eqn.primitive.name, at.path, "its mode is 'one_hot'")
+    return mode
+
+
+def _promises(eqn) -> dict:
+    """Returns what the user promised about the indices of a gather or scatter, such as {"unique": true}."""
+    names = {"sorted": "indices_are_sorted", "unique": "unique_indices"}
+    return {name: True for name, source in names.items() if eqn.params[source]}
 
 
 def _filling(eqn, fill):
@@ -161,8 +210,29 @@ def _scatter(kind):
                 "inserted": _ints(numbers.inserted_window_dims), "indexed": _ints(numbers.scatter_dims_to_operand_dims),
                 "batch": _ints(numbers.operand_batching_dims),
                 "index_batch": _ints(numbers.scatter_indices_batching_dims),
-                "clip": lax.GatherScatterMode.from_any(params["mode"]) == lax.GatherScatterMode.CLIP}
+                "clip": _mode(eqn, at) == lax.GatherScatterMode.CLIP, **_promises(eqn),
+                **(_applied(self, eqn, at) if kind == "replace" else _reduced(params))}
     return options
+
+
+def _reduced(params) -> dict:
+    params["update_jaxpr"], params["update_consts"]    # the primitive's name says what they compute
+    return {}
+
+
+def _applied(self, eqn, at) -> dict:
+    """Returns the function of a scatter that applies a function to the elements, such as `x.at[i].apply(jnp.exp)`. JAX
+    has no primitive of its own for it."""
+    jaxpr, consts = eqn.params["update_jaxpr"], eqn.params["update_consts"]
+    if jaxpr is None:
+        return {}
+    closed = flatten(_jax.ClosedJaxpr(jaxpr, consts))
+    _, update = closed.jaxpr.invars
+    if closed.jaxpr.outvars == [update]:
+        return {}
+    if any(v is update for eqn in closed.jaxpr.eqns for v in eqn.invars):
+        raise Unsupported(eqn.primitive.name, at.path, "its function depends on the updates")
+    return {"operation": "scatter_apply", "kind": "apply", "body": self.closed(closed, at)}
 
 
 def _convolution(self, eqn, at):
@@ -170,7 +240,7 @@ def _convolution(self, eqn, at):
     return {"strides": _ints(params["window_strides"]), "padding": _pairs(params["padding"]),
             "input_dilation": _ints(params["lhs_dilation"]), "dilation": _ints(params["rhs_dilation"]),
             "input": _ints(numbers.lhs_spec), "kernel": _ints(numbers.rhs_spec), "output": _ints(numbers.out_spec),
-            "groups": params["feature_group_count"], "batch_groups": params["batch_group_count"]}
+            "groups": params["feature_group_count"], "batch_groups": params["batch_group_count"], **_precision(eqn)}
 
 
 def _window(self, eqn, at):
@@ -181,12 +251,45 @@ def _window(self, eqn, at):
 
 
 def _select_window(self, eqn, at):
-    return {**_window(self, eqn, at), "largest": eqn.params["select_prim"] is lax.ge_p}
+    select = eqn.params["select_prim"]
+    if select not in (lax.ge_p, lax.le_p):
+        raise Unsupported(eqn.primitive.name, at.path, f"it selects by {select}")
+    return {**_window(self, eqn, at), "largest": select is lax.ge_p}
 
 
 def _dot(self, eqn, at):
     contract, batch = eqn.params["dimension_numbers"]
-    return {"contract": [_ints(axes) for axes in contract], "batch": [_ints(axes) for axes in batch]}
+    return {"contract": [_ints(axes) for axes in contract], "batch": [_ints(axes) for axes in batch],
+            **_precision(eqn)}
+
+
+def _precision(eqn) -> dict:
+    """Returns the precision of a product: the names of two `lax.Precision`, or of a `lax.DotAlgorithmPreset`. It is
+    left out where the user did not state it."""
+    precision = eqn.params["precision"]
+    if precision is None:
+        return {}
+    if isinstance(precision, tuple):
+        return {"precision": [each.name.lower() for each in precision]}
+    if isinstance(precision, lax.DotAlgorithmPreset):
+        return {"precision": precision.name.lower()}
+    raise Unsupported(eqn.primitive.name, "", f"its precision is {precision}")
+
+
+def _accuracy(self, eqn, at):
+    """Returns the accuracy of a function such as exp: the name of a `lax.AccuracyMode`, or the numbers of a
+    `lax.Tolerance`."""
+    accuracy = eqn.params.get("accuracy")
+    if accuracy is None:
+        return {}
+    if isinstance(accuracy, lax.AccuracyMode):
+        return {"accuracy": accuracy.name.lower()}
+    return {"accuracy": [accuracy.atol, accuracy.rtol, accuracy.ulps]}
+
+
+def _largest(self, eqn, at):
+    stable = eqn.params.get("is_stable", True)
+    return {**_of(k="k", axis="axis")(self, eqn, at), **({} if stable else {"stable": False})}
 
 
 def _round(self, eqn, at):
@@ -235,14 +338,28 @@ def _iota(self, eqn, at):
     return {**_shape(self, eqn, at), "axis": eqn.params["dimension"]}
 
 
+# Parameters on which the results do not depend, or which only repeat the type of an output.
+_IRRELEVANT: dict[str, str] = {
+    **dict.fromkeys(("dtype", "new_dtype", "preferred_element_type", "index_dtype", "shape", "new_sizes"),
+                    "the type of an output, which the stable form states"),
+    **dict.fromkeys(("sharding", "out_sharding"), "the devices of an output"),
+    "weak_type": "all types in the stable form are explicit",
+    "dimensions": "flatten has replaced it by a transpose",
+    "out_dtype": "flatten has replaced it by casts of the operands",
+    "is_stable": "readers of the stable form always sort stably",
+    **dict.fromkeys(("linear", "unroll", "_split_transpose"), "how a loop is differentiated or compiled"),
+    "branches_platforms": "the index of the branch is an operand",
+}
+_FUNCTIONS = "exp exp2 expm1 log log1p tanh logistic sin cos tan sqrt rsqrt cbrt".split()    # with an accuracy
 _SAME_NAME = """
-neg sign floor ceil is_finite abs not exp exp2 expm1 log log1p tanh logistic sin cos tan asin acos atan sinh cosh asinh
-acosh atanh sqrt rsqrt cbrt erf erfc erf_inv lgamma add sub mul div rem max min pow atan2 and or xor eq ne lt le gt ge
-nextafter shift_left shift_right_logical shift_right_arithmetic clamp population_count real imag
+neg sign floor ceil is_finite abs not asin acos atan sinh cosh asinh acosh atanh erf erfc erf_inv lgamma add sub mul div
+rem max min pow atan2 and or xor eq ne lt le gt ge nextafter shift_left shift_right_logical shift_right_arithmetic clamp
+population_count real imag
 """.split()
 _AXES = ("reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor")
+# The name of the operation (None: that of the primitive), and the function that reads its options.
 _OPTIONS: dict[str, tuple] = {
-    **{name: (None, None) for name in _SAME_NAME},
+    **{name: (None, None) for name in _SAME_NAME}, **{name: (None, _accuracy) for name in _FUNCTIONS},
     **{name: (None, _of(axes="axes")) for name in _AXES},
     **{name: (None, _of(axes="axes")) for name in ("argmax", "argmin")},
     **{name: (None, _of(axis="axis", reverse="reverse")) for name in ("cumsum", "cumprod", "cummax", "cummin")},
@@ -256,8 +373,8 @@ _OPTIONS: dict[str, tuple] = {
     "dynamic_slice": (None, _of(sizes="slice_sizes")), "dynamic_update_slice": (None, None),
     "gather": (None, _gather), "scatter": (None, _scatter("replace")), "scatter-add": ("scatter", _scatter("add")),
     "scatter-mul": ("scatter", _scatter("mul")), "scatter-min": ("scatter", _scatter("min")),
-    "scatter-max": ("scatter", _scatter("max")), "scatter_add": ("scatter", _scatter("add")),
-    "sort": (None, _of(axis="dimension", keys="num_keys")), "top_k": (None, _of(k="k", axis="axis")),
+    "scatter-max": ("scatter", _scatter("max")),
+    "sort": (None, _of(axis="dimension", keys="num_keys")), "top_k": (None, _largest),
     "dot_general": ("dot", _dot), "conv_general_dilated": ("convolution", _convolution),
     "reduce_window_max": ("window_max", _window), "reduce_window_min": ("window_min", _window),
     "reduce_window_sum": ("window_sum", _window), "select_and_scatter_add": ("window_select_add", _select_window),
