@@ -97,7 +97,7 @@ class Bundle:
         self.entries = tuple(self.manifest["entries"])
         self.labels = self.manifest.get("labels")
         self.read_until = self.manifest["read_until"]
-        self._programs = {}
+        self._programs, self._exported = {}, {}
 
     def __call__(self, *inputs, **named):
         """Runs the entry point (function) "predict", or the first entry point if the bundle has no "predict"."""
@@ -110,8 +110,11 @@ class Bundle:
             The output, a tree of arrays.
 
         Raises:
-            BundleError: the inputs do not match the signature (structure, dtypes and shapes of the inputs). The error
-                message names the input and states the violated constraint.
+            BundleError: the inputs do not match the signature (structure, dtypes and shapes of the inputs), or an input
+                has a value that the dtype in the signature cannot hold. The error message names the input and states
+                the violated constraint. A BundleError is also raised if the program has dtypes of 64 bits and
+                jax_enable_x64 is not set, or if the bundle was written by a later version of JAX that the installed one
+                cannot read.
         """
         return self.function(entry)(self.arrays, *inputs, **named)
 
@@ -139,8 +142,9 @@ class Bundle:
         description, program = self._entry(entry), self._program(entry)
 
         def f(weights, *inputs, **named):
+            self._check_wide(entry)
             flat, _ = signature.bound(self.path, entry, description, inputs, named)
-            outputs = program(signature.chosen(description, weights, self.arrays), flat)
+            outputs = self._run(entry, program, signature.chosen(description, weights, self.arrays), flat)
             return signature.unflatten(description["output"], iter(outputs))
 
         f.__name__ = entry
@@ -241,8 +245,49 @@ class Bundle:
             import jax
 
             exported = self._deserialized(entry)
+            self._check_wide(entry)
             self._programs[entry] = jax.jit(exported.call)
         return self._programs[entry]
+
+    def _run(self, entry, program, weights, flat):
+        try:
+            return program(weights, flat)
+        except BundleError:
+            raise
+        except Exception as error:    # JAX may find only while it compiles that it does not know an operation
+            if self._newer():
+                raise self._unreadable(f"the program {entry!r}", error) from error
+            raise
+
+    def wide(self, entry):
+        """Returns the dtypes of 64 bits in the inputs, weights and outputs of an entry point (a function of the
+        bundle). JAX has them only with jax_enable_x64."""
+        exported = self._deserialized(entry)
+        return sorted({str(x.dtype) for x in (*exported.in_avals, *exported.out_avals)} & set(signature.WIDE))
+
+    def _check_wide(self, entry):
+        import jax
+
+        if not jax.config.jax_enable_x64 and (wide := self.wide(entry)):
+            raise BundleError(f"{self.path}: {entry!r} has the dtype {wide[0]}, which JAX narrows without "
+                              "jax_enable_x64. Call jax.config.update('jax_enable_x64', True) first. Bundle.interpret "
+                              "runs the program with NumPy, which does not need it")
+
+    def _newer(self):
+        """Whether the bundle was written by a later version of JAX than the installed one."""
+        import jax
+
+        numbers = lambda version: [int(n) for n in re.findall(r"\d+", version)[:3]]
+        return numbers(self.manifest["versions"]["jax"]) > numbers(jax.__version__)
+
+    def _unreadable(self, what, error):
+        import jax
+
+        written, why = self.manifest["versions"]["jax"], " ".join(str(error).split())[:300]
+        return BundleError(
+            f"{self.path} was written by JAX {written}, and the installed JAX {jax.__version__} cannot read {what} "
+            f"({why}). JAX guarantees that it and later versions read it until {self.read_until}. fnet bundle renew "
+            f"{self.path} writes it for the installed version, and Bundle.interpret runs it with NumPy")
 
     def _deserialized(self, entry):
         from jax import export
@@ -251,19 +296,20 @@ class Bundle:
         if self._kernels:
             name = next((kernels for platform in _platforms() if (kernels := f"programs/{entry}.{platform}.jax")
                          in self.manifest["files"]), name)
+        if name in self._exported:
+            return self._exported[name]
         data = self._archive.read(name)
         try:
             exported = export.deserialize(bytearray(data))
+            text = exported.mlir_module()
         except Exception as error:    # flatbuffers and MLIR raise errors of many types for data that they cannot read
-            raise BundleError(
-                f"{self.path}: this version of JAX cannot read {name} ({' '.join(str(error).split())[:300]}). JAX "
-                f"guarantees to read it until {self.read_until}. Bundle.interpret runs the program with NumPy, and "
-                "fnet bundle renew FILE writes a new one") from error
+            raise self._unreadable(name, error) from error
         allowed = set(self._entry(entry)["custom_calls"].get(name.split(".")[-2], ()))
-        calls = set(re.findall(CALL, exported.mlir_module())) - {"shape_assertion"}
+        calls = set(re.findall(CALL, text)) - {"shape_assertion"}
         if not calls <= allowed:
             raise BundleError(f"{self.path}: {name} calls {', '.join(sorted(calls - allowed))}, which "
                               f"{reader.MANIFEST} does not state")
+        self._exported[name] = exported
         return exported
 
 

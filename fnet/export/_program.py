@@ -17,7 +17,8 @@ from jax import export
 from fnet import _jax, jaxpr
 from fnet import layers as nn
 from fnet.export import _spec
-from fnet.export._tree import described, named_leaves
+from fnet.export._signature import WIDE, converted
+from fnet.export._tree import described, described_leaves, named_leaves
 
 PLATFORMS = "cpu", "cuda", "tpu"
 _EVALUATOR = jaxpr.Evaluator(lambda eqn, arrays: NotImplemented)    # changes nothing
@@ -226,7 +227,7 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
     >>> export.program(f, {"kernel": jnp.ones((3, 2))}, x=export.spec("b, 3")).entries["predict"].output
     {'dtype': 'float32', 'shape': ['b', 2]}
     """
-    weights = {name: x for root, tree in (("params", params), ("state", state))
+    weights = {name: _held(name, x) for root, tree in (("params", params), ("state", state))
                for name, x in named_leaves(root, tree) if jaxpr.is_array(x)}
     entry, constants = _traced(f, params, state, specs)
     return Program({"predict": entry}, {**weights, **constants}, (params, state))
@@ -245,6 +246,7 @@ def _traced(f, params, state, specs):
     leaves, structure = jax.tree.flatten((params, state))
     held = [x for x in leaves if jaxpr.is_array(x)]
     types, tree = jax.tree.flatten([inputs[name] for name in specs])
+    _check_wide([(name, described(inputs[name])) for name in specs])
     output = []
 
     def run(*arrays):
@@ -266,6 +268,24 @@ def _traced(f, params, state, specs):
     described_inputs = [(name, described(inputs[name])) for name in specs]
     weights = [*(name for name, _ in constants), *names]
     return Entry(closed, weights, described_inputs, output[0], list(constraints), types), dict(constants)
+
+
+def _check_wide(inputs):
+    """Raises a ValueError if JAX would trace an input of 64 bits as one of 32 bits."""
+    for name, leaf in described_leaves(inputs):
+        if leaf["dtype"] in WIDE and not jax.config.jax_enable_x64:
+            raise ValueError(f"export.program: the input {name!r} has dtype {leaf['dtype']}, which JAX narrows to "
+                             f"{jax.dtypes.canonicalize_dtype(leaf['dtype'])} without jax_enable_x64. Call "
+                             "jax.config.update('jax_enable_x64', True) before the program is made, or export the "
+                             "narrow dtype")
+
+
+def _held(name, x):
+    """Returns a weight in the dtype in which JAX traces it. Without jax_enable_x64, JAX computes with a NumPy array of
+    float64 in float32, and the bundle contains what it computes with."""
+    if str(x.dtype) not in WIDE or jax.config.jax_enable_x64:
+        return x
+    return converted(f"export.program: the weight {name!r}", np.asarray(x), jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def _constant(x):

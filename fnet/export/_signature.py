@@ -15,6 +15,8 @@ else:
     from reader import BundleError
     from sizes import size
 
+WIDE = ("float64", "int64", "uint64", "complex128")     # dtypes that JAX narrows without jax_enable_x64
+_CONSECUTIVE = {1: 8, 2: 1 << 8, 4: 1 << 24, 8: 1 << 53}     # floating-point numbers of n bytes hold all integers up to
 KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
@@ -96,7 +98,7 @@ def flatten(expected, name, tree, value, flat, leaves):
         if str(x.dtype) != dtype:
             if dtype in KEYS or not np.can_cast(x.dtype, np.dtype(dtype), "same_kind") or x.dtype.kind in "?b":
                 raise BundleError(f"{expected}: the input {name!r} has dtype {x.dtype}, expected {dtype}")
-            x = x.astype(dtype)
+            x = converted(f"{expected}: the input {name!r}", x, np.dtype(dtype))
         flat.append(x)
         leaves.append((name, tree, tuple(x.shape)))
         return
@@ -108,6 +110,40 @@ def flatten(expected, name, tree, value, flat, leaves):
                           f"{sorted(str(key) for key, _ in items)}")
     for key, child in items:
         flatten(expected, f"{name}/{key}", child, value[key], flat, leaves)
+
+
+def converted(what, x, dtype):
+    """Converts an array to a dtype that holds all of its values. Only floating-point numbers may be rounded.
+
+    Raises:
+        BundleError: a value is outside of the range of the dtype, or an integer has no equal in it. The error is also
+            raised if the values of an integer array are not known yet, because JAX is tracing the call.
+    """
+    integers = x.dtype.kind in "iu"
+    if np.can_cast(x.dtype, dtype, "safe") and not (integers and x.dtype.itemsize == 8 and dtype.kind in "fc"):
+        return x.astype(dtype)
+    try:
+        values = np.asarray(x)
+    except TypeError:      # JAX is tracing
+        if integers:
+            raise BundleError(f"{what} has dtype {x.dtype}, expected {dtype}; inside of a transformation of JAX, "
+                              f"convert it first: x.astype({str(dtype)!r})") from None
+        return x.astype(dtype)
+    with np.errstate(all="ignore"):
+        narrow = values.astype(dtype)
+    if not integers:
+        lost = np.isfinite(values) & ~np.isfinite(narrow)
+    elif dtype.kind in "iu":
+        lost = (narrow < 0) != (values < 0) if dtype.itemsize == values.itemsize else narrow != values
+    else:
+        lost = ~np.isfinite(narrow)
+        reals = narrow.real.astype(np.float64)
+        large = ~lost & (np.abs(reals) >= _CONSECUTIVE[narrow.real.dtype.itemsize])
+        lost[large] = [int(a) != int(b) for a, b in zip(values[large], reals[large])]
+    if lost.any():
+        raise BundleError(f"{what} has dtype {x.dtype} and the value {values[lost].ravel()[0]}, which {dtype} cannot "
+                          f"hold; expected {dtype}")
+    return narrow
 
 
 def unflatten(tree, leaves):
