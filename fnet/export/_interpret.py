@@ -67,10 +67,31 @@ def _number(x):
     return float(x) if isinstance(x, str) else x
 
 
-def _wide(x):
-    """Converts floating-point arrays of fewer than 32 bits to float32, in which their matrix products, convolutions and
-    sums are computed."""
-    return x.astype(np.float32) if x.dtype.kind in "fV" and x.dtype.itemsize < 4 else x
+def _narrow(dtype):
+    """Whether a dtype is a floating-point type of fewer than 32 bits."""
+    return dtype.kind in "fV" and dtype.itemsize < 4
+
+
+def _flushed(x):
+    """Replaces subnormal numbers by zeros of the same sign, as XLA does on CPUs wherever it computes with numbers, but
+    not where it moves, negates or selects them. Numbers of float16 are computed in float32, where none is subnormal."""
+    smallest = _SMALLEST.get(x.dtype.name)
+    if smallest is None:
+        return x
+    subnormal = np.abs(x) < x.dtype.type(smallest)
+    return np.where(subnormal, x * x.dtype.type(0), x) if subnormal.any() else x
+
+
+_SMALLEST = {"float32": 2.0 ** -126, "bfloat16": 2.0 ** -126, "float64": 2.0 ** -1022}
+
+
+def _computed(function):
+    """Returns a function that flushes subnormal operands and results."""
+    return lambda *arrays: _flushed(np.asarray(function(*map(_flushed, arrays))))
+
+
+def _flushed_if_double(function):
+    return lambda x: function(_flushed(x) if x.dtype == np.float64 else x)
 
 
 def _each(function):
@@ -80,23 +101,123 @@ def _each(function):
 def _scalar(function):
     """Returns an operation that applies a function of one number to each element of an array."""
     table = np.vectorize(function, otypes=[np.float64])
-    return lambda run, options, types, x: [table(np.asarray(x, np.float64)) if x.size else x]
+    return lambda run, options, types, x: [_flushed(table(np.asarray(_flushed(x), np.float64)).astype(x.dtype)
+                                                    if x.size else x)]
 
 
 def _divide(x, y):
     if x.dtype.kind not in "iu":
         return x / y
-    quotient = np.abs(x) // np.maximum(np.abs(y), 1)
-    return np.where(y == 0, -1, np.where((x < 0) != (y < 0), -quotient, quotient))
+    divisor = np.where(y == 0, 1, y).astype(y.dtype)
+    quotient = x // divisor
+    towards_zero = (quotient < 0) & (quotient * divisor != x)
+    return np.where(y == 0, np.asarray(-1).astype(x.dtype), quotient + towards_zero.astype(x.dtype))
 
 
-def _shift(x, n):
-    unsigned = x.view(f"u{x.itemsize}")
-    return (unsigned >> n.astype(unsigned.dtype)).view(x.dtype)
+def _remainder(x, y):
+    if x.dtype.kind not in "iu":
+        return np.fmod(x, _flushed(y))
+    return np.where(y == 0, x, np.fmod(x, np.where(y == 0, 1, y).astype(y.dtype)))
+
+
+_add, _subtract, _multiply = _computed(np.add), _computed(np.subtract), _computed(np.multiply)
+
+
+def _maximum(x, y):
+    """NaN if one is NaN; the zero 0.0 is larger than -0.0."""
+    if x.dtype.kind in "iub":
+        return np.maximum(x, y)
+    x, y = _flushed(x), _flushed(y)
+    return np.where((x == 0) & (y == 0), x + y, np.maximum(x, y))
+
+
+def _minimum(x, y):
+    return np.minimum(x, y) if x.dtype.kind in "iub" else -_maximum(-x, -y)
+
+
+def _sign(x):
+    x = _flushed(x)
+    return np.where(x == 0, x, np.sign(x))
+
+
+def _next_after(x, y):
+    return np.where(_flushed(x) == _flushed(y), y, np.nextafter(x, y))
+
+
+def _unsigned(x):
+    return x.view(f"u{x.itemsize}")
+
+
+def _shifted(function):
+    """Returns a function that shifts integers. All bits are shifted out if the distance, read as an unsigned number, is
+    as large as the number of bits."""
+    def shift(x, n):
+        distance, bits = _unsigned(n), 8 * x.itemsize
+        kept = function(x, np.minimum(distance, distance.dtype.type(bits - 1)))
+        beyond = np.where(x.view(f"i{x.itemsize}") < 0, -1, 0) if function is _arithmetically else 0
+        return np.where(distance < bits, kept, np.asarray(beyond).astype(x.dtype))
+    return shift
+
+
+def _arithmetically(x, n):
+    return (x.view(f"i{x.itemsize}") >> n.view(f"i{n.itemsize}")).view(x.dtype)
+
+
+def _logically(x, n):
+    return (_unsigned(x) >> n).view(x.dtype)
+
+
+def _left(x, n):
+    return (_unsigned(x) << n).view(x.dtype)
+
+
+def _round_away(x):
+    whole = np.trunc(x)
+    return np.where(np.abs(x - whole) >= 0.5, whole + np.copysign(x.dtype.type(1), x), whole)
+
+
+def _converted(run, options, types, x):
+    dtype = types[0][0]
+    number = x.dtype.kind in "fV"
+    if dtype.kind == "b":
+        return [_flushed(x) != 0]
+    if dtype == np.float64 and number:
+        x = _flushed(x)
+    if not number or dtype.kind not in "iu":
+        return [x.astype(dtype)]
+    # The nearest integer of the dtype towards zero; 0 for NaN.
+    wide, info = np.trunc(np.nan_to_num(x.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf)), np.iinfo(dtype)
+    high, low = wide >= float(info.max) + 1 - (info.bits < 64), wide <= float(info.min)
+    middle = np.where(high | low, 0, wide).astype(dtype)
+    return [np.where(high, dtype.type(info.max), np.where(low, dtype.type(info.min), middle))]
+
+
+def _lgamma(x):
+    """Computes log(abs(gamma(x))) by Lanczos' approximation (SIAM J. Numer. Anal. 1, 1964) with the parameter 7, as XLA
+    does, which has an absolute error of a few units near the zeros at 1 and 2. Reflects numbers below 0.5."""
+    dtype = np.dtype(np.float32) if _narrow(x.dtype) else x.dtype
+    one, x = dtype.type(1), x.astype(dtype)
+    z = np.where(x < 0.5, -x, x - one)
+    total = one * _LANCZOS[0]
+    for i, coefficient in enumerate(_LANCZOS[1:]):
+        total = total + coefficient * one / (z + one * (i + 1))
+    log_t = one * math.log(7.5) + np.log1p(z / (one * 7.5))
+    y = one * (math.log(2 * math.pi) / 2) + (z + one / 2 - (one * 7.5 + z) / log_t) * log_t + np.log(total)
+    part = np.abs(x) - np.floor(np.abs(x))
+    sine = np.log(np.sin(one * math.pi * np.where(part > 0.5, one - part, part)))
+    reflected = np.where(np.isfinite(sine), one * math.log(math.pi) - sine - y, -sine)
+    return np.where(np.isinf(x), np.inf, np.where(x < 0.5, reflected, y)).astype(dtype)
+
+
+_LANCZOS = (0.99999999999980993227684700473478, 676.520368121885098567009190444019, -1259.13921672240287047156078755283,
+            771.3234287776530788486528258894, -176.61502916214059906584551354, 12.507343278686904814458936853,
+            -0.13857109526572011689554707, 9.984369578019570859563e-6, 1.50563273514931155834e-7)
 
 
 def _erf_inv(x):
     """Computes the inverse error function by Newton's method."""
+    if x == 0 or x != x:
+        return x
     if abs(x) >= 1:
         return math.copysign(math.inf, x) if abs(x) == 1 else math.nan
     logarithm = math.log(1 - x * x)
@@ -161,19 +282,24 @@ def _dynamic_update_slice(run, options, types, x, update, *starts):
     return [y]
 
 
+def _signed(indices):
+    most = np.iinfo(np.int64).max
+    return (np.minimum(indices, most) if indices.dtype == np.uint64 else indices).astype(np.int64)
+
+
 def _where(options, shape, indices, sizes, dropped):
     """Returns the positions of the elements that a gather or scatter accesses, and whether its windows are in bounds.
 
     The first result is a tuple with one index array for each axis of the operand. The index arrays broadcast to
     [*batch, *window]. The second result states for each window (block of elements) whether it lies inside the operand.
     """
-    batch = indices.shape[:-1]
+    batch, indices = indices.shape[:-1], _signed(indices)
     windows = [axis for axis in range(len(shape)) if axis not in dropped and axis not in options["batch"]]
     inside, where = np.ones(batch, bool), []
     for axis, n in enumerate(shape):
         start = np.zeros(batch, np.int64)
         if axis in options["indexed"]:
-            start = indices[..., options["indexed"].index(axis)].astype(np.int64)
+            start = indices[..., options["indexed"].index(axis)]
             inside &= (start >= 0) & (start <= n - sizes[axis])
             start = np.clip(start, 0, n - sizes[axis])
         elif axis in options["batch"]:
@@ -211,47 +337,140 @@ def _scatter(run, options, types, x, indices, updates):
     at = tuple(w[chosen] for w in where)
     if options["kind"] == "replace":
         y[at] = updates[chosen]
+    elif options["kind"] == "apply":
+        for position in zip(*at):    # one after another, because a position may occur several times
+            y[position] = run.body(options["body"], [y[position], y[position]])[0]
     else:
         combine = {"add": np.add, "mul": np.multiply, "min": np.minimum, "max": np.maximum}[options["kind"]]
-        combine.at(y, at, updates[chosen])
+        y[at] = _flushed(y[at])
+        combine.at(y, at, _flushed(updates[chosen]))
+        y[at] = _flushed(y[at])
     return [y]
 
 
 def _sort(run, options, types, *arrays):
-    axis = options["axis"]
-    order = np.lexsort(arrays[:options["keys"]][::-1], axis=axis)
+    axis, keys = options["axis"], []
+    for x in arrays[:options["keys"]]:
+        if x.dtype.kind in "fV":     # 0.0 and -0.0 are equal, as are all NaN, which are the largest
+            x = _flushed(x).astype(np.promote_types(np.float32, x.dtype) if x.dtype.kind == "f" else np.float32)
+            keys += [np.isnan(x), np.nan_to_num(x, nan=0.0, posinf=np.inf, neginf=-np.inf)]
+        else:
+            keys.append(x)
+    order = np.lexsort(keys[::-1], axis=axis)
     return [np.take_along_axis(x, order, axis) for x in arrays]
+
+
+def _total_order(x):
+    """Returns integers in the order of the elements, where -NaN < -inf, -0.0 < 0.0, and inf < NaN."""
+    if x.dtype.kind not in "fV":
+        return x
+    bits = x.view(f"i{x.itemsize}")
+    return np.where(bits < 0, bits ^ np.iinfo(bits.dtype).max, bits)
 
 
 def _top_k(run, options, types, x):
     axis = options["axis"] if options["axis"] is not None else -1
     moved = np.moveaxis(x, axis, -1)
-    order = (x.shape[axis] - 1 - np.argsort(moved[..., ::-1], -1, kind="stable")[..., ::-1])[..., :options["k"]]
+    keys = _total_order(np.ascontiguousarray(moved))
+    order = (x.shape[axis] - 1 - np.argsort(keys[..., ::-1], -1, kind="stable")[..., ::-1])[..., :options["k"]]
     return [np.moveaxis(np.take_along_axis(moved, order, -1), -1, axis), np.moveaxis(order, -1, axis)]
 
 
-def _cumulative(function):
+def _cumulative(function, start):
+    """Combines the elements in the order of XLA, which first combines them within columns of 16 elements. Where numbers
+    overflow or are rounded, the order changes the results."""
+    def within(x, value, reverse):
+        y, n = np.full_like(x, value), len(x)
+        for i in range(n):
+            if reverse:
+                y[:n - i] = function(y[:n - i], x[i:])
+            else:
+                y[i:] = function(y[i:], x[i])
+        return y
+
+    def scan(x, value, reverse):
+        n, columns = len(x), -(-len(x) // _COLUMN)
+        if columns <= 1:
+            return within(x, value, reverse)
+        x = np.concatenate([x, np.full((columns * _COLUMN - n, *x.shape[1:]), value, x.dtype)])
+        inner = within(np.moveaxis(x.reshape(columns, _COLUMN, *x.shape[1:]), 1, 0), value, reverse)
+        totals = scan(inner[0 if reverse else -1], value, reverse)
+        before = np.full_like(totals, value)      # of the columns before (after) each column
+        if reverse:
+            before[:-1] = totals[1:]
+        else:
+            before[1:] = totals[:-1]
+        return np.moveaxis(function(inner, before[None]), 0, 1).reshape(x.shape)[:n]
+
     def cumulative(run, options, types, x):
-        axis = options["axis"]
-        x = np.flip(x, axis) if options["reverse"] else x
-        y = function.accumulate(x, axis, dtype=x.dtype)
-        return [np.flip(y, axis) if options["reverse"] else y]
+        moved = np.moveaxis(x, options["axis"], 0)
+        return [np.moveaxis(scan(moved, start(x.dtype), options["reverse"]), 0, options["axis"])]
     return cumulative
 
 
-def _reduce(function):
-    return lambda run, options, types, x: [function.reduce(_wide(x), tuple(options["axes"]), dtype=_wide(x).dtype)]
+_COLUMN = 16
+
+
+def _reduce(function, start):
+    """Combines the elements one after another in the order of XLA, which first combines blocks of 32 elements of long
+    axes. Where numbers overflow or are rounded, the order changes the results: numbers of float16 and bfloat16 are
+    rounded in each step."""
+    def reduce(run, options, types, x):
+        axes, value = options["axes"], start(x.dtype)
+        kept = [i for i in range(x.ndim) if i not in axes]
+        shape = [x.shape[i] for i in kept]
+        x = x.transpose([*axes, *kept])
+        if max(x.shape[:len(axes)], default=0) > _BLOCK:
+            for i in range(len(axes)):
+                n, block = x.shape[2 * i], min(max(x.shape[2 * i], 1), _BLOCK)
+                more = -n % block
+                padding = [[0, 0, 0]] * x.ndim
+                padding[2 * i] = [more // 2, more - more // 2, 0]
+                x = padded(x, padding, value)
+                x = x.reshape(*x.shape[:2 * i], -1, block, *x.shape[2 * i + 1:])
+            inner, outer = range(1, 2 * len(axes), 2), range(0, 2 * len(axes), 2)
+            x = x.transpose([*inner, *outer, *range(2 * len(axes), x.ndim)])
+            x = fold(x.reshape(-1, *x.shape[len(axes):]), value)
+        return [fold(x.reshape(-1, *shape), value)]
+
+    def fold(x, total):
+        total = np.full(x.shape[1:], total, x.dtype)
+        for part in x:
+            total = function(total, part)
+        return total
+    return reduce
+
+
+_BLOCK = 32
+
+
+def _reduce_exactly(function, start):
+    return lambda run, options, types, x: [function.reduce(x, tuple(options["axes"]), dtype=x.dtype,
+                                                           initial=start(x.dtype))]
+
+
+def _by_kind(numbers, integers):
+    """Returns an operation that evaluates `integers` for integers and booleans, whose results depend on no order."""
+    return lambda run, options, types, x: (integers if x.dtype.kind in "iub" else numbers)(run, options, types, x)
+
+
+def _operands(options, types, *arrays):
+    """Converts the operands of a product to the dtype in which it is computed."""
+    result, precision = types[0][0], options.get("precision")
+    if isinstance(precision, str) and precision.startswith("bf16_bf16") and "_x" not in precision:
+        arrays = [x.astype("bfloat16") for x in arrays]
+    return [x.astype(np.float32 if _narrow(result) else result) for x in arrays]
 
 
 def _dot(run, options, types, x, y):
-    wide = types[0][0] if types[0][0].kind in "iu" else None
-    x, y = (a.astype(wide) if wide else _wide(a) for a in (x, y))
+    x, y = _operands(options, types, x, y)
     (cx, cy), (bx, by) = options["contract"], options["batch"]
     fx, fy = ([i for i in range(a.ndim) if i not in (*c, *b)] for a, c, b in ((x, cx, bx), (y, cy, by)))
     count = lambda a, axes: math.prod(a.shape[i] for i in axes)
     left = x.transpose([*bx, *fx, *cx]).reshape([x.shape[i] for i in bx] + [count(x, fx), count(x, cx)])
     right = y.transpose([*by, *cy, *fy]).reshape([y.shape[i] for i in by] + [count(y, cy), count(y, fy)])
-    return [np.matmul(left, right).reshape(types[0][1])]
+    product = np.matmul(left, right) if cx else left * right
+    return [product.reshape(types[0][1])]
 
 
 def _taps(x, options, window):
@@ -270,7 +489,7 @@ def _spaced(options, run):
 
 
 def _convolution(run, options, types, x, kernel):
-    x, kernel = _wide(x), _wide(kernel)
+    x, kernel = _operands(options, types, x, kernel)
     x, kernel = x.transpose(options["input"]), kernel.transpose(options["kernel"])    # [b, i, *space], [o, i, *window]
     x = padded(x, [[0, 0, 0], [0, 0, 0], *_spaced(options, run)], 0)
     groups, batches = options["groups"], options["batch_groups"]
@@ -278,9 +497,8 @@ def _convolution(run, options, types, x, kernel):
     for group in range(max(groups, batches)):
         k = np.split(kernel, max(groups, batches))[group]
         part = np.split(x, groups, 1)[group] if groups > 1 else np.split(x, batches)[group]
-        space, total = np.moveaxis(part, 1, -1), 0                                    # [b, *space, i]
-        view = {**options, "dilation": options["dilation"], "strides": options["strides"]}
-        for at, tap in _taps(np.empty(space.shape[1:-1], bool), view, k.shape[2:]):
+        space, total = np.moveaxis(part, 1, -1), x.dtype.type(0)                      # [b, *space, i]
+        for at, tap in _taps(np.empty(space.shape[1:-1], bool), options, k.shape[2:]):
             total = total + space[(slice(None), *tap)] @ k[(slice(None), slice(None), *at)].T
         parts.append(total)
     y = np.moveaxis(np.concatenate(parts, -1), -1, 1)                                 # [b, o, *space]
@@ -298,27 +516,42 @@ def _window(function, start):
 
 
 def _lowest(dtype):
-    if dtype.kind in "iu":
-        return np.asarray(np.iinfo(dtype).min, dtype)
-    return np.asarray(dtype.kind == "b" and False if dtype.kind == "b" else -np.inf, dtype)
+    if dtype.kind == "b":
+        return np.asarray(False)
+    return np.asarray(np.iinfo(dtype).min if dtype.kind in "iu" else -np.inf, dtype)
 
 
 def _highest(dtype):
-    if dtype.kind in "iu":
-        return np.asarray(np.iinfo(dtype).max, dtype)
-    return np.asarray(True if dtype.kind == "b" else np.inf, dtype)
+    if dtype.kind == "b":
+        return np.asarray(True)
+    return np.asarray(np.iinfo(dtype).max if dtype.kind in "iu" else np.inf, dtype)
+
+
+def _zero(dtype):
+    return np.zeros((), dtype)
+
+
+def _one(dtype):
+    return np.ones((), dtype)
 
 
 def _window_select_add(run, options, types, source, x):
-    largest = options["largest"]
-    x = padded(x, _spaced(options, run), (_lowest if largest else _highest)(x.dtype))
-    taps = [tap for _, tap in _taps(x, options, options["window"])]
-    values = np.stack([x[tap] for tap in taps])
-    chosen = values.argmax(0) if largest else values.argmin(0)
-    total = np.zeros(x.shape, source.dtype)
-    for i, tap in enumerate(taps):
-        total[tap] += np.where(chosen == i, source, 0)
-    return [padded(total, [[-low, -high, 0] for low, high, _ in _spaced(options, run)], 0)]
+    """Adds each element of `source` to the element of its window that is selected: an element replaces the selected one
+    if that is not at least (at most) as large, so that NaN is replaced by the next element and replaces any other."""
+    keeps = np.greater_equal if options["largest"] else np.less_equal
+    spaced = _spaced(options, run)
+    inside = padded(np.ones(x.shape, bool), spaced, False)
+    position = padded(np.arange(x.size).reshape(x.shape), spaced, 0)
+    x_padded = padded(_flushed(x), spaced, x.dtype.type(0))
+    selected, any_yet = np.zeros(source.shape, np.int64), np.zeros(source.shape, bool)
+    value = np.zeros(source.shape, x.dtype)
+    for _, tap in _taps(x_padded, options, options["window"]):
+        replaced = inside[tap] & ~(any_yet & keeps(value, x_padded[tap]))
+        value, selected = np.where(replaced, x_padded[tap], value), np.where(replaced, position[tap], selected)
+        any_yet |= inside[tap]
+    total = np.zeros(x.size, source.dtype)
+    np.add.at(total, selected[any_yet], source[any_yet])
+    return [total.reshape(x.shape)]
 
 
 def _scan(run, options, types, *arrays):
@@ -348,51 +581,88 @@ def _cond(run, options, types, index, *arrays):
 
 
 def _power_of(run, options, types, x):
-    y = np.ones_like(x)
-    for _ in range(abs(options["exponent"])):
-        y = y * x
-    return [y if options["exponent"] >= 0 else 1 / y]
+    """Multiplies in the order of JAX, by repeated squaring."""
+    exponent, y = abs(options["exponent"]), None
+    while exponent:
+        if exponent & 1:
+            y = x if y is None else _multiply(y, x)
+        exponent >>= 1
+        x = _multiply(x, x) if exponent else x
+    y = np.ones_like(x) if y is None else y
+    return [y if options["exponent"] >= 0 else _computed(np.divide)(x.dtype.type(1), y)]
 
 
 def _reduce_precision(run, options, types, x):
-    kinds = {(5, 10): np.float16, (8, 7): "bfloat16", (8, 23): np.float32, (11, 52): np.float64}
-    return [x.astype(np.dtype(kinds[options["exponent"], options["mantissa"]]))]
+    """Rounds to the nearest number with fewer bits, of two equally near ones to the even one. Too large numbers become
+    infinite, too small ones zero."""
+    exponent, mantissa = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}[x.dtype.name]
+    bits = _unsigned(np.ascontiguousarray(x))
+    number = bits.dtype.type
+    sign, magnitude = bits & number(1 << (8 * x.itemsize - 1)), bits & number((1 << (8 * x.itemsize - 1)) - 1)
+    infinite = number(((1 << exponent) - 1) << mantissa)
+    dropped = mantissa - options["mantissa"]
+    rounded = magnitude
+    if dropped > 0:
+        last = (magnitude >> number(dropped)) & number(1)
+        rounded = (magnitude + last + number((1 << (dropped - 1)) - 1)) & ~number((1 << dropped) - 1)
+    if options["exponent"] < exponent:
+        bias, most = (1 << (exponent - 1)) - 1, (1 << (options["exponent"] - 1)) - 1
+        field = rounded >> number(mantissa)
+        rounded = np.where(field > bias + most, infinite, np.where(field <= bias - most, number(0), rounded))
+    rounded = np.minimum(rounded, infinite)
+    if options["mantissa"]:     # no NaN without bits for it
+        rounded = np.where(magnitude > infinite, magnitude, rounded)
+    return [(rounded | sign).view(x.dtype)]
 
 
+_COMPUTED = {
+    "floor": np.floor, "ceil": np.ceil, "exp": np.exp, "log": np.log, "log1p": np.log1p,
+    "exp2": lambda x: np.exp(x * x.dtype.type(math.log(2))),      # JAX's definition, which is inexact
+    "logistic": lambda x: 1 / (1 + np.exp(-x)), "cos": np.cos, "tan": np.tan,
+    "asin": lambda x: 2 * _flushed(np.arcsin(x) / 2), "acos": np.arccos, "sinh": np.sinh, "cosh": np.cosh,
+    "asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh, "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt,
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": _divide,
+    "pow": lambda x, y: np.power(x, y).astype(x.dtype),
+    "atan2": np.arctan2, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal,
+}
 _FUNCTIONS_OF_ARRAYS = {
-    "neg": np.negative, "sign": np.sign, "floor": np.floor, "ceil": np.ceil, "is_finite": np.isfinite, "abs": np.abs,
-    "not": np.invert, "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p,
-    "tanh": np.tanh, "logistic": lambda x: 1 / (1 + np.exp(-x)), "sin": np.sin, "cos": np.cos, "tan": np.tan,
-    "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "sinh": np.sinh, "cosh": np.cosh, "asinh": np.arcsinh,
-    "acosh": np.arccosh, "atanh": np.arctanh, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt,
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": _divide, "rem": np.fmod, "max": np.maximum,
-    "min": np.minimum, "pow": np.power, "atan2": np.arctan2, "and": np.bitwise_and, "or": np.bitwise_or,
-    "xor": np.bitwise_xor, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-    "ge": np.greater_equal, "nextafter": np.nextafter, "shift_left": np.left_shift, "shift_right_logical": _shift,
-    "shift_right_arithmetic": np.right_shift, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-    "population_count": lambda x: np.bitwise_count(x), "real": np.real, "imag": np.imag,
+    **{name: _computed(function) for name, function in _COMPUTED.items()},
+    "expm1": np.expm1, "sin": np.sin, "rem": _remainder,
+    "tanh": _flushed_if_double(np.tanh), "atan": _flushed_if_double(np.arctan), "neg": np.negative, "sign": _sign,
+    "is_finite": np.isfinite, "abs": np.abs, "not": np.invert, "max": _maximum, "min": _minimum,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "nextafter": _next_after,
+    "shift_left": _shifted(_left), "shift_right_logical": _shifted(_logically),
+    "shift_right_arithmetic": _shifted(_arithmetically),
+    "clamp": lambda low, x, high: _minimum(_maximum(x, low), high),
+    "population_count": lambda x: np.bitwise_count(_unsigned(x)), "real": np.real, "imag": np.imag,
 }
 OPERATIONS = {
     **{name: _each(function) for name, function in _FUNCTIONS_OF_ARRAYS.items()},
-    "erf": _scalar(math.erf), "erfc": _scalar(math.erfc), "erf_inv": _scalar(_erf_inv), "lgamma": _scalar(math.lgamma),
-    "reduce_sum": _reduce(np.add), "reduce_prod": _reduce(np.multiply), "reduce_max": _reduce(np.maximum),
-    "reduce_min": _reduce(np.minimum), "reduce_and": _reduce(np.bitwise_and), "reduce_or": _reduce(np.bitwise_or),
-    "reduce_xor": _reduce(np.bitwise_xor),
-    "argmax": lambda run, options, types, x: [x.argmax(options["axes"][0])],
-    "argmin": lambda run, options, types, x: [x.argmin(options["axes"][0])],
-    "cumsum": _cumulative(np.add), "cumprod": _cumulative(np.multiply), "cummax": _cumulative(np.maximum),
-    "cummin": _cumulative(np.minimum),
+    "erf": _scalar(math.erf), "erfc": _scalar(math.erfc), "erf_inv": _scalar(_erf_inv),
+    "lgamma": _each(lambda x: _lgamma(_flushed(x)).astype(x.dtype)),
+    "reduce_sum": _by_kind(_reduce(_add, _zero), _reduce_exactly(np.add, _zero)),
+    "reduce_prod": _by_kind(_reduce(_multiply, _one), _reduce_exactly(np.multiply, _one)),
+    "reduce_max": _by_kind(_reduce(_maximum, _lowest), _reduce_exactly(np.maximum, _lowest)),
+    "reduce_min": _by_kind(_reduce(_minimum, _highest), _reduce_exactly(np.minimum, _highest)),
+    "reduce_and": _reduce_exactly(np.bitwise_and, lambda dtype: np.invert(np.zeros((), dtype))),
+    "reduce_or": _reduce_exactly(np.bitwise_or, _zero), "reduce_xor": _reduce_exactly(np.bitwise_xor, _zero),
+    "argmax": lambda run, options, types, x: [_flushed(x).argmax(options["axes"][0])],
+    "argmin": lambda run, options, types, x: [_flushed(x).argmin(options["axes"][0])],
+    "cumsum": _cumulative(_add, _zero), "cumprod": _cumulative(_multiply, _one),
+    "cummax": _cumulative(_maximum, _lowest), "cummin": _cumulative(_minimum, _highest),
     "select": _select, "power": _power_of, "reduce_precision": _reduce_precision,
-    "round": lambda run, options, types, x: [np.rint(x) if options["even"] else np.trunc(x + np.copysign(0.5, x))],
-    "convert": lambda run, options, types, x: [x.astype(types[0][0])],
+    "round": lambda run, options, types, x: [(np.rint if options["even"] else _round_away)(_flushed(x))],
+    "convert": _converted,
     "broadcast": _broadcast, "reshape": lambda run, options, types, x: [x.reshape(types[0][1])], "iota": _iota,
     "transpose": lambda run, options, types, x: [x.transpose(options["axes"])],
     "reverse": lambda run, options, types, x: [np.flip(x, options["axes"])],
     "concatenate": lambda run, options, types, *arrays: [np.concatenate(arrays, options["axis"])],
     "pad": _pad, "slice": _slice, "dynamic_slice": _dynamic_slice, "dynamic_update_slice": _dynamic_update_slice,
-    "gather": _gather, "scatter": _scatter, "sort": _sort, "top_k": _top_k, "dot": _dot, "convolution": _convolution,
-    "window_max": _window(np.maximum, _lowest), "window_min": _window(np.minimum, _highest),
-    "window_sum": _window(np.add, lambda dtype: np.zeros((), dtype)), "window_select_add": _window_select_add,
+    "gather": _gather, "scatter": _scatter, "scatter_apply": _scatter, "sort": _sort, "top_k": _top_k, "dot": _dot,
+    "convolution": _convolution, "window_max": _window(_maximum, _lowest), "window_min": _window(_minimum, _highest),
+    "window_sum": _window(_add, _zero), "window_select_add": _window_select_add,
     "size": lambda run, options, types: [np.asarray(size(options["value"], run.sizes))],
     "scan": _scan, "while": _while, "cond": _cond,
 }
