@@ -417,6 +417,8 @@ def _reduce(function, start):
     rounded in each step."""
     def reduce(run, options, types, x):
         axes, value = options["axes"], start(x.dtype)
+        if not axes:
+            return [x]
         kept = [i for i in range(x.ndim) if i not in axes]
         shape = [x.shape[i] for i in kept]
         x = x.transpose([*axes, *kept])
@@ -540,17 +542,18 @@ def _window_select_add(run, options, types, source, x):
     if that is not at least (at most) as large, so that NaN is replaced by the next element and replaces any other."""
     keeps = np.greater_equal if options["largest"] else np.less_equal
     spaced = _spaced(options, run)
-    inside = padded(np.ones(x.shape, bool), spaced, False)
-    position = padded(np.arange(x.size).reshape(x.shape), spaced, 0)
-    x_padded = padded(_flushed(x), spaced, x.dtype.type(0))
-    selected, any_yet = np.zeros(source.shape, np.int64), np.zeros(source.shape, bool)
-    value = np.zeros(source.shape, x.dtype)
+    x_padded = padded(_flushed(x), spaced, (_lowest if options["largest"] else _highest)(x.dtype))
+    position = padded(np.arange(x.size).reshape(x.shape), spaced, -1)
+    selected = value = None
     for _, tap in _taps(x_padded, options, options["window"]):
-        replaced = inside[tap] & ~(any_yet & keeps(value, x_padded[tap]))
-        value, selected = np.where(replaced, x_padded[tap], value), np.where(replaced, position[tap], selected)
-        any_yet |= inside[tap]
+        if value is None:
+            value, selected = x_padded[tap], position[tap]
+            continue
+        kept = keeps(value, x_padded[tap])
+        value, selected = np.where(kept, value, x_padded[tap]), np.where(kept, selected, position[tap])
     total = np.zeros(x.size, source.dtype)
-    np.add.at(total, selected[any_yet], source[any_yet])
+    inside = selected >= 0      # JAX pads on CPUs, and drops what is added to the padding
+    np.add.at(total, selected[inside], source[inside])
     return [total.reshape(x.shape)]
 
 

@@ -17,6 +17,7 @@ import math
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import numpy as np
 from jax import export
 
 from fnet import jaxpr
-from fnet.export import _outputs, _rebuild, _signature, _write
+from fnet.export import _litert_values, _outputs, _rebuild, _signature, _write
 from fnet.export._tree import described_leaves, size_variables
 
 TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "int8": 0.25}    # of the largest element
@@ -67,13 +68,16 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict",
     packages = _packages()
     traced = program.entries[entry]
     stable, constants = jaxpr.stable(traced.closed)
-    if any(dtype == "bfloat16" for dtype, _ in stable["values"]):
-        raise Unsupported("LiteRT: the program computes in bfloat16, which LiteRT does not support; export the float32 "
-                          "model")
+    _check_dtypes(stable)
     weights = [np.asarray(program.weights[name]) for name in traced.weights]
-    data = _converted(packages, [
-        (name, _lowered(stable, constants, weights, chosen), described_leaves(traced.inputs),
-         described_leaves([("output", traced.output)])) for name, chosen in signatures.items()])
+    try:
+        data = _converted(packages, [
+            (name, _lowered(stable, constants, weights, chosen), described_leaves(traced.inputs),
+             described_leaves([("output", traced.output)])) for name, chosen in signatures.items()])
+        _load(packages, model_content=data)
+    except Unsupported as error:
+        raise _named(packages, stable, next(iter(signatures.values())), error) from None
+    _warn(stable)
     if dtype != "float32":
         data = _quantized(data, dtype)
     path = Path(path)
@@ -83,6 +87,79 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict",
     if check:
         for name, chosen in signatures.items():
             compare(program, path, entry, chosen, signature=name, tolerance=TOLERANCE[dtype])
+
+
+def _load(packages, **model):
+    try:
+        interpreter = packages["interpreter"].Interpreter(num_threads=1, **model)
+        for name in interpreter.get_signature_list():
+            runner = interpreter.get_signature_runner(name)
+            outputs = runner.get_output_details().values()
+            inputs = runner.get_input_details()
+            if any(0 in each["shape"] for each in (*inputs.values(), *outputs)):    # some operators need elements
+                runner(**{key: np.zeros(each["shape"], each["dtype"]) for key, each in inputs.items()})
+    except (RuntimeError, ValueError) as error:
+        raise Unsupported(f"LiteRT: the interpreter cannot run this model: {str(error).splitlines()[0]}") from None
+    return interpreter
+
+
+def _check_dtypes(stable) -> None:
+    """Raises `Unsupported` for the dtypes for which LiteRT lacks most operators."""
+    for operation, operands, results, _, path in _equations(stable):
+        for a in (*operands, *results):
+            dtype = a[0] if isinstance(a, list) else stable["values"][a][0]
+            if dtype in ("bfloat16", "float16", "float64"):
+                raise Unsupported(f"LiteRT: the operation {operation!r} at {path or 'the top level'!r} computes in "
+                                  f"{dtype}, which LiteRT does not support; export the float32 model")
+
+
+def _equations(body) -> Iterable[list]:
+    for equation in body["equations"]:
+        options = equation[3]
+        inner = [options[name] for name in ("body", "test") if name in options] + options.get("branches", [])
+        for each in inner:
+            yield from _equations(each)
+        yield equation
+
+
+def _named(packages, stable, sizes, error) -> Unsupported:
+    """Names the operation that cannot be converted or run, which the error of the converter often does not. Converts
+    each kind of operation alone."""
+    tried = set()
+    for equation in _equations(stable):
+        operation, operands, results, options, path = equation
+        types = [tuple(map(str, a if isinstance(a, list) else stable["values"][a])) for a in operands]
+        if str((operation, types, options)) in tried:
+            continue
+        tried.add(str((operation, types, options)))
+        inputs = list(dict.fromkeys(a for a in operands if not isinstance(a, list)))
+        alone = {"values": stable["values"], "constants": [], "inputs": inputs, "equations": [equation],
+                 "outputs": results}
+        leaves = lambda ids, name: [(f"{name}{i}", None) for i in range(len(ids))]
+        try:
+            data = _converted(packages, [("f", _lowered(alone, [], [], sizes), leaves(inputs, "x"),
+                                          leaves(results, "y"))])
+            _load(packages, model_content=data)
+        except Unsupported as why:
+            return Unsupported(f"LiteRT: the operation {operation!r} at {path or 'the top level'!r} is not supported: "
+                               f"{str(why).removeprefix('LiteRT: ')}")
+        except Exception:    # a loop that reads constants of the program
+            continue
+    return error
+
+
+def _warn(stable) -> None:
+    """Warns of the operations that compute other values in LiteRT for special numbers."""
+    where: dict[str, list[str]] = {}
+    for operation, operands, results, _, path in _equations(stable):
+        types = [a[0] if isinstance(a, list) else stable["values"][a][0] for a in (*operands, *results)]
+        if operation in _litert_values.DIFFERS and "float32" in types:
+            where.setdefault(operation, []).append(path or "the top level")
+    if where:
+        parts = [f"{operation} at {paths[0]!r}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}: "
+                 f"{_litert_values.DIFFERS[operation]}" for operation, paths in where.items()]
+        warnings.warn("Program.litert: the operators of LiteRT compute other values for special numbers. " +
+                      "; ".join(parts), stacklevel=4)
 
 
 def compare(program: Any, path: str | os.PathLike, entry: str = "predict", sizes: Mapping[str, int] | None = None, *,
@@ -99,10 +176,9 @@ def compare(program: Any, path: str | os.PathLike, entry: str = "predict", sizes
     traced = program.entries[entry]
     if inputs is None:
         inputs = _write.random_inputs(traced.inputs, sizes)
-    interpreter = _packages()["interpreter"].Interpreter
+    runner = _load(_packages(), model_path=str(path)).get_signature_runner(signature)
+    known = runner.get_input_details()
     try:
-        runner = interpreter(model_path=str(path), num_threads=1).get_signature_runner(signature)
-        known = runner.get_input_details()
         results = runner(**{name: np.asarray(x) for (name, _), x in zip(described_leaves(traced.inputs), inputs)
                             if name in known})
     except (RuntimeError, ValueError) as error:
@@ -228,7 +304,7 @@ def _convolution(run, options, types, x, kernel):
     return _rebuild.OPERATIONS["convolution"](run, plain, types, x, kernel)
 
 
-_OPERATIONS = {"scan": _unrolled, "scatter": _scatter, "convolution": _convolution}
+_OPERATIONS = {**_litert_values.OPERATIONS, "scan": _unrolled, "scatter": _scatter, "convolution": _convolution}
 
 
 def _converted(packages, signatures) -> bytes:

@@ -184,8 +184,12 @@ class Program:
                 products and convolutions are computed in int8 (dynamic quantization).
             check: whether to run the model on small random inputs in LiteRT and compare the outputs. Default True.
 
+        The operators of LiteRT compute other values than JAX for some special numbers, such as exp(NaN) = 0. A warning
+        names those that the program contains, with their paths.
+
         Raises:
-            NotImplementedError: the converter does not support an operation.
+            NotImplementedError: the converter or the interpreter does not support an operation or a dtype. The error
+                message names the operation and its path.
             ValueError: the outputs in LiteRT differ from the outputs of the program by more than 1e-5 of the largest
                 element (float16: 1e-2, int8: 0.25), or an argument is not valid.
         """
@@ -221,7 +225,8 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
     Raises:
         TypeError: `specs` is empty or contains an object that is not an input type such as `export.spec(...)`, or f
             cannot be called with the inputs.
-        ValueError: two weights have the same name.
+        ValueError: two weights have the same name, or, without jax_enable_x64, an input has a dtype of 64 bits, or a
+            weight has a value that its dtype of 32 bits cannot hold.
 
     >>> f = lambda params, x: x @ params["kernel"]
     >>> export.program(f, {"kernel": jnp.ones((3, 2))}, x=export.spec("b, 3")).entries["predict"].output

@@ -25,8 +25,9 @@ def renew(path: str | os.PathLike, output: str | os.PathLike | None = None) -> N
 
     The new programs are created from the stable form (JSON data) of the old programs. The stable form describes a
     program independently of JAX's version. The outputs of the new programs are compared with the outputs in the old
-    bundle. The new bundle has the same weights, labels and tokenizer as the old bundle. The new bundle contains no
-    programs with handwritten kernels, because the JSON description of a program contains no kernels.
+    bundle. Programs with dtypes of 64 bits keep them, whether jax_enable_x64 is set or not. The new bundle has the same
+    weights, labels and tokenizer as the old bundle. The new bundle contains no programs with handwritten kernels,
+    because the JSON description of a program contains no kernels.
 
     Args:
         path: the path of the bundle.

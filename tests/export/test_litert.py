@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stable_values
 from checks import close
 from other_libraries import IMAGE, equinox_model, flax_model, haiku_model
 from test_bundles import specs_of
@@ -19,7 +20,8 @@ from fnet import compress, export, models
 from fnet import transforms as ft
 from fnet.export import _litert
 
-pytestmark = pytest.mark.usefixtures("quickly")
+pytestmark = [pytest.mark.usefixtures("quickly"),
+              pytest.mark.filterwarnings("ignore:Program.litert. the operators of LiteRT compute other values")]
 QUICK = "CNN", "GPT"
 
 
@@ -196,7 +198,7 @@ OPERATIONS = {
         x[None, :, :, None], jnp.ones((3, 3, 1, 4)), (2, 2), "SAME"),
     "updates": lambda x: x.at[:, 3].set(0.0), "top_k": lambda x: jax.lax.top_k(x, 3), "cumsum": lambda x: x.cumsum(1),
     "cond": lambda x: jax.lax.cond(x.sum() > 0, lambda x: x * 2, lambda x: x + 1, x), "argmax": lambda x: x.argmax(1),
-    "float16": lambda x: x.astype(jnp.float16) * 2, "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
 }
 
 
@@ -219,13 +221,65 @@ def test_quantized_parameters_of_fnet(litert, tmp_path):
 def test_operations_that_are_not_supported(litert, tmp_path):
     """In the converter, in the interpreter, and bfloat16."""
     refused = {
-        lambda x: jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x * 2, x): r"not supported by litert-converter",
-        lambda x: jnp.sort(x, 0): r"the interpreter cannot run this model: Didn't find op for .*STABLEHLO_SORT",
-        lambda x: x.astype(jnp.bfloat16) * 2: r"computes in bfloat16, which LiteRT does not support",
+        lambda x: jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x * 2, x): "not supported by litert-converter",
+        lambda x: jnp.sort(x, 0): r"the operation 'sort' at 'the top level' is not supported: the interpreter cannot "
+                                  r"run this model: Didn't find op for .*STABLEHLO_SORT",
+        lambda x: jax.lax.nextafter(x + 1, x): r"the operation 'nextafter' at 'the top level' is not supported",
+        lambda x: x.astype(jnp.bfloat16) * 2: r"the operation 'convert' at 'the top level' computes in bfloat16",
+        lambda x: x.astype(jnp.float16) * 2: r"the operation 'convert' at 'the top level' computes in float16",
     }
     for f, error in refused.items():
         with pytest.raises(NotImplementedError, match=f"LiteRT: .*{error}"):
             export.program(lambda params, x, f=f: f(x), {}, x=export.spec("3")).litert(tmp_path / "f.tflite")
+
+
+SPECIAL = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-20, -1e-8, 1e-5, 0.3, -0.7, 1 - 2**-24, 1, -1, 1.5, 2.5, -20,
+                    88.5, 127.7, 1e9, -1e20, 3.4e38, -3.4e38], np.float32)
+FUNCTIONS = ("neg sign log log1p expm1 exp2 sinh cosh asinh acosh atanh sqrt rsqrt cbrt abs floor ceil is_finite atan "
+             "asin acos").split()
+
+
+def run(path, *arrays):
+    from ai_edge_litert.interpreter import Interpreter
+
+    results = Interpreter(str(path)).get_signature_runner("predict")(**{f"x{i}": x for i, x in enumerate(arrays)})
+    return [results[name] for name in sorted(results)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_special_values_of_functions(name, litert, tmp_path):
+    f = getattr(jax.lax, name)
+    export.program(lambda params, x: f(x), {}, x0=export.spec("n")).litert(tmp_path / "f", sizes={"n": 22}, check=False)
+    assert stable_values.judged(run(tmp_path / "f", SPECIAL)[0], f(SPECIAL)) == ""
+
+
+@pytest.mark.exhaustive
+def test_special_values_of_pairs(litert, tmp_path):
+    """Remainders, divisions by zero, shifts beyond the bits, positions of NaN, and casts."""
+    x, y = (a.ravel() for a in np.meshgrid(SPECIAL, SPECIAL))
+    numbers = np.array([-2**31, -33, -7, -1, 0, 1, 2, 31, 32, 2**31 - 1], np.int32)
+    i, j = (a.ravel() for a in np.meshgrid(numbers, numbers))
+
+    def f(params, x0, x1, x2, x3):
+        return [jax.lax.rem(x0, x1), jax.lax.div(x2, x3), jax.lax.rem(x2, x3), jax.lax.shift_right_logical(x2, x3),
+                jax.lax.shift_right_arithmetic(x2, x3), jnp.argmax(x0), jnp.argmin(x0[1:]), x0.astype(jnp.int8),
+                jax.lax.clamp(x3, x2, x3 + 1)]
+
+    export.program(f, {}, x0=export.spec("484"), x1=export.spec("484"), x2=export.spec("100", "int32"),
+                   x3=export.spec("100", "int32")).litert(tmp_path / "f", check=False)
+    for got, want in zip(run(tmp_path / "f", x, y, i, j), f({}, *map(jnp.asarray, (x, y, i, j))), strict=True):
+        assert stable_values.judged(got, want) == ""
+
+
+def test_a_warning_of_other_values(litert, tmp_path):
+    def f(params, x):
+        with jax.named_scope("head"):
+            return jnp.exp(x), jnp.exp(x + 1), jnp.maximum(x, 0)
+
+    with pytest.warns(UserWarning, match=r"values for special numbers. exp at 'head' and 1 more: exp\(NaN\) is 0, "
+                                         r"and results above 2.4e38 are infinite; max at 'head': NaN is ignored"):
+        export.program(f, {}, x=export.spec("3")).litert(tmp_path / "f")
 
 
 def test_a_difference_is_reported(litert, tmp_path):
