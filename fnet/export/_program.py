@@ -267,7 +267,8 @@ def _traced(f, params, state, specs):
         output[:] = [described(y)]
         return jax.tree.leaves(y)
 
-    closed = jaxpr.inlined(jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held), *types))
+    weight_types = [jax.ShapeDtypeStruct(x.shape, _traced_dtype(x)) for x in held]
+    closed = jaxpr.inlined(jax.make_jaxpr(run)(*weight_types, *types))
     constants = [_constant(x) for x in closed.consts]
     closed = _jax.close(_jax.consts_as_inputs(closed))
     described_inputs = [(name, described(inputs[name])) for name in specs]
@@ -290,7 +291,11 @@ def _held(name, x):
     float64 in float32, and the bundle contains what it computes with."""
     if str(x.dtype) not in WIDE or jax.config.jax_enable_x64:
         return x
-    return converted(f"export.program: the weight {name!r}", np.asarray(x), jax.dtypes.canonicalize_dtype(x.dtype))
+    return converted(f"export.program: the weight {name!r}", np.asarray(x), np.dtype(_traced_dtype(x)))
+
+
+def _traced_dtype(x):
+    return jax.dtypes.canonicalize_dtype(x.dtype) if str(x.dtype) in WIDE else x.dtype
 
 
 def _constant(x):

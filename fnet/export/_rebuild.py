@@ -176,7 +176,10 @@ def _others(name: str) -> Mapping[str, Any]:
     return next(eqn.params for eqn in equations if eqn.primitive is getattr(lax, f"{name}_p"))
 
 
+_FUNCTIONS = """exp exp2 expm1 log log1p tanh logistic sin cos tan asin acos atan sinh cosh asinh acosh atanh sqrt rsqrt
+cbrt erf erfc erf_inv lgamma""".split()
 _CALLS: dict[str, Callable] = {
+    **{name: getattr(lax, name) for name in _FUNCTIONS}, "mul": lambda x: lax.mul(x, x),
     **{name: functools.partial(getattr(lax, name), axes=(0,)) for name in ("reduce_sum", "reduce_prod", "reduce_max",
                                                                           "reduce_min")},
     **{name: lambda x, name=name: getattr(lax, name)(x > 0, (0,)) for name in ("reduce_and", "reduce_or",
@@ -201,7 +204,8 @@ def _function(name: str) -> Callable:
             accuracy = lax.AccuracyMode[accuracy.upper()]
         elif accuracy is not None:
             accuracy = lax.Tolerance(*accuracy)
-        return _bind(name, x, accuracy=accuracy)
+        known = {"accuracy": accuracy} if "accuracy" in _others(name) else {}
+        return _bind(name, x, **known)
     return function
 
 
@@ -336,17 +340,15 @@ def _size(run, options, types):
     return jnp.asarray(run.shape([options["value"]])[0], types[0][0])
 
 
-_SAME = """neg sign floor ceil is_finite abs not asin acos atan sinh cosh asinh acosh atanh erf erfc erf_inv lgamma add
-sub div rem max min pow atan2 and or xor eq ne lt le gt ge nextafter shift_left shift_right_logical
-shift_right_arithmetic clamp population_count real imag""".split()
-_FUNCTIONS = "exp exp2 expm1 log log1p tanh logistic sin cos tan sqrt rsqrt cbrt".split()
+_SAME = """neg sign floor ceil is_finite abs not add sub div rem max min pow atan2 and or xor eq ne lt le gt ge
+nextafter shift_left shift_right_logical shift_right_arithmetic clamp population_count real imag""".split()
 OPERATIONS: dict[str, Callable] = {
     **{name: _each(name) for name in _SAME}, **{name: _function(name) for name in _FUNCTIONS},
     **{name: _reduce(name) for name in (
         "reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor")},
     **{name: _cumulative(name) for name in ("cumsum", "cumprod", "cummax", "cummin")},
     **{name: _position(name) for name in ("argmax", "argmin")},
-    "mul": lambda run, options, types, x, y: _bind("mul", x, y, out_dtype=None),
+    "mul": lambda run, options, types, x, y: _bind("mul", x, y),
     "select": _each("select_n"),
     "power": lambda run, options, types, x: _bind("integer_pow", x, y=options["exponent"]),
     "round": lambda run, options, types, x: _bind(

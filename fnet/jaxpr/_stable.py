@@ -348,13 +348,14 @@ _IRRELEVANT: dict[str, str] = {
     "out_dtype": "flatten has replaced it by casts of the operands",
     "is_stable": "readers of the stable form always sort stably",
     **dict.fromkeys(("linear", "unroll", "_split_transpose"), "how a loop is differentiated or compiled"),
+    "ft_out": "the outputs of a loop, which the stable form counts",
     "branches_platforms": "the index of the branch is an operand",
 }
-_FUNCTIONS = "exp exp2 expm1 log log1p tanh logistic sin cos tan sqrt rsqrt cbrt".split()    # with an accuracy
+_FUNCTIONS = """exp exp2 expm1 log log1p tanh logistic sin cos tan asin acos atan sinh cosh asinh acosh atanh sqrt rsqrt
+cbrt erf erfc erf_inv lgamma""".split()    # with an accuracy, or without, depending on the version of JAX
 _SAME_NAME = """
-neg sign floor ceil is_finite abs not asin acos atan sinh cosh asinh acosh atanh erf erfc erf_inv lgamma add sub mul div
-rem max min pow atan2 and or xor eq ne lt le gt ge nextafter shift_left shift_right_logical shift_right_arithmetic clamp
-population_count real imag
+neg sign floor ceil is_finite abs not add sub mul div rem max min pow atan2 and or xor eq ne lt le gt ge nextafter
+shift_left shift_right_logical shift_right_arithmetic clamp population_count real imag
 """.split()
 _AXES = ("reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor")
 # The name of the operation (None: that of the primitive), and the function that reads its options.

@@ -143,10 +143,11 @@ def _elementwise():
     for dtype in FLOATS:
         for name in smooth:
             x = special(dtype)
-            if name == "cbrt":
+            if name in ("cbrt", "tan", "asin", "atan"):  # versions of XLA differ for subnormal results
+                x = x[~(np.abs(x) < x.dtype.type(4 * float(ml_dtypes.finfo(dtype).tiny))) | (x == 0)]
+            if name == "lgamma":  # versions of XLA differ near its zeros, and for subnormal numbers
                 x = normal(x)
-            if name == "lgamma" and dtype != "float64":
-                x = x[x != 2]  # whether the absolute error is 0 or 5e-7 depends on how XLA fuses multiplications
+                x = x[~((x > 0.9) & (x < 2.1))]
             if name in ("sin", "cos", "tan"):
                 x = x[~(np.abs(x.astype(np.float64)) > 1e5) | ~np.isfinite(x)]
             case(name, dtype, getattr(lax, name), x)
@@ -157,7 +158,7 @@ def _elementwise():
                 f"reduce_precision {bits}",
                 dtype,
                 functools.partial(lax.reduce_precision, exponent_bits=bits[0], mantissa_bits=bits[1]),
-                special(dtype),
+                special(dtype)[: None if bits[1] else -1],  # versions of XLA differ for NaN without bits of a mantissa
             )
         case("nextafter", dtype, lax.nextafter, *pairs(dtype))
         case("atan2", dtype, lax.atan2, *pairs(dtype, subnormal=False))

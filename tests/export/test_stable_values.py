@@ -86,6 +86,7 @@ def test_every_recorded_option_is_read(evaluate, unused):
                 written.setdefault(operation, set()).update(equation[3])
                 equation[3] = Recorded(equation[3], read.setdefault(operation, set()))
         evaluate(program, constants, args)
+    read["scatter_apply"] |= read["scatter"]  # one function reads the options of both
     written["size"] = {"value"}  # of an axis with a symbolic size, in test_bundles.py
     read["size"] = {"value"}
     assert set(written) == set(_rebuild.OPERATIONS) == set(_interpret.OPERATIONS)
