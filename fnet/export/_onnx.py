@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fnet import jaxpr
-from fnet.export import _onnx_elementwise, _onnx_fused, _onnx_products, _outputs, _write
+from fnet.export import _onnx_elementwise, _onnx_fused, _onnx_products, _onnx_reductions, _outputs, _write
 from fnet.export._onnx_graph import Graph, evaluated
 from fnet.export._tree import described_leaves
 
 OPSET, OLDEST = 20, 18
 LARGE = 1_900_000_000      # bytes above which the weights are in a separate file; protobuf's limit is 2 GB
 TOLERANCE = 1e-5
-_DIRECT = {**_onnx_elementwise.OPERATIONS, **_onnx_products.OPERATIONS, **_onnx_fused.OPERATIONS}
+_DIRECT = {**_onnx_elementwise.OPERATIONS, **_onnx_reductions.OPERATIONS, **_onnx_products.OPERATIONS,
+           **_onnx_fused.OPERATIONS}
 _MISSING = "ONNX needs the packages {}: pip install 'fnet[onnx]'"
 
 
@@ -100,6 +102,8 @@ class _Model:
     def __init__(self, onnx, stable, opset):
         self.onnx, self.helper, self.stable, self.opset = onnx, onnx.helper, stable, opset
         self.weights: dict[str, np.ndarray] = {}
+        self.dtypes: dict[str, np.dtype] = {}      # of the values whose dtype is known
+        self.positive: set[str] = set()      # the values of which no element is -0.0
         self.path, self._used, self._constants = "", set(), {}
         self._layouts: dict[tuple, str] = {}
         self._sources: dict[str, tuple] = {}      # a weight in another layout -> (the weight, the node for it)
@@ -116,10 +120,17 @@ class _Model:
         if np.dtype(dtype).name == "bfloat16":
             raise Unsupported(f"ONNX: {self.path or 'the program'!r} computes in bfloat16, which onnxruntime does not "
                               "support on CPUs; export the float32 model")
+        if np.dtype(dtype).kind == "c":
+            raise Unsupported(f"ONNX: {self.path or 'the program'!r} computes with complex numbers, which onnxruntime "
+                              "does not support; compute with their real and imaginary parts")
         return self.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+
+    def dtype_of(self, kind: int) -> np.dtype:
+        return np.dtype(self.helper.tensor_dtype_to_np_dtype(kind))
 
     def weight(self, array: np.ndarray, name: str) -> str:
         self.weights.setdefault(name, array)
+        self.dtypes[name] = array.dtype
         self._used.add(name)
         return name
 
@@ -134,6 +145,7 @@ class _Model:
         if key not in self._layouts:
             name = self.unique(f"{source}:{kind.lower()}")
             self.weights[name] = array
+            self.dtypes[name] = array.dtype
             self._layouts[key] = name
             node = self.helper.make_node(kind, [source, *inputs], [name], name=name, **attributes)
             self._sources[name] = source, node
@@ -171,6 +183,7 @@ class _Model:
             self.kind(array.dtype)
             self._constants[key] = self.unique("constant")
             self.weights[self._constants[key]] = array
+            self.dtypes[self._constants[key]] = array.dtype
         return self._constants[key]
 
     def value_info(self, name, dtype, shape=None):
@@ -188,6 +201,7 @@ class _Model:
             graph.names[i] = self.weight(array, name)
         for i, (name, leaf) in zip(values[len(names):], inputs):
             graph.names[i] = self.unique(name)
+            self.dtypes[graph.names[i]] = np.dtype(leaf["dtype"])
             for axis, n in enumerate(leaf["shape"]):
                 if isinstance(n, str) and n.isidentifier() and n not in graph.kept:
                     self.path = "sizes"
@@ -237,9 +251,10 @@ class _Graph(Graph):
         if inputs is not None:
             # A body may be converted twice, as the test of a while loop. Its values then get new names in this graph.
             graph.names.update(zip(body["inputs"], inputs))
-        for operation, ins, outs, options, path in body["equations"]:
+            self.model.dtypes.update((name, self.model.type_of(i)[0]) for i, name in zip(body["inputs"], inputs))
+        for i, (operation, ins, outs, options, path) in enumerate(body["equations"]):
             self.model.path = path
-            equation = Equation(graph, operation, ins, outs, options)
+            equation = Equation(graph, operation, ins, outs, options, body["equations"][i + 1:], body["outputs"])
             try:
                 results = equation.convert()
             except (NotImplementedError, KeyError) as error:
@@ -250,6 +265,7 @@ class _Graph(Graph):
                                   f"supported{why}; write this part of the model with other operations") from error
             for i, name in zip(outs, results or ()):
                 graph.names[i] = name
+                self.model.dtypes[name] = self.model.type_of(i)[0]
                 graph.loose.pop(i, None)
         return [self._value(graph, a) for a in body["outputs"]]
 
@@ -265,9 +281,11 @@ class Equation:
         options: the options of the operation, a dict.
         in_types, out_types: the types of the inputs and of the outputs, [(dtype, shape)].
         dtype, shape: the dtype and shape of the first output.
+        equations, body_outputs: the equations that follow in the same body, and the outputs of the body.
     """
 
-    def __init__(self, graph, operation, ins, outs, options):
+    def __init__(self, graph, operation, ins, outs, options, equations=(), body_outputs=()):
+        self.equations, self.body_outputs = equations, body_outputs
         self.g, self.model, self.operation, self.ins, self.outs = graph, graph.model, operation, ins, outs
         self.options = options
         self.in_types = [(np.dtype(a[0]), []) if isinstance(a, list) else self.model.type_of(a) for a in ins]
@@ -327,6 +345,21 @@ class Equation:
     def number(self, x: Any) -> str:
         """Returns the name of an ONNX constant, which contains the number x in the dtype of the first output."""
         return self.g.constant(float(x) if isinstance(x, str) else x, self.dtype)
+
+    def branch(self, test: str, yes: Callable, no: Callable) -> list[str]:
+        """Adds an If. `yes` and `no` are functions that add the nodes of the branches, and return their results."""
+        outer, branches = self.g, []
+        for function in (yes, no):
+            self.g = outer.inner()
+            self.g.outputs = [self.g.op("Identity", y) for y in function()]
+            branches.append(self.g)
+        self.g = outer
+        dtypes = [self.model.dtypes.get(y) for y in branches[0].outputs]
+        results = outer.op("If", test, outputs=len(dtypes), then_branch=branches[0].proto("then"),
+                           else_branch=branches[1].proto("else"))
+        results = [results] if len(dtypes) == 1 else results
+        self.model.dtypes.update((y, dtype) for y, dtype in zip(results, dtypes) if dtype is not None)
+        return results
 
     def body(self, graph, body, inputs) -> list[str]:
         path = self.model.path

@@ -1,4 +1,4 @@
-"""Converts elementwise operations, reductions and layout operations to ONNX."""
+"""Converts elementwise operations and layout operations to ONNX."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fnet.export import _onnx_functions
 from fnet.export._onnx_graph import INT64, added, same
 
 
@@ -22,96 +23,30 @@ def _bits(kind: str) -> Callable:
     return _boolean(f"Bitwise{kind}", kind)
 
 
-def _shift(direction: str) -> Callable:
-    def shift(e, x, n):
-        if e.in_types[0][0].kind != "u":
-            raise NotImplementedError("of signed integers")
-        return e.g.op("BitShift", x, n, direction=direction)
-
-    return shift
-
-
 def _not_equal(e, x, y):
     return e.g.op("Not", e.g.op("Equal", x, y))
-
-
-def _divide(e, x, y):
-    """Converts a division. JAX and ONNX both round quotients of integers towards zero."""
-    return e.g.op("Div", x, y)
-
-
-def _power(e, x):
-    n = e.options["exponent"]
-    if n == 2:
-        return e.g.op("Mul", x, x)
-    if n == 3:
-        return e.g.op("Mul", e.g.op("Mul", x, x), x)
-    if n == -1:
-        return e.g.op("Reciprocal", x)
-    return e.g.op("Pow", x, e.number(n))
-
-
-def _round(e, x):
-    if e.options["even"]:
-        return e.g.op("Round", x)
-    return e.g.op("Mul", e.g.op("Sign", x), e.g.op("Floor", e.g.op("Add", e.g.op("Abs", x), e.number(0.5))))
-
-
-def _select(e, which, *cases):
-    if e.in_types[0][0].kind != "b":
-        result = cases[-1]
-        for i in range(len(cases) - 2, -1, -1):
-            index = e.g.constant(i, e.in_types[0][0])
-            result = e.g.op("Where", e.g.op("Equal", which, index), cases[i], result)
-        return result
-    if e.dtype.kind == "b":      # onnxruntime has no Where of bools
-        no = e.g.op("And", e.g.op("Not", which), cases[0])
-        return e.g.op("Or", e.g.op("And", which, cases[1]), no)
-    return e.g.op("Where", which, cases[1], cases[0])
-
-
-def _is_finite(e, x):
-    return e.g.op("Not", e.g.op("Or", e.g.op("IsNaN", x), e.g.op("IsInf", x)))
-
-
-def _erfc(e, x):
-    return e.g.op("Sub", e.number(1), e.g.op("Erf", x))
-
-
-def _cbrt(e, x):
-    return e.g.op("Mul", e.g.op("Sign", x), e.g.op("Pow", e.g.op("Abs", x), e.number(1 / 3)))
-
-
-def _atan2(e, y, x):
-    """Computes atan(y / x), plus or minus pi where x is negative."""
-    angle = e.g.op("Atan", e.g.op("Div", y, x))
-    zero, pi = e.number(0), e.number(np.pi)
-    shift = e.g.op("Where", e.g.op("Less", y, zero), e.g.op("Neg", pi), pi)
-    return e.g.op("Where", e.g.op("Less", x, zero), e.g.op("Add", angle, shift), angle)
-
-
-def _convert(e, x):
-    return x if e.dtype == e.in_types[0][0] else e.g.cast(x, e.dtype)
 
 
 # Functions of (equation, *names) whose operands broadcast.
 ELEMENTWISE: dict[str, Callable] = {
     **{name: _op(kind) for name, kind in {
-        "neg": "Neg", "sign": "Sign", "floor": "Floor", "ceil": "Ceil", "abs": "Abs", "exp": "Exp", "log": "Log",
-        "tanh": "Tanh", "logistic": "Sigmoid", "sin": "Sin", "cos": "Cos", "tan": "Tan", "asin": "Asin", "acos": "Acos",
-        "atan": "Atan", "sinh": "Sinh", "cosh": "Cosh", "asinh": "Asinh", "acosh": "Acosh", "atanh": "Atanh",
-        "sqrt": "Sqrt", "erf": "Erf", "add": "Add", "sub": "Sub", "mul": "Mul", "pow": "Pow", "eq": "Equal",
-        "lt": "Less", "le": "LessOrEqual", "gt": "Greater", "ge": "GreaterOrEqual"}.items()},
-    "max": _boolean("Max", "Or"), "min": _boolean("Min", "And"), "and": _bits("And"), "or": _bits("Or"),
-    "xor": _bits("Xor"), "not": _boolean("BitwiseNot", "Not"), "ne": _not_equal, "div": _divide,
-    "shift_left": _shift("LEFT"), "shift_right_logical": _shift("RIGHT"),
-    "rem": lambda e, x, y: e.g.op("Mod", x, y, fmod=1),
+        "floor": "Floor", "ceil": "Ceil", "abs": "Abs", "exp": "Exp", "log": "Log", "tanh": "Tanh", "sin": "Sin",
+        "cos": "Cos", "tan": "Tan", "asin": "Asin", "acos": "Acos", "atan": "Atan", "sinh": "Sinh", "cosh": "Cosh",
+        "asinh": "Asinh", "acosh": "Acosh", "atanh": "Atanh", "sqrt": "Sqrt", "erf": "Erf", "add": "Add", "sub": "Sub",
+        "mul": "Mul", "eq": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater",
+        "ge": "GreaterOrEqual"}.items()},
+    "and": _bits("And"), "or": _bits("Or"), "xor": _bits("Xor"), "not": _boolean("BitwiseNot", "Not"),
+    "ne": _not_equal, "select": _onnx_functions.select,
     "exp2": lambda e, x: e.g.op("Pow", e.number(2), x),
-    "expm1": lambda e, x: e.g.op("Sub", e.g.op("Exp", x), e.number(1)),
-    "log1p": lambda e, x: e.g.op("Log", e.g.op("Add", x, e.number(1))),
-    "rsqrt": lambda e, x: e.g.op("Reciprocal", e.g.op("Sqrt", x)), "cbrt": _cbrt, "erfc": _erfc, "power": _power,
-    "round": _round, "select": _select, "is_finite": _is_finite, "atan2": _atan2, "convert": _convert,
-    "clamp": lambda e, low, x, high: e.g.op("Min", e.g.op("Max", x, low), high),
+    "rsqrt": lambda e, x: e.g.op("Reciprocal", e.g.op("Sqrt", x)),
+    "neg": _onnx_functions.neg, "sign": _onnx_functions.sign, "logistic": _onnx_functions.logistic,
+    "expm1": _onnx_functions.expm1, "log1p": _onnx_functions.log1p, "erfc": _onnx_functions.erfc,
+    "cbrt": _onnx_functions.cbrt, "atan2": _onnx_functions.atan2, "round": _onnx_functions.round_,
+    "is_finite": _onnx_functions.is_finite, "power": _onnx_functions.power, "pow": _onnx_functions.pow_,
+    "max": _onnx_functions.maximum, "min": _onnx_functions.minimum, "clamp": _onnx_functions.clamp,
+    "div": _onnx_functions.divide, "rem": _onnx_functions.remainder, "convert": _onnx_functions.convert,
+    "shift_left": _onnx_functions.shift_left, "shift_right_logical": _onnx_functions.shift_right_logical,
+    "shift_right_arithmetic": _onnx_functions.shift_right_arithmetic,
 }
 
 
@@ -179,47 +114,15 @@ def iota(e):
     return None
 
 
-def reduce(kind: str) -> Callable:
-    def convert(e):
-        x = e.x(0)
-        if e.dtype.kind == "b":
-            x = e.g.cast(x, np.int32)
-        y = e.g.op(kind, x, e.g.integers(*e.options["axes"]), keepdims=0) if e.options["axes"] else x
-        return [e.g.cast(y, bool) if e.dtype.kind == "b" else y]
-    return convert
-
-
-def arg(kind: str) -> Callable:
-    return lambda e: [e.g.cast(e.g.op(kind, e.x(0), axis=e.options["axes"][0], keepdims=0), e.dtype)]
-
-
-def cumsum(e):
-    return [e.g.op("CumSum", e.x(0), e.g.constant(e.options["axis"], INT64), reverse=int(e.options["reverse"]))]
-
-
 def size(e):
     return [e.g.cast(e.g.op("Squeeze", e.g.size(e.options["value"])), e.dtype)]
-
-
-def sort(e):
-    if e.options["keys"] != 1:
-        raise NotImplementedError("a sort by several keys")
-    axis = e.options["axis"]
-    values, order = e.g.op("TopK", e.x(0), e.g.size(e.shape[axis]), outputs=2, axis=axis, largest=0)
-    return [values, *(e.g.op("GatherElements", e.x(i), order, axis=axis) for i in range(1, len(e.ins)))]
-
-
-def top_k(e):
-    axis = e.options["axis"] if e.options["axis"] is not None else -1
-    values, order = e.g.op("TopK", e.x(0), e.g.size(e.options["k"]), outputs=2, axis=axis, largest=1)
-    return [values, e.g.cast(order, e.out_types[1][0])]
 
 
 def _start(e, i, n, length):
     """Returns the name of an ONNX vector with one element, which is the start index of a dynamic slice along one axis.
     The start index is the i-th input, clamped so that the slice lies inside the operand. The axis has n elements, and
     the slice has `length` elements."""
-    start = e.g.reshape(e.g.cast(e.x(i), INT64), [], [1])
+    start = e.g.reshape(_onnx_functions.index(e, e.x(i), e.in_types[i][0]), [], [1])
     last = e.g.size(added(n, -length if isinstance(length, int) else f"-({length})"))
     return e.g.op("Max", e.g.op("Min", start, last), e.g.integers(0))
 
@@ -255,9 +158,6 @@ def dynamic_update_slice(e):
 
 OPERATIONS: dict[str, Callable] = {
     "broadcast": broadcast, "reshape": reshape, "transpose": transpose, "reverse": reverse, "concatenate": concatenate,
-    "slice": slices, "pad": pad, "iota": iota, "size": size, "sort": sort, "top_k": top_k, "cumsum": cumsum,
-    "dynamic_slice": dynamic_slice, "dynamic_update_slice": dynamic_update_slice,
-    "argmax": arg("ArgMax"), "argmin": arg("ArgMin"), "reduce_sum": reduce("ReduceSum"),
-    "reduce_max": reduce("ReduceMax"), "reduce_min": reduce("ReduceMin"), "reduce_prod": reduce("ReduceProd"),
-    "reduce_and": reduce("ReduceMin"), "reduce_or": reduce("ReduceMax"),
+    "slice": slices, "pad": pad, "iota": iota, "size": size, "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
 }

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from fnet.export import _sizes
+from fnet.export import _onnx_kernels, _sizes
 
 INT64 = np.dtype(np.int64)
+_POSITIVE = {"Exp", "Abs", "Sigmoid", "Softmax"}      # operators that never return -0.0
+_KEEPING = {"Reshape", "Transpose", "Expand", "Unsqueeze", "Squeeze", "Slice", "Identity"}
 
 
 class Graph:
@@ -45,10 +47,36 @@ class Graph:
         return None
 
     def op(self, kind: str, *inputs: str, outputs: int = 1, **attributes: Any) -> Any:
-        """Adds a node, and returns the name of its output, or the names of its outputs if there are several."""
+        """Adds a node, and returns the name of its output, or the names of its outputs if there are several.
+
+        The operands are converted to a wider dtype and the result is converted back where onnxruntime has no kernel
+        for their dtype.
+
+        Raises:
+            NotImplementedError: onnxruntime has no kernel for a dtype that contains the operands' numbers.
+        """
+        known = self.model.dtypes
+        dtypes = [known.get(x) for x in inputs]
+        compute = _onnx_kernels.compute_dtype(kind, dtypes)
+        if compute is not None:
+            places = _onnx_kernels.operands(kind, len(inputs))
+            inputs = tuple(self.cast(x, compute) if i in places else x for i, x in enumerate(inputs))
         name = self.model.unique(f"{self.model.path}/{kind}" if self.model.path else kind)
         names = [name if outputs == 1 else f"{name}.{i}" for i in range(outputs)]
         self.nodes.append(self.model.helper.make_node(kind, list(inputs), names, name=name, **attributes))
+        to = self.model.dtype_of(attributes["to"]) if kind == "Cast" else None
+        result = _onnx_kernels.result_dtype(kind, [known.get(x) for x in inputs], to)
+        if result is not None:
+            known[names[0]] = result
+        if kind == "TopK":
+            known[names[1]] = INT64
+        if kind in _POSITIVE or (kind == "Add" and any(map(self.never_negative_zero, inputs))) or (
+                kind in _KEEPING and self.never_negative_zero(inputs[0])) or (
+                kind == "Where" and all(map(self.never_negative_zero, inputs[1:]))) or (
+                kind == "Mul" and inputs[0] == inputs[1]):
+            self.model.positive.add(names[0])
+        if compute is not None and _onnx_kernels.keeps_dtype(kind):
+            names[0] = self.cast(names[0], _onnx_kernels.typed(kind, dtypes))
         return names[0] if outputs == 1 else names
 
     def constant(self, array: Any, dtype: Any = None) -> str:
@@ -57,6 +85,17 @@ class Graph:
     def integers(self, *numbers: int) -> str:
         """Returns the name of a constant vector of integers, such as axes."""
         return self.constant(list(numbers), INT64)
+
+    def opposite(self, x: str) -> str:
+        """Returns `not x`. onnxruntime replaces Where(Not(x), a, b) by Where(x, b, a), which matters because its Where
+        returns 0.0 for a -0.0 in the second operand, but not in the third."""
+        return self.op("Equal", x, self.constant(False, bool))
+
+    def never_negative_zero(self, x: str) -> bool:
+        """Whether it is known that no element of x is -0.0."""
+        known = self.known(x)
+        return x in self.model.positive or (known is not None and (
+            known.dtype.kind != "f" or not ((known == 0) & np.signbit(known)).any()))
 
     # Sizes.
 
@@ -133,7 +172,13 @@ class Graph:
         return self.op("Transpose", x, perm=order)
 
     def cast(self, x: str, dtype: Any) -> str:
+        """Converts x as ONNX does: integers wrap, and numbers beyond the range of an integer dtype are undefined."""
         return self.op("Cast", x, to=self.model.kind(dtype))
+
+    def known(self, x: str) -> np.ndarray | None:
+        """Returns the value of a small constant, or None."""
+        array = self.model.weights.get(x)
+        return array if array is not None and array.size <= 4096 else None
 
     def expand(self, x: str, shape: list) -> str:
         return self.op("Expand", x, self.shape(shape))

@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from fnet.export._onnx_functions import chosen, index
 from fnet.export._onnx_graph import INT64, added, product, same, scaled
+
+_LONGEST_WINDOW = 512      # elements of a window along an axis that are combined one after the other
 
 
 def dot(e):
@@ -55,20 +58,25 @@ def convolution(e):
     return [e.g.transpose(y, list(map(int, np.argsort(options["output"]))))]
 
 
-def _windows(e, x, start, kind: str, **attributes):
+def _fits_pooling(e) -> bool:
+    """Whether onnxruntime has a pooling for the window: of 1 to 3 axes of a floating-point array."""
+    options = e.options
+    axes = [i for i, (w, s, p) in enumerate(zip(options["window"], options["strides"], options["padding"]))
+            if w != 1 or s != 1 or p != [0, 0]]
+    return 1 <= len(axes) <= 3 and e.dtype in (np.float32, np.float16)
+
+
+def _pooled(e, x, start, kind: str, **attributes):
     """Converts a pooling. ONNX pools the last axes of arrays [batch, channels, *space], so axes that are not pooled are
     moved to the front."""
     options, shape = e.options, e.in_types[0][1]
     padding = options["padding"]
-    dynamic = any(not isinstance(n, int) or n < 0 for pair in padding for n in pair)
-    if dynamic or any(d != 1 for d in options["input_dilation"]):
+    if _explicit(options):
         spaced = [[low, high, d - 1] for (low, high), d in zip(padding, options["input_dilation"])]
         x, shape = e.g.pad(x, shape, spaced, e.number(start))
         padding = [[0, 0]] * len(shape)
     space = [i for i in range(len(shape)) if options["window"][i] != 1 or options["strides"][i] != 1
              or padding[i] != [0, 0]]
-    if not 1 <= len(space) <= 3:
-        raise NotImplementedError(f"a window over {len(space)} axes; ONNX pools over 1 to 3")
     rest = [i for i in range(len(shape)) if i not in space]
     order = [*rest, *space]
     moved = [shape[i] for i in order]
@@ -77,57 +85,117 @@ def _windows(e, x, start, kind: str, **attributes):
     pick = lambda values: [values[i] for i in space]
     pads = [low for low, _ in pick(padding)] + [high for _, high in pick(padding)]
     y = e.g.op(kind, x, kernel_shape=pick(options["window"]), strides=pick(options["strides"]), pads=pads,
-               dilations=pick(options["dilation"]), **attributes)
+               **({"dilations": pick(options["dilation"])} if set(pick(options["dilation"])) != {1} else {}),
+               **attributes)
     result = [e.shape[i] for i in order]
     after = result if len(rest) == 2 else [flat[0], 1, *(e.shape[i] for i in space)]
     return e.g.transpose(e.g.reshape(y, after, result), list(map(int, np.argsort(order))))
 
 
+def _explicit(options) -> bool:
+    """Whether the input must be padded by a Pad, as padding that is symbolic, negative or as long as the window."""
+    return any(not isinstance(n, int) or n < 0 or n >= w for pair, w in zip(options["padding"], options["window"])
+               for n in pair) or any(d != 1 for d in options["input_dilation"])
+
+
+def _combined(e, x, start, kind: str):
+    """Combines the elements of windows axis by axis, by an operator of two arrays."""
+    options, shape = e.options, e.in_types[0][1]
+    if 0 in e.shape:
+        return e.g.expand(e.number(start), e.shape)
+    if max(options["window"]) > _LONGEST_WINDOW:
+        raise NotImplementedError(f"a window of {max(options['window'])} elements of {e.dtype}")
+    spaced = [[low, high, d - 1] for (low, high), d in zip(options["padding"], options["input_dilation"])]
+    x, _ = e.g.pad(x, shape, spaced, e.number(start))
+    for axis, (window, step, dilation, n) in enumerate(zip(
+            options["window"], options["strides"], options["dilation"], e.shape)):
+        total = None
+        for i in range(window) if window > 1 or step > 1 else ():
+            tap = e.g.slice(x, i * dilation, added(scaled(n, step), i * dilation - step + 1), axis, step)
+            total = tap if total is None else e.g.op(kind, total, tap)
+        x = x if total is None else total
+    return x
+
+
+def _ends(e):
+    """Returns the smallest and the largest number of the dtype."""
+    if e.dtype.kind == "b":
+        return False, True
+    if e.dtype.kind == "f":
+        return -np.inf, np.inf
+    return np.iinfo(e.dtype).min, np.iinfo(e.dtype).max
+
+
 def window_max(e):
-    return [_windows(e, e.x(0), -np.inf, "MaxPool")]
+    return _window_extreme(e, "Max", "Or", _ends(e)[0], lambda x: _pooled(e, x, -np.inf, "MaxPool"))
 
 
 def window_min(e):
-    return [e.g.op("Neg", _windows(e, e.g.op("Neg", e.x(0)), -np.inf, "MaxPool"))]
+    return _window_extreme(e, "Min", "And", _ends(e)[1], lambda x: e.g.op(
+        "Neg", _pooled(e, e.g.op("Neg", x), -np.inf, "MaxPool")))
+
+
+def _window_extreme(e, kind, boolean, start, pool):
+    """MaxPool overlooks some NaN, and returns the lowest finite number for windows of -inf, so it is used for finite
+    arrays only. The sum of absolute values states whether an array is finite."""
+    x = e.x(0)
+    combined = lambda: [_combined(e, x, start, boolean if e.dtype.kind == "b" else kind)]
+    if not _fits_pooling(e) or 0 in (*e.shape, *e.in_types[0][1]):
+        return combined()
+    total = e.g.op("ReduceL1", x, keepdims=0)
+    finite = e.g.op("Less", total, e.number(np.inf))
+    alone = any(n >= w for pair, w in zip(e.options["padding"], e.options["window"])
+                for n in pair if isinstance(n, int))      # a window of padding only
+    return combined() if alone else e.branch(finite, lambda: [pool(x)], combined)
 
 
 def window_sum(e):
-    mean = _windows(e, e.x(0), 0, "AveragePool", count_include_pad=1)
-    return [e.g.op("Mul", mean, e.number(int(np.prod(e.options["window"]))))]
+    x, count = e.x(0), int(np.prod(e.options["window"]))
+    dilated = any(d != 1 for d in e.options["dilation"])
+    if not _fits_pooling(e) or 0 in (*e.shape, *e.in_types[0][1]) or (dilated and e.model.opset < 19) or count > 4096:
+        return [_combined(e, x, 0, "Add")]
+    mean = _pooled(e, x, 0, "AveragePool", count_include_pad=1)
+    return [e.g.op("Mul", mean, e.number(count))]
 
 
 def window_select_add(e):
     """Converts the gradient of a max-pooling or min-pooling.
 
-    Each element of the source (the gradient of the pooled array) belongs to a window. An element of the source is added
-    at the position of the largest (or smallest) element of its window. If several elements of the window are the
-    largest, the position of the first of them is used.
+    Each element of the source (the gradient of the pooled array) belongs to a window, and is added at the position of
+    the largest (or smallest) element of this window. Like XLA, the search through a window keeps the selected element
+    while it is at least (at most) the next one: the first of several equal elements, and the element after a NaN.
     """
     options = e.options
     (_, out), (_, shape) = e.in_types[0], e.in_types[1]
     source, zero = e.x(0), e.number(0)
-    sign = 1 if options["largest"] else -1
-    x = e.x(1) if sign == 1 else e.g.op("Neg", e.x(1))
+    keeps = "GreaterOrEqual" if options["largest"] else "LessOrEqual"
     spaced = [[low, high, 0] for low, high in options["padding"]]
-    x, wide = e.g.pad(x, shape, spaced, e.number(-np.inf))
-    taps = []
-    for at in itertools.product(*map(range, options["window"])):
-        tap = x
+    x, wide = e.g.pad(e.x(1), shape, spaced, zero)
+    padded = any(n != 0 for pair in options["padding"] for n in pair)
+    inside, _ = e.g.pad(e.g.expand(e.g.constant(True, bool), shape), shape, spaced,
+                        e.g.constant(False, bool)) if padded else ("", [])
+
+    def tapped(x, at):
         for axis, (i, s, n) in enumerate(zip(at, options["strides"], out)):
             if options["window"][axis] > 1 or s > 1:
-                tap = e.g.slice(tap, i, added(scaled(n, s), i - s + 1), axis, s)
-        taps.append((at, tap))
-    largest = taps[0][1]
-    for _, tap in taps[1:]:
-        largest = e.g.op("Max", largest, tap)
-    total, taken = None, None
-    for at, tap in taps:
-        chosen = e.g.op("Equal", tap, largest)
-        if taken is not None:
-            chosen, taken = e.g.op("And", chosen, e.g.op("Not", taken)), e.g.op("Or", taken, chosen)
-        else:
-            taken = chosen
-        part, size = e.g.op("Where", chosen, source, zero), out
+                x = e.g.slice(x, i, added(scaled(n, s), i - s + 1), axis, s)
+        return x
+
+    places = list(itertools.product(*map(range, options["window"])))
+    best, place, real = tapped(x, places[0]), e.g.constant(0, INT64), tapped(inside, places[0]) if padded else ""
+    for i, at in enumerate(places[1:], 1):
+        tap = tapped(x, at)
+        keep = e.g.op(keeps, best, tap)
+        if padded:      # no element of the padding is selected
+            exists = tapped(inside, at)
+            keep = e.g.op("Or", e.g.op("And", real, keep), e.g.op("Not", exists))
+            real = e.g.op("Or", real, exists)
+        best = e.g.op("Where", keep, best, tap)
+        place = e.g.op("Where", keep, place, e.g.constant(i, INT64))
+    total = None
+    for i, at in enumerate(places):
+        here = e.g.op("Equal", place, e.g.constant(i, INT64))
+        part, size = e.g.op("Where", here, source, zero), out
         for axis, s in enumerate(options["strides"]):
             part, size = e.g.dilate(part, size, axis, s, zero)
         rest = [added(n, f"-({m}) - {i}") if not isinstance(n, int) or not isinstance(m, int) else n - m - i
@@ -162,7 +230,7 @@ def _indices(e, shape, sizes, dropped):
     for a in axes:
         if a in options["indexed"]:
             start = e.g.op("Gather", indices, e.g.constant(options["indexed"].index(a), INT64), axis=-1)
-            start = e.g.cast(start, INT64)
+            start = index(e, start, e.in_types[1][0])
             last = e.g.op("Sub", e.g.size(shape[a]), e.g.size(sizes[a]))
             ok = e.g.op("And", e.g.op("GreaterOrEqual", start, e.g.integers(0)),
                         e.g.op("LessOrEqual", start, last))
@@ -202,11 +270,10 @@ def gather(e):
             same(sizes[a], n) for a, n in enumerate(shape) if a != indexed[0]):
         axis = indexed[0]      # rows of one axis, such as embeddings
         last = e.g.op("Sub", e.g.size(shape[axis]), e.g.integers(1))
-        index = e.g.cast(e.g.reshape(e.x(1), e.in_types[1][1], batch), INT64)
-        inside = e.g.op("And", e.g.op("GreaterOrEqual", index, e.g.integers(0)), e.g.op("LessOrEqual", index, last))
-        index = e.g.reshape(e.g.op("Max", e.g.op("Min", index, last), e.g.integers(0)), [1], []) if not batch else (
-            e.g.op("Max", e.g.op("Min", index, last), e.g.integers(0)))
-        y, windows = e.g.op("Gather", x, index, axis=axis), []
+        row = index(e, e.g.reshape(e.x(1), e.in_types[1][1], batch), e.in_types[1][0])
+        inside = e.g.op("And", e.g.op("GreaterOrEqual", row, e.g.integers(0)), e.g.op("LessOrEqual", row, last))
+        row = e.g.op("Max", e.g.op("Min", row, last), e.g.integers(0))
+        y, windows = e.g.op("Gather", x, row if batch else e.g.reshape(row, [1], []), axis=axis), []
         rest = [a for a in range(len(shape)) if a != axis]
         order = [*rest[:axis], *(("b", i) for i in range(len(batch))), *rest[axis:]]
     else:
@@ -225,7 +292,7 @@ def gather(e):
         count = len(order)
         mask = e.g.reshape(inside, [*batch, *[1] * len(windows)], [batch[place.index(i)] if i in place else 1
                                                                    for i in range(count)]) if batch else inside
-        y = e.g.op("Where", mask, y, e.number(options["fill"])) if e.dtype != bool else y
+        y = chosen(e, e.g.opposite(mask), e.number(options["fill"]), y)
     y = e.g.transpose(y, [order.index(a) for a in present])
     sizes_of = {a: sizes[a] for a in kept} | {("b", i): n for i, n in enumerate(batch)}
     return [e.g.reshape(y, [sizes_of[a] for a in present], e.shape)]
@@ -245,15 +312,35 @@ def scatter(e):
     order = [*batch, *(at[a] for a in windows), *(at[a] for a in rest), *(at[a] for a in ones)]
     moved = [update_shape[i] for i in order]
     updates = e.g.reshape(e.g.transpose(e.x(2), order), moved, moved[:len(moved) - len(ones)])
-    x = e.g.transpose(e.x(0), [*axes, *rest])
-    if inside is not None and not options["clip"]:
-        neutral = {"add": 0, "mul": 1}.get(options["kind"])
-        other = e.number(neutral) if neutral is not None else e.g.op("GatherND", x, indices)
-        mask = e.g.unsqueeze(inside, *range(len(batch) + len(windows), len(order) - len(ones))) if rest else inside
-        updates = e.g.op("Where", mask, updates, other)
-    kind = {"replace": "none"}.get(options["kind"], options["kind"])
-    y = e.g.op("ScatterND", x, indices, updates, reduction=kind)
+    x, n = e.g.transpose(e.x(0), [*axes, *rest]), None
+    if inside is not None and not options["clip"]:      # an update that is dropped goes to an additional row
+        n = shape[axes[0]]
+        row = [1, *(shape[a] for a in (*axes, *rest)[1:])]
+        x = e.g.op("Concat", x, e.g.expand(e.number(0), row), axis=0)
+        beyond = e.g.size(n)
+        if len(axes) > 1:
+            beyond = e.g.op("Concat", beyond, e.g.integers(*[0] * (len(axes) - 1)), axis=0)
+        indices = e.g.op("Where", e.g.unsqueeze(inside, len(batch) + len(windows)), indices, beyond)
+    y = _scattered(e, x, indices, updates)
+    y = y if n is None else e.g.slice(y, 0, n, 0)
     return [e.g.transpose(y, list(map(int, np.argsort([*axes, *rest]))))]
+
+
+def _scattered(e, x, indices, updates):
+    kind = {"replace": "none"}.get(e.options["kind"], e.options["kind"])
+    scattered = lambda x, updates, kind: e.g.op("ScatterND", x, indices, updates, reduction=kind)
+    if kind == "none":
+        return scattered(x, updates, kind)
+    wide = {"bool": "uint8", "float16": "float32"}.get(e.dtype.name)
+    if wide is not None:
+        wide = np.dtype(wide)
+        return e.g.cast(scattered(e.g.cast(x, wide), e.g.cast(updates, wide), kind), e.dtype)
+    y = scattered(x, updates, kind)
+    if kind in ("min", "max") and e.dtype.kind == "f":      # ScatterND overlooks NaN
+        flags = [e.g.cast(e.g.op("IsNaN", a), np.int32) for a in (x, updates)]
+        nan = e.g.cast(scattered(*flags, "max"), bool)
+        y = e.g.op("Where", nan, e.number(np.nan), y)
+    return y
 
 
 def scan(e):

@@ -2,8 +2,9 @@
 
     python -m tests.export.special_values [onnx numpy jax litert] [--only gather,scatter] [--wrong]
 
-prints, for each target, in how many cells of the table (operation x dtype x column) it equals JAX, refuses the operation
-by name at export, differs with a warning, or is wrong. `--wrong` lists the wrong cells, and `--only` chooses operations.
+prints, for each target, in how many cells of the table (operation x dtype x column) it equals JAX, refuses the
+operation by name at export, differs with a warning, or is wrong. `--wrong` lists the wrong cells, and `--only` chooses
+operations.
 
 Tests use `programs()` (the table) and `outcome(target, program, column)`.
 
@@ -81,7 +82,7 @@ class Outcome(NamedTuple):
 def special(dtype: str) -> dict[str, list]:
     """Returns the numbers of each column, for elementwise operations."""
     kind = np.dtype(dtype)
-    if kind == bool:
+    if kind.kind == "b":
         return {"ordinary": [True, False], "ties": [True, True]}
     if kind.kind in "iu":
         low, high, bits = np.iinfo(kind).min, np.iinfo(kind).max, 8 * kind.itemsize
@@ -139,7 +140,7 @@ def matrices(dtype: str, rows: int = 4, width: int = 5) -> dict[str, np.ndarray]
     """Returns an array [rows, width] for each column, for operations along axes."""
     kind, draw = np.dtype(dtype), np.random.default_rng(0)
     empty = {"empty": np.zeros((rows, 0), dtype)}
-    if kind == bool:
+    if kind.kind == "b":
         x = draw.random((rows, width)) < 0.5
         x[1], x[2] = True, False
         return {"ordinary": x, "ties": np.ones((rows, width), bool), **empty}
@@ -171,7 +172,8 @@ def matrices(dtype: str, rows: int = 4, width: int = 5) -> dict[str, np.ndarray]
             [[1], [-1], [1], [1]], kind)[:rows],
         "subnormal": np.full((rows, width), info.tiny / 4, kind),
         "far out": (x * kind.type(2.0 ** 9)).astype(kind),
-        "saturating": edited(a=[(0, 0, info.max), (0, 1, info.max), (1, 1, -info.max), (1, 2, -info.max),
+        # All of one sign, because a sum of numbers of both overflows in some orders of its summands only.
+        "saturating": edited(a=[(0, 0, info.max), (0, 1, info.max), (1, 1, info.max), (1, 2, info.max / 2),
                                 (2, 0, info.max), (2, 1, 2)]),
     }
 
@@ -182,8 +184,8 @@ def _columns_of(arrays: dict[str, np.ndarray], *more: Any) -> dict[str, tuple]:
 
 # The table.
 
-_UNARY = """neg sign floor ceil is_finite abs exp exp2 expm1 log log1p tanh logistic sin cos tan asin acos atan sinh cosh
-asinh acosh atanh sqrt rsqrt cbrt erf erfc erf_inv lgamma digamma""".split()
+_UNARY = """neg sign floor ceil is_finite abs exp exp2 expm1 log log1p tanh logistic sin cos tan asin acos atan sinh
+cosh asinh acosh atanh sqrt rsqrt cbrt erf erfc erf_inv lgamma digamma""".split()
 _INTEGER_UNARY = "neg sign abs bitwise_not population_count clz".split()
 _BINARY = "add sub mul div rem max min pow atan2 nextafter eq ne lt le gt ge".split()
 _INTEGER_BINARY = ("add sub mul div rem max min bitwise_and bitwise_or bitwise_xor shift_left shift_right_logical "
@@ -350,7 +352,8 @@ def _layout():
                           lambda x, i, j: lax.dynamic_slice_p.bind(x, i, j, slice_sizes=(2, 2)),
                           {name: (x, *starts)})
             yield Program("dynamic_update_slice", f"index {index}", "float32",
-                          lambda x, u, i, j: lax.dynamic_update_slice_p.bind(x, u, i, j), {name: (x, -x[:2, :2], *starts)})
+                          lambda x, u, i, j: lax.dynamic_update_slice_p.bind(x, u, i, j),
+                          {name: (x, -x[:2, :2], *starts)})
     for width in (0, 3):
         yield Program("dynamic_slice", f"width {width} of 3", "float32",
                       lambda x, i, width=width: lax.dynamic_slice(x, (i,), (width,)),
@@ -378,12 +381,12 @@ _KINDS = "set", "add", "mul", "min", "max"
 
 
 def _indexing():
-    modes = "clip", "fill", "promise_in_bounds", "wrap"
+    modes = "clip", "fill", "promise_in_bounds"
     for dtype in (*FLOATS, *INTS, "bool"):
         rows = matrices(dtype)
         vectors = {name: m[1] if m.size else m[0] for name, m in rows.items()}
         for mode in modes:
-            if mode in ("promise_in_bounds", "wrap") and dtype not in ("float32", "int32"):
+            if mode == "promise_in_bounds" and dtype not in ("float32", "int32"):
                 continue
             for variant, f, x, n in (
                     ("elements", lambda x, i, m=mode: x.at[i].get(mode=m), vectors, 5),
@@ -499,12 +502,16 @@ def _sorting():
             yield Program("sort", f"axis {axis}", dtype, lambda x, axis=axis: lax.sort(x, axis), x)
             yield Program("sort", f"axis {axis}, with values, stable", dtype,
                           lambda x, i, axis=axis: lax.sort((x, i), axis, num_keys=1, is_stable=True), order)
-            yield Program("top_k", f"axis {axis}", dtype, lambda x, axis=axis: lax.top_k(x, min(3, x.shape[axis]), axis=axis), x)
+            yield Program("top_k", f"axis {axis}", dtype,
+                          lambda x, axis=axis: lax.top_k(x, min(3, x.shape[axis]), axis=axis), x)
         yield Program("top_k", "all", dtype, lambda x: lax.top_k(x, x.shape[1]), x)
         yield Program("top_k", "none", dtype, lambda x: lax.top_k(x, 0), x)
         yield Program("sort", "two keys", dtype, lambda x, i: lax.sort((x, i), 1, num_keys=2),
                       {name: (m, (i * 7 % 5).astype(np.int32)) for name, (m, i) in order.items()})
         yield Program("sort", "descending (argsort)", dtype, lambda x: jnp.argsort(x, 1, descending=True), x)
+
+
+_LAYOUT = "NHWC", "HWIO", "NHWC"
 
 
 def _products():
@@ -535,7 +542,6 @@ def _products():
                 x, kernel = images["ordinary"]
                 images["out-of-range"] = np.where(x > 1.5, np.inf, x).astype(dtype), kernel * np.array(0, dtype)
             images["empty"] = np.zeros((0, 4, 5, 2), dtype), images["ordinary"][1]
-            numbers = ("NHWC", "HWIO", "NHWC")
             for variant, options in {
                     "valid": {"padding": "VALID"}, "same": {"padding": "SAME"},
                     "strides": {"padding": [(1, 0), (0, 2)], "window_strides": (2, 1)},
@@ -544,12 +550,12 @@ def _products():
                     "negative padding": {"padding": [(-1, 0), (1, -1)]}}.items():
                 options = {"window_strides": (1, 1), **options}
                 yield Program("convolution", variant, dtype,
-                              lambda x, k, o=options: lax.conv_general_dilated(x, k, dimension_numbers=numbers, **o),
+                              lambda x, k, o=options: lax.conv_general_dilated(x, k, dimension_numbers=_LAYOUT, **o),
                               images)
             yield Program("convolution", "groups", dtype, lambda x, k: lax.conv_general_dilated(
-                x, k[:, :, :1], (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=2), images)
+                x, k[:, :, :1], (1, 1), "SAME", dimension_numbers=_LAYOUT, feature_group_count=2), images)
             yield Program("convolution", "groups of the batch", dtype, lambda x, k: lax.conv_general_dilated(
-                jnp.concatenate([x, x]), k, (1, 1), "SAME", dimension_numbers=numbers, batch_group_count=2),
+                jnp.concatenate([x, x]), k, (1, 1), "SAME", dimension_numbers=_LAYOUT, batch_group_count=2),
                 {k: v for k, v in images.items() if k != "empty"})
 
 
@@ -558,8 +564,8 @@ def _windows():
         x = _columns_of({name: m for name, m in matrices(dtype).items()})
         x["empty"] = (np.zeros((0, 5), dtype),)
         kind = np.dtype(dtype)
-        low = False if kind == bool else -np.inf if kind.kind == "f" else np.iinfo(kind).min
-        high = True if kind == bool else np.inf if kind.kind == "f" else np.iinfo(kind).max
+        low = False if kind.kind == "b" else -np.inf if kind.kind == "f" else np.iinfo(kind).min
+        high = True if kind.kind == "b" else np.inf if kind.kind == "f" else np.iinfo(kind).max
         for variant, window, strides, padding, base, dilation in (
                 ("rows", (1, 2), (1, 1), ((0, 0), (0, 0)), (1, 1), (1, 1)),
                 ("padded", (2, 3), (1, 2), ((1, 1), (2, 1)), (1, 1), (1, 1)),
@@ -597,8 +603,7 @@ def _control():
                 lambda c, row: (lax.max(c, row), (c, row)), x[0], x, reverse=r), x)
         none = {k: (np.zeros((0, 3), v[0].dtype),) for k, v in x.items() if k == "empty"}
         yield Program("scan", "of nothing", dtype, lambda x: lax.scan(
-            lambda c, row: (lax.max(c, row), row), x.max(initial=0, axis=0) if x.shape[0] else x.sum(0).astype(x.dtype), x),
-            none)
+            lambda c, row: (lax.max(c, row), row), jnp.ones(x.shape[1:], x.dtype), x), none)
     branches = [lambda x: x + 1, lambda x: x * 2, lambda x: -x]
     x = np.array([1, np.nan, -0.0], np.float32)
     yield Program("cond", "switch", "float32", lambda i, x: lax.switch(i, branches, x), {
@@ -630,7 +635,7 @@ def _compositions():
                 "mish": jax.nn.mish, "squareplus": jax.nn.squareplus, "sinc": jnp.sinc, "nan_to_num": jnp.nan_to_num,
                 "isnan": jnp.isnan, "isinf": jnp.isinf, "signbit": jnp.signbit, "reciprocal": lambda x: 1 / x,
                 "trunc": jnp.trunc, "deg2rad": jnp.deg2rad,
-                "norm.cdf": jax.scipy.stats.norm.cdf, "norm.logpdf": jax.scipy.stats.norm.logpdf}.items():
+                "norm.logpdf": jax.scipy.stats.norm.logpdf}.items():
             yield Program(f"jnp {name}", "", dtype, f, x)
         for name, f in {
                 "logaddexp": jnp.logaddexp, "floor_divide": jnp.floor_divide, "mod": jnp.mod, "maximum": jnp.maximum,
@@ -709,6 +714,8 @@ def outcome(target: str, program: Program, column: str) -> Outcome:
             results = run(*map(np.asarray, program.columns[column]))
         except Exception as error:
             return Outcome(WRONG, f"fails when it runs: {type(error).__name__}: {str(error)[:200]}")
+    if any(name in str(program) for name in _EITHER_ZERO):
+        results, right = ([_positive(y) for y in arrays] for arrays in (results, right))
     why = difference(results, right)
     if why is not None:
         other = _without_flushing(program, column)
@@ -720,6 +727,17 @@ def outcome(target: str, program: Program, column: str) -> Outcome:
         return Outcome(EQUAL)
     warned = [text for text in messages if "onnxruntime" in text or "LiteRT" in text]
     return Outcome(WARNED, f"{why}; {warned[0]}") if warned else Outcome(WRONG, why)
+
+
+# Of the zeros 0.0 and -0.0, XLA's reductions return the one that they meet last, in an order that depends on the shape
+# and on the instructions of the processor, so that the sign is no property of the program.
+_EITHER_ZERO = ("reduce_max", "reduce_min", "window_max", "window_min", "cummax", "cummin", "scatter[max",
+                "scatter[min", "nanmax", "ptp")
+
+
+def _positive(y):
+    y = np.asarray(y)
+    return y + np.zeros((), y.dtype) if y.dtype.kind == "f" else y
 
 
 def _refused(program, column, error) -> Outcome:
@@ -748,13 +766,14 @@ def _equations(body):
 
 
 def _rounded(y, x):
-    return y.astype(x.dtype) if x.dtype.kind == "f" else y
+    with np.errstate(all="ignore"):
+        return y.astype(x.dtype) if x.dtype.kind == "f" else y
 
 
 def _underflows(other, right) -> bool:
     """Whether a result is too small for the dtype's normal numbers."""
     return any(y.shape == x.shape and x.dtype.kind == "f" and bool(
-        ((np.abs(y) < np.finfo(x.dtype).tiny) & (y != 0)).any()) for y, x in zip(other, right))
+        ((np.abs(y) < 2 * np.finfo(x.dtype).tiny) & (y != 0)).any()) for y, x in zip(other, right))
 
 
 def difference(results: list, right: list, other: list | None = None) -> str | None:
@@ -770,7 +789,8 @@ def difference(results: list, right: list, other: list | None = None) -> str | N
             same = same | _same(y, other[i])
         if not same.all():
             at = tuple(int(a) for a in np.argwhere(~same)[0])
-            return f"output {i}{list(at)}: {y[at]!r} instead of {x[at]!r} ({int((~same).sum())} of {same.size} elements)"
+            count = f"{int((~same).sum())} of {same.size} elements"
+            return f"output {i}{list(at)}: {y[at]!r} instead of {x[at]!r} ({count})"
     return None
 
 
@@ -784,7 +804,8 @@ def _same(y: np.ndarray, x: np.ndarray) -> np.ndarray:
         close = distance <= np.maximum(RELATIVE[x.dtype.name] * np.abs(x.astype(wide)), wide(step))
         zero = (x == 0) & (y == 0) & (np.signbit(x) == np.signbit(y))
         finite = np.isfinite(x) & np.isfinite(y) & (x != 0) & (y != 0) & close
-        return np.asarray((np.isnan(x) & np.isnan(y)) | (np.isinf(x) & (x == y)) | zero | finite)
+        rounded = (np.signbit(x) == np.signbit(y)) & (np.maximum(np.abs(x), np.abs(y)) <= step)
+        return np.asarray((np.isnan(x) & np.isnan(y)) | (np.isinf(x) & (x == y)) | zero | finite | rounded)
 
 
 # Targets.
