@@ -104,6 +104,7 @@ class _Model:
         self.weights: dict[str, np.ndarray] = {}
         self.dtypes: dict[str, np.dtype] = {}      # of the values whose dtype is known
         self.positive: set[str] = set()      # the values of which no element is -0.0
+        self.inverse: set[str] = set()       # the values that stand for their reciprocals
         self.path, self._used, self._constants = "", set(), {}
         self._layouts: dict[tuple, str] = {}
         self._sources: dict[str, tuple] = {}      # a weight in another layout -> (the weight, the node for it)

@@ -23,8 +23,12 @@ def _bits(kind: str) -> Callable:
     return _boolean(f"Bitwise{kind}", kind)
 
 
+def _not(e, x):
+    return e.g.opposite(x) if e.dtype.kind == "b" else e.g.op("BitwiseNot", x)
+
+
 def _not_equal(e, x, y):
-    return e.g.op("Not", e.g.op("Equal", x, y))
+    return e.g.opposite(e.g.op("Equal", x, y))
 
 
 # Functions of (equation, *names) whose operands broadcast.
@@ -33,13 +37,13 @@ ELEMENTWISE: dict[str, Callable] = {
         "floor": "Floor", "ceil": "Ceil", "abs": "Abs", "exp": "Exp", "log": "Log", "tanh": "Tanh", "sin": "Sin",
         "cos": "Cos", "tan": "Tan", "asin": "Asin", "acos": "Acos", "atan": "Atan", "sinh": "Sinh", "cosh": "Cosh",
         "asinh": "Asinh", "acosh": "Acosh", "atanh": "Atanh", "sqrt": "Sqrt", "erf": "Erf", "add": "Add", "sub": "Sub",
-        "mul": "Mul", "eq": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater",
+        "eq": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater",
         "ge": "GreaterOrEqual"}.items()},
-    "and": _bits("And"), "or": _bits("Or"), "xor": _bits("Xor"), "not": _boolean("BitwiseNot", "Not"),
+    "and": _bits("And"), "or": _bits("Or"), "xor": _bits("Xor"), "not": _not,
     "ne": _not_equal, "select": _onnx_functions.select,
     "exp2": lambda e, x: e.g.op("Pow", e.number(2), x),
     "rsqrt": lambda e, x: e.g.op("Reciprocal", e.g.op("Sqrt", x)),
-    "neg": _onnx_functions.neg, "sign": _onnx_functions.sign, "logistic": _onnx_functions.logistic,
+    "mul": _onnx_functions.multiply, "neg": _onnx_functions.neg, "sign": _onnx_functions.sign, "logistic": _onnx_functions.logistic,
     "expm1": _onnx_functions.expm1, "log1p": _onnx_functions.log1p, "erfc": _onnx_functions.erfc,
     "cbrt": _onnx_functions.cbrt, "atan2": _onnx_functions.atan2, "round": _onnx_functions.round_,
     "is_finite": _onnx_functions.is_finite, "power": _onnx_functions.power, "pow": _onnx_functions.pow_,

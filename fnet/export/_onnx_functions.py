@@ -65,8 +65,7 @@ def _extremum(e, x, y, kind, boolean):
             all(map(e.g.never_negative_zero, (x, y)))):
         return plain
     if kind == "Max" and _is_zero(e, x, y):
-        e.g.model.positive.add(plain)
-        return plain
+        return plain if _sign_of_zero_unused(e) else e.g.op("Abs", plain)
     other = e.g.op(kind, y, x)
     if kind == "Max":
         sum_of_zeros = e.g.op("Add", plain, other)
@@ -76,10 +75,27 @@ def _extremum(e, x, y, kind, boolean):
 
 
 def _is_zero(e, x, y) -> bool:
-    """Whether an operand is the number 0.0, as in relu: onnxruntime's Max of an array and a number returns the number
-    if they are equal."""
+    """Whether an operand is the number 0.0, as in relu."""
     known = [e.g.known(a) for a in (x, y)]
     return any(a is not None and a.size == 1 and (a == 0).all() and not np.signbit(a).any() for a in known)
+
+
+_SINKS = {"convolution", "dot", "reduce_sum", "window_sum", "eq", "ne", "lt", "le", "gt", "ge", "is_finite", "exp",
+          "abs", "cumsum"}
+_CARRIERS = {"add", "max", "min", "reshape", "broadcast", "transpose", "reverse", "concatenate", "pad", "slice",
+             "window_max", "clamp"}
+
+
+def _sign_of_zero_unused(e) -> bool:
+    """Whether all results are the same for 0.0 and -0.0, as after a relu whose result is only convolved."""
+    either = {e.outs[0]}
+    for operation, ins, outs, _, _ in e.equations:
+        if not any(isinstance(a, int) and a in either for a in ins) or operation in _SINKS:
+            continue
+        if operation not in _CARRIERS:
+            return False
+        either.update(outs)
+    return not either & {a for a in e.body_outputs if isinstance(a, int)}
 
 
 def clamp(e, low, x, high):
@@ -99,7 +115,19 @@ def sign(e, x):
 
 def logistic(e, x):
     """The operator Sigmoid is accurate to 1e-7 of 1 only, so that the logarithm of sigmoid(-20) is wrong."""
-    return e.g.op("Div", e.number(1), e.g.op("Add", e.g.op("Exp", e.g.op("Neg", x)), e.number(1)))
+    inverse = e.g.op("Add", e.g.op("Exp", e.g.op("Neg", x)), e.number(1))
+    users = [(operation, ins) for operation, ins, *_ in e.equations if e.outs[0] in ins]
+    if e.outs[0] not in e.body_outputs and users and all(
+            operation == "mul" and e.ins[0] in ins for operation, ins in users):
+        e.g.model.inverse.add(inverse)      # silu, x * logistic(x), is x divided by it
+        return inverse
+    return e.g.op("Div", e.number(1), inverse)
+
+
+def multiply(e, x, y):
+    if y in e.g.model.inverse:
+        return e.g.op("Div", x, y)
+    return e.g.op("Div", y, x) if x in e.g.model.inverse else e.g.op("Mul", x, y)
 
 
 def expm1(e, x):

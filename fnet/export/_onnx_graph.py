@@ -97,6 +97,11 @@ class Graph:
         return x in self.model.positive or (known is not None and (
             known.dtype.kind != "f" or not ((known == 0) & np.signbit(known)).any()))
 
+    def without_negative_zeros(self, x: str) -> str:
+        """Replaces -0.0 by 0.0, which XLA's sums begin with, so that they are never -0.0."""
+        zero = self.constant(0, self.model.dtypes[x])
+        return self.op("Where", self.op("Equal", x, zero), zero, x)
+
     # Sizes.
 
     def size(self, n: int | str) -> str:

@@ -223,9 +223,7 @@ def cumsum(e):
     x = x if wide is None else e.g.cast(x, np.dtype(wide))
     y = e.g.op("CumSum", x, axis, reverse=int(e.options["reverse"]))
     y = y if wide is None else e.g.cast(y, e.dtype)
-    if e.dtype.kind == "f":      # XLA begins with 0.0, so that no sum is -0.0
-        y = e.g.op("Where", e.g.op("Equal", y, e.number(0)), e.number(0), y)
-    return [y]
+    return [e.g.without_negative_zeros(y) if e.dtype.kind == "f" else y]
 
 
 def _cumulative(kind: str) -> Callable:

@@ -497,15 +497,18 @@ def _sorting():
             rows["NaN"] = np.array([[np.nan, 1, -np.nan, -1, np.inf], [0.0, np.nan, -0.0, -np.inf, 2],
                                     [np.nan] * 5, [3, 1, np.nan, 1, 3]], dtype)
         x = _columns_of(rows)
+        # In top_k, the sign of a NaN matters: the order is that of the bits.
+        largest = _columns_of({name: np.where(m != m, np.array(np.nan, dtype), m) if dtype in FLOATS else m
+                               for name, m in rows.items()})
         order = {name: (m, np.arange(m.size, dtype=np.int32).reshape(m.shape)) for name, m in rows.items()}
         for axis in (0, 1):
             yield Program("sort", f"axis {axis}", dtype, lambda x, axis=axis: lax.sort(x, axis), x)
             yield Program("sort", f"axis {axis}, with values, stable", dtype,
                           lambda x, i, axis=axis: lax.sort((x, i), axis, num_keys=1, is_stable=True), order)
             yield Program("top_k", f"axis {axis}", dtype,
-                          lambda x, axis=axis: lax.top_k(x, min(3, x.shape[axis]), axis=axis), x)
-        yield Program("top_k", "all", dtype, lambda x: lax.top_k(x, x.shape[1]), x)
-        yield Program("top_k", "none", dtype, lambda x: lax.top_k(x, 0), x)
+                          lambda x, axis=axis: lax.top_k(x, min(3, x.shape[axis]), axis=axis), largest)
+        yield Program("top_k", "all", dtype, lambda x: lax.top_k(x, x.shape[1]), largest)
+        yield Program("top_k", "none", dtype, lambda x: lax.top_k(x, 0), largest)
         yield Program("sort", "two keys", dtype, lambda x, i: lax.sort((x, i), 1, num_keys=2),
                       {name: (m, (i * 7 % 5).astype(np.int32)) for name, (m, i) in order.items()})
         yield Program("sort", "descending (argsort)", dtype, lambda x: jnp.argsort(x, 1, descending=True), x)
@@ -592,7 +595,9 @@ def _windows():
                         x, np.array(start, x.dtype), function, window, strides, padding), x)
                     return back(jnp.arange(1, y.size + 1, dtype=y.dtype).reshape(y.shape))[0]
 
-                yield Program("window_select_add", variant, dtype, f, {k: v for k, v in x.items() if k != "empty"})
+                # Which element XLA selects beside a NaN depends on the options of its compiler.
+                yield Program("window_select_add", variant, dtype, f,
+                              {k: v for k, v in x.items() if k not in ("empty", "NaN")})
 
 
 def _control():
@@ -674,7 +679,8 @@ def _compositions():
     for f, name in ((jnp.cumsum, "cumsum"), (lambda x: x @ jnp.ones((x.shape[0],), x.dtype), "dot"),
                     (lambda x: lax.reduce_window(x[None], np.float32(0), lax.add, (1, x.size), (1, 1), "VALID"),
                      "window_sum"), (lambda x: jnp.var(x), "var"), (lambda x: jax.nn.logsumexp(x), "logsumexp")):
-        yield Program(f"jnp {name} of many", "", "float32", f, {"far out": (np.full(1 << 16, 0.1, np.float32),)})
+        yield Program(f"jnp {name} of many", "", "float32", f, {
+            "far out": (np.resize(np.array([0.1, 0.3], np.float32), 1 << 16),)})
 
 
 # Outcomes.
@@ -719,7 +725,8 @@ def outcome(target: str, program: Program, column: str) -> Outcome:
     why = difference(results, right)
     if why is not None:
         other = _without_flushing(program, column)
-        if other is not None and (column == "subnormal" or _underflows(other, right)):
+        within = program.operation.startswith("jnp ")      # a composition, in which a subnormal number may occur
+        if other is not None and (column == "subnormal" or within or _underflows(other, right)):
             rounded = [_rounded(y, x) for y, x in zip(other, right)]
             if difference(results, right, rounded) is None:
                 why = None
