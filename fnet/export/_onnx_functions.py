@@ -272,16 +272,19 @@ def shift_right_logical(e, x, n):
 
 def shift_right_arithmetic(e, x, n):
     """Shifts the complement of a negative number, whose highest bit is 0. A shift by too many bits is one by all."""
-    unsigned = np.dtype(f"u{e.dtype.name.removeprefix('u')}")
+    name = e.dtype.name.removeprefix("u")
+    signed, unsigned = np.dtype(name), np.dtype(f"u{name}")
     last = e.g.constant(8 * e.dtype.itemsize - 1, unsigned)
-    n = n if e.dtype == unsigned else e.g.cast(n, unsigned)
+    if e.dtype == signed:
+        n = e.g.cast(n, unsigned)
+    else:
+        x = e.g.cast(x, signed)
     n = e.g.op("Where", e.g.op("Less", n, last), n, last)
-    if e.dtype.kind == "u":
-        return _logical_shift(e, x, n, "RIGHT")
-    below = e.g.op("Less", x, e.number(0))
+    below = e.g.op("Less", x, e.g.constant(0, signed))
     bits = e.g.cast(e.g.op("Where", below, e.g.op("BitwiseNot", x), x), unsigned)
-    moved = e.g.cast(e.g.op("BitShift", bits, n, direction="RIGHT"), e.dtype)
-    return e.g.op("Where", below, e.g.op("BitwiseNot", moved), moved)
+    moved = e.g.cast(e.g.op("BitShift", bits, n, direction="RIGHT"), signed)
+    result = e.g.op("Where", below, e.g.op("BitwiseNot", moved), moved)
+    return result if e.dtype == signed else e.g.cast(result, e.dtype)
 
 
 def _logical_shift(e, x, n, direction):

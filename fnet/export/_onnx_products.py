@@ -170,26 +170,20 @@ def window_select_add(e):
     source, zero = e.x(0), e.number(0)
     keeps = "GreaterOrEqual" if options["largest"] else "LessOrEqual"
     spaced = [[low, high, 0] for low, high in options["padding"]]
-    x, wide = e.g.pad(e.x(1), shape, spaced, zero)
-    padded = any(n != 0 for pair in options["padding"] for n in pair)
-    inside, _ = e.g.pad(e.g.expand(e.g.constant(True, bool), shape), shape, spaced,
-                        e.g.constant(False, bool)) if padded else ("", [])
+    x, wide = e.g.pad(e.x(1), shape, spaced, e.number(_ends(e)[0 if options["largest"] else 1]))
 
-    def tapped(x, at):
+    def tapped(at):
+        tap = x
         for axis, (i, s, n) in enumerate(zip(at, options["strides"], out)):
             if options["window"][axis] > 1 or s > 1:
-                x = e.g.slice(x, i, added(scaled(n, s), i - s + 1), axis, s)
-        return x
+                tap = e.g.slice(tap, i, added(scaled(n, s), i - s + 1), axis, s)
+        return tap
 
     places = list(itertools.product(*map(range, options["window"])))
-    best, place, real = tapped(x, places[0]), e.g.constant(0, INT64), tapped(inside, places[0]) if padded else ""
+    best, place = tapped(places[0]), e.g.constant(0, INT64)
     for i, at in enumerate(places[1:], 1):
-        tap = tapped(x, at)
+        tap = tapped(at)
         keep = e.g.op(keeps, best, tap)
-        if padded:      # no element of the padding is selected
-            exists = tapped(inside, at)
-            keep = e.g.op("Or", e.g.op("And", real, keep), e.g.op("Not", exists))
-            real = e.g.op("Or", real, exists)
         best = e.g.op("Where", keep, best, tap)
         place = e.g.op("Where", keep, place, e.g.constant(i, INT64))
     total = None

@@ -148,6 +148,8 @@ def _flat(e, x) -> tuple[str, list, int | str]:
 def _integer_sum(e, x):
     """Sums integers by a matrix product, which wraps, unlike ReduceSum."""
     flat, kept, count = _flat(e, x)
+    if count == 0:
+        return e.g.expand(e.number(0), kept)
     wide = e.dtype if e.dtype.itemsize >= 4 else np.dtype(np.int32)
     flat = flat if wide == _dtype(e) else e.g.cast(flat, wide)
     ones = (e.g.constant(np.ones((count, 1)), wide) if isinstance(count, int) else

@@ -595,9 +595,7 @@ def _windows():
                         x, np.array(start, x.dtype), function, window, strides, padding), x)
                     return back(jnp.arange(1, y.size + 1, dtype=y.dtype).reshape(y.shape))[0]
 
-                # Which element XLA selects beside a NaN depends on the options of its compiler.
-                yield Program("window_select_add", variant, dtype, f,
-                              {k: v for k, v in x.items() if k not in ("empty", "NaN")})
+                yield Program("window_select_add", variant, dtype, f, {k: v for k, v in x.items() if k != "empty"})
 
 
 def _control():
