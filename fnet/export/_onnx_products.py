@@ -114,7 +114,8 @@ def _combined(e, x, start, kind: str):
             tap = e.g.slice(x, i * dilation, added(scaled(n, step), i * dilation - step + 1), axis, step)
             total = tap if total is None else e.g.op(kind, total, tap)
         x = x if total is None else total
-    return e.g.without_negative_zeros(x) if kind == "Add" and e.dtype.kind == "f" else x
+    sums = kind == "Add" and e.dtype.kind == "f" and max(options["window"]) > 1
+    return e.g.without_negative_zeros(x) if sums else x
 
 
 def _ends(e):
