@@ -42,7 +42,7 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict", opset
         raise ValueError(f"Program.onnx: there is no entry point {entry!r}; there are {', '.join(program.entries)}")
     traced = program.entries[entry]
     stable, constants = jaxpr.stable(traced.closed)
-    model = _Model(onnx, _onnx_fused.fused(stable, opset) if fused else stable, opset)
+    model = _Model(onnx, _onnx_fused.fused(stable, opset, traced.constraints) if fused else stable, opset)
     names = [*(f"constant/{i}" for i in range(len(constants))), *traced.weights]
     arrays = [*constants, *(np.asarray(program.weights[name]) for name in traced.weights)]
     inputs, outputs = described_leaves(traced.inputs), described_leaves([("output", traced.output)])

@@ -2,49 +2,53 @@
 
 The search for a normalization starts at rsqrt, the search for a GELU at erf or tanh, and the search for an attention at
 exp. A candidate for the replacement by an ONNX operator is a group of equations that contains the operation at which
-the search starts. To test whether a candidate can be replaced by an ONNX operator, NumPy evaluates the equations of the
-candidate and the definition of the operator on the same random inputs. A group of equations is replaced only if its
-results equal those of the ONNX operator. Because numerical results are compared, not the equations themselves,
-different implementations of a normalization are found.
+the search starts. NumPy evaluates the candidate and the definition of the operator in float64 on the same inputs, and
+the group is replaced only if every element agrees. Because numbers are compared, not equations, different
+implementations of a normalization are found.
+
+A comparison shows only what its inputs can show. Masks with a single visible key once made an attention without its
+normalization look equal to one with it. So each candidate is tried at several sizes, with values near 0 and far out,
+NaN and Inf, and masks that show many keys, few, one or none.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from fnet.export import _interpret, _sizes
+from fnet.export._choices import choices
 
 _SINCE = {"layer_norm": 18, "gelu": 20, "rms_norm": 23, "attention": 23}      # opsets
-_PRIMES = 2, 3, 5, 7, 11, 13
 _REACH, _LIMIT = 12, 120      # the maximum number of equations up to an input, and in a candidate
 _CLIMB = {"mul", "div", "add", "sub", "broadcast", "reshape", "transpose", "convert", "select"}
 _VALUES = 1 << 24             # elements of the largest value that is evaluated
 
 
-def fused(stable: dict, opset: int) -> dict:
+def fused(stable: dict, opset: int, constraints: Iterable[str] = ()) -> dict:
     """Replaces groups of operations by equivalent ONNX operators, one for each group, and returns the new program. Only
     operators that exist in version `opset` of ONNX's operators are used. The argument `stable` is the program as JSON
-    data, see `jaxpr.stable`."""
+    data, see `jaxpr.stable`, and `constraints` are those on its symbolic sizes."""
     kinds = {kind for kind, since in _SINCE.items() if opset >= since}
-    return _fused(stable, stable["values"], kinds)
+    names = sorted({name for _, shape in stable["values"] for n in shape for name in _sizes.variables(n)})
+    return _fused(stable, stable["values"], kinds, choices(names, constraints) or [dict.fromkeys(names, 2)])
 
 
-def _fused(body, values, kinds):
-    equations = [[operation, ins, outs, _options(options, values, kinds), path]
+def _fused(body, values, kinds, sizes):
+    equations = [[operation, ins, outs, _options(options, values, kinds, sizes), path]
                  for operation, ins, outs, options, path in body["equations"]]
     for i, equation in enumerate(equations):
-        found = equation[0] in _PATTERNS and _PATTERNS[equation[0]](_Candidate(equations, values, i), kinds)
+        found = equation[0] in _PATTERNS and _PATTERNS[equation[0]](_Candidate(equations, values, i, sizes), kinds)
         if found:
             place, equations[place] = found
     return {**body, "equations": _needed(equations, body["outputs"])}
 
 
-def _options(options, values, kinds):
-    inner = lambda x: _fused(x, values, kinds) if isinstance(x, dict) and "equations" in x else x
+def _options(options, values, kinds, sizes):
+    inner = lambda x: _fused(x, values, kinds, sizes) if isinstance(x, dict) and "equations" in x else x
     return {key: [inner(x) for x in option] if isinstance(option, list) else inner(option)
             for key, option in options.items()}
 
@@ -60,14 +64,26 @@ def _needed(equations, outputs):
 
 
 class _Candidate:
-    """A group of equations that contains the equation with index `start` and may be replaced by an ONNX operator."""
+    """A group of equations that contains the equation with index `start` and may be replaced by an ONNX operator.
 
-    def __init__(self, equations, values, start):
+    Attributes:
+        choices: the values of the symbolic sizes with which the candidate is compared, a list of dicts.
+        sizes: the values with which its shapes are computed now, one of `choices`.
+    """
+
+    def __init__(self, equations, values, start, choices):
         self.equations, self.values, self.start = equations, values, start
         self.made = {v: i for i, equation in enumerate(equations) for v in equation[2]}
-        words = " ".join(str(n) for equation in equations for v in equation[2] for n in values[v][1])
-        names = sorted(set(re.findall(r"[A-Za-z_]\w*", words)) - {"floordiv", "mod", "max", "min"})
-        self.sizes = dict(zip(names, itertools.cycle(_PRIMES)))
+        self.choices, self.sizes = choices, choices[0]
+
+    def proven(self, equal: Callable[[_Candidate, int, np.random.Generator], bool], rounds: int) -> bool:
+        """Whether `equal(candidate, round, draw)` holds in all rounds, at all sizes."""
+        for i, sizes in itertools.product(range(rounds), self.choices):
+            trial = copy.copy(self)
+            trial.sizes = sizes
+            if not equal(trial, i, np.random.default_rng(i)):
+                return False
+        return True
 
     def shape(self, value) -> tuple[int, ...]:
         return tuple(_sizes.size(n, self.sizes) for n in self.values[value][1])
@@ -116,13 +132,16 @@ class _Candidate:
         return [self.equations[i] for i in sorted(places)], list(dict.fromkeys(free))
 
     def evaluate(self, root, given: dict[int, np.ndarray]) -> np.ndarray:
+        """Computes `root` from the values in `given`, in float64."""
         equations, free = self.region(root, given)
         sizes = [int(np.prod(self.shape(v))) for equation in equations for v in equation[2]]
         if free or max(sizes, default=0) > _VALUES:
             raise _Unsuitable
-        program = {"values": self.values, "constants": [], "inputs": list(given), "equations": equations,
-                   "outputs": [root]}
-        return _interpret.run(program, [], list(given.values()), self.sizes)[0]
+        wide = lambda a: ["float64", a[1]] if isinstance(a, list) and a[0] == "float32" else a
+        program = {"values": [wide(value) for value in self.values], "constants": [], "inputs": list(given),
+                   "equations": [[e[0], list(map(wide, e[1])), *e[2:]] for e in equations], "outputs": [root]}
+        arrays = [x.astype(np.float64) if x.dtype == np.float32 else x for x in given.values()]
+        return _interpret.run(program, [], arrays, self.sizes)[0]
 
     def replaced(self, root, operation, inputs, options):
         place = self.made[root]
@@ -143,8 +162,10 @@ def _attempt(function):
     return attempted
 
 
-def _equal(x, y, tolerance=1e-5) -> bool:
-    return x.shape == y.shape and float(np.abs(x - y).max(initial=0)) <= tolerance * np.abs(y).max(initial=1e-30)
+def _equal(x, y, scale=1.0) -> bool:
+    """Whether two arrays agree in every element. Programs contain float32 constants, so float64 results agree to 1e-6;
+    `scale` is the magnitude of the terms that may cancel."""
+    return x.shape == y.shape and np.allclose(x, y, rtol=1e-6, atol=1e-9 * scale, equal_nan=True)
 
 
 def _floating(candidate, value) -> bool:
@@ -173,12 +194,8 @@ def _norm(c, kinds):
 
 @_attempt
 def _normalized(c, x, start, epsilon, kinds):
-    draw, shape, found = np.random.default_rng(0), c.shape(x), None
+    shape, found = c.shape(x), None
     n = shape[-1]
-    array = (draw.normal(size=shape) * epsilon ** 0.5 + epsilon ** 0.5).astype(np.float32)     # epsilon has an effect
-    centered = array - array.mean(-1, keepdims=True)
-    forms = {"layer_norm": centered / np.sqrt(centered.var(-1, keepdims=True) + epsilon),
-             "rms_norm": array / np.sqrt((array ** 2).mean(-1, keepdims=True) + epsilon)}
     for root in c.after(start):
         if c.shape(root) != shape:
             continue
@@ -186,17 +203,51 @@ def _normalized(c, x, start, epsilon, kinds):
         if len(vectors) > 2 or any(c.shape(v)[-1:] != (n,) or np.prod(c.shape(v)) != n or not _floating(c, v)
                                    for v in vectors):
             return found
-        arrays = {v: draw.normal(size=c.shape(v)).astype(np.float32) for v in vectors}
-        result = c.evaluate(root, {x: array, **arrays})
-        for kind, names in itertools.product(sorted(kinds & forms.keys()), itertools.permutations([*vectors, None], 2)):
-            if any(v not in names for v in vectors):
+        for kind, names in itertools.product(sorted(kinds & _FORMS.keys()), itertools.permutations([*vectors, None], 2)):
+            if any(v not in names for v in vectors) or (kind == "rms_norm" and names[1] is not None):
                 continue
-            scale, bias = (1.0 if v is None and i == 0 else 0.0 if v is None else arrays[v].reshape(n)
-                           for i, v in enumerate(names))
-            if (kind == "layer_norm" or names[1] is None) and _equal(result, forms[kind] * scale + bias):
+
+            def equal(c, i, draw, root=root, vectors=vectors, kind=kind, names=names):
+                array = _rows(draw, c.shape(x), epsilon, i)
+                arrays = {v: draw.normal(size=c.shape(v)) * 10.0 ** draw.integers(-2, 3) for v in vectors}
+                scale, bias = (1.0 if v is None and j == 0 else 0.0 if v is None else arrays[v].reshape(n)
+                               for j, v in enumerate(names))
+                with np.errstate(all="ignore"):
+                    wanted = _FORMS[kind](array, epsilon) * scale + bias
+                return _equal(c.evaluate(root, {x: array, **arrays}), wanted, np.abs(bias).max(initial=0) + 1)
+
+            if c.proven(equal, len(_ROWS)):
                 used = {name: None if v is None else 1 + vectors.index(v) for name, v in zip(("scale", "bias"), names)}
                 found = c.replaced(root, kind, [x, *vectors], {"epsilon": epsilon, "size": n, **used})
     return found
+
+
+def _layer_norm(x, epsilon):
+    centered = x - x.mean(-1, keepdims=True)
+    return centered / np.sqrt((centered ** 2).mean(-1, keepdims=True) + epsilon)
+
+
+def _rms_norm(x, epsilon):
+    return x / np.sqrt((x ** 2).mean(-1, keepdims=True) + epsilon)
+
+
+_FORMS = {"layer_norm": _layer_norm, "rms_norm": _rms_norm}
+_ROWS = {      # (mean, standard deviation) of the rows of a normalization
+    "epsilon matters": lambda epsilon: (epsilon ** 0.5, epsilon ** 0.5), "usual": lambda epsilon: (0.5, 1),
+    "far out": lambda epsilon: (3e3, 1e3), "near 0": lambda epsilon: (0, 1e-9), "constant": lambda epsilon: (2, 0),
+    "special": lambda epsilon: (0, 1)}
+
+
+def _rows(draw, shape, epsilon, i):
+    """Returns rows for a normalization. Each round i has rows of another kind."""
+    kind = list(_ROWS)[i]
+    mean, deviation = _ROWS[kind](epsilon)
+    x = (mean + deviation * draw.normal(size=shape)).astype(np.float32).astype(np.float64)
+    if kind == "special":
+        flat = x.reshape(-1, shape[-1])
+        for row, value in zip(flat[::2], itertools.cycle((np.nan, np.inf, 0.0, -np.inf))):
+            row[0] = value
+    return x
 
 
 @_attempt
@@ -206,18 +257,34 @@ def _gelu(c, kinds):
     if "gelu" not in kinds or not _floating(c, start):
         return None
     shape = c.shape(start)
-    x = np.random.default_rng(0).uniform(-4, 4, shape).astype(np.float32)
-    erf = np.asarray(_interpret.OPERATIONS["erf"](None, {}, None, x / np.sqrt(2))[0])
-    forms = {"none": x / 2 * (1 + erf), "tanh": x / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x ** 3)))}
     for source in reversed([v for v in c.before(start, reach=6) if c.shape(v) == shape]):
         for root in list(c.after(start))[:0:-1]:
             if c.shape(root) != shape or c.region(root, {source})[1]:
                 continue
-            result = c.evaluate(root, {source: x})
-            for form, wanted in forms.items():
-                if _equal(result, wanted.astype(np.float32)):
+            for form, function in _GELUS.items():
+                def equal(c, i, draw, root=root, source=source, function=function):
+                    x = draw.uniform(-8, 8, c.shape(source)) * (1e-4, 1, 1e3)[i]
+                    flat = x.reshape(-1)
+                    special = (np.nan, 0.0, np.inf, -np.inf)[:flat.size // 2]
+                    flat[:len(special)] = special
+                    with np.errstate(all="ignore"):
+                        wanted = function(x)
+                    return _equal(c.evaluate(root, {source: x}), wanted, 1e-4)
+
+                if c.proven(equal, 3):
                     return c.replaced(root, "gelu", [source], {"form": form})
     return None
+
+
+def _exact_gelu(x):
+    return x / 2 * _interpret.OPERATIONS["erfc"](None, {}, None, -x / np.sqrt(2))[0]
+
+
+def _tanh_gelu(x):
+    return x / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x ** 3)))
+
+
+_GELUS = {"none": _exact_gelu, "tanh": _tanh_gelu}
 
 
 @_attempt
@@ -244,24 +311,40 @@ def _attention(c, kinds):
     if len(masks) > 1:
         return None
     for root in itertools.islice(c.after(after[2][0]), 4):
-        given = _drawn(c, root, cuts, masks)
-        result = c.evaluate(root, given)
-        mask = given.get(masks[0], None) if masks else None
-        if masks and mask is None:
-            mask = c.evaluate(masks[0], given)
+        if not _divided(c, root, start, cuts):
+            continue      # the sum over the keys follows later, as in fnet's own attention
         for (q, k), scale in itertools.product((sides, sides[::-1]), _scales(c, root, cuts)):
-            arrays = [given[name].transpose(order) for name, order in (q, k, v)]
-            q4, k4, v4 = (a.reshape(heads[0], -1, n, a.shape[-1]) for a, n in zip(arrays, (times, keys, keys)))
-            if q4.shape[1] != heads[1] or k4.shape[1] != v4.shape[1] or heads[1] % k4.shape[1]:
-                continue
-            output = _attended(q4, k4, v4, mask, scale)
             for order in ((0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2)):
-                moved = output.transpose(order)
-                if moved.size == result.size and _equal(result, moved.reshape(result.shape)):
+                def equal(c, i, draw, root=root, q=q, k=k, scale=scale, order=order):
+                    return _attends(c, i, draw, root, start, cuts, masks, (q, k, v), scale, order)
+
+                if c.proven(equal, len(_ROUNDS)):
                     return c.replaced(root, "attention", [q[0], k[0], v[0], *masks], {
                         "orders": [q[1], k[1], v[1]], "scale": scale, "output": list(order),
                         "scores": c.values[start][1][-4:]})
     return None
+
+
+def _divided(c, root, start, cuts) -> bool:
+    """Whether `root` is computed from a sum of the exponentials `start`, the denominator of a softmax."""
+    equations, _ = c.region(root, cuts)
+    return any(e[0] == "reduce_sum" and start in (e[1][0], *c.before(e[1][0], {start}, reach=3)) for e in equations)
+
+
+def _attends(c, i, draw, root, start, cuts, masks, operands, scale, order) -> bool:
+    """Whether the equations that compute `root` are an attention, for the inputs of round i."""
+    heads, (times, keys) = c.shape(start)[-4:-2], c.shape(start)[-2:]
+    given = _drawn(c, i, draw, root, cuts, masks, operands[0], c.values[start][1][-2:])
+    arrays = [given[name].transpose(axes) for name, axes in operands]
+    q, k, v = (a.reshape(heads[0], -1, n, a.shape[-1]) for a, n in zip(arrays, (times, keys, keys)))
+    if q.shape[1] != heads[1] or k.shape[1] != v.shape[1] or heads[1] % k.shape[1] or q.shape[-1] != k.shape[-1]:
+        return False
+    result = c.evaluate(root, given)
+    mask = given.get(masks[0]) if masks else None
+    if masks and mask is None:
+        mask = c.evaluate(masks[0], given)
+    moved = _attended(q, k, v, mask, scale).transpose(order)
+    return moved.size == result.size and _equal(result, moved.reshape(result.shape))
 
 
 def _order(c, dot, side, contracted_last):
@@ -282,33 +365,48 @@ def _narrow(c, value):
     return value
 
 
-def _drawn(c, root, cuts, masks):
-    """Returns random test data for an attention: queries, keys and values. If the mask of the attention depends on
-    inputs or constants of the program, the test data also contain a random mask. In the first row of the random mask,
-    all keys are masked."""
-    draw = np.random.default_rng(0)
-    given = {name: draw.normal(size=c.shape(name)).astype(np.float32) for name in sorted(cuts)}
-    if c.region(root, given)[1] and masks:
-        mask = draw.random(c.shape(masks[0])) < 0.5
-        mask.reshape(-1, mask.shape[-1])[0] = False
+_ROUNDS = (1, 0.5), (0.01, 0.9), (8, 0.2), (1e5, 0.6), (1, 1)     # magnitude of the queries, share of visible keys
+
+
+def _drawn(c, i, draw, root, cuts, masks, query, lengths):
+    """Returns the inputs of an attention in round i: queries, keys, values, and a mask.
+
+    If the mask depends on inputs or constants of the program, it is random, and some queries see no key. If only sizes
+    determine it, as in a causal attention, the program computes it. If it depends on two sizes, other sizes than those
+    of this comparison may hide all keys, so it is random, too.
+    """
+    sized = lengths[0] == lengths[1] or all(isinstance(n, int) for n in lengths)
+    given = {name: draw.normal(size=c.shape(name)) for name in sorted(cuts)}
+    magnitude, share = _ROUNDS[i]
+    given[query[0]] *= magnitude
+    if masks and (c.region(root, given)[1] or not sized):
+        mask = draw.random(c.shape(masks[0])) < share
+        rows = mask.reshape(-1, mask.shape[-1])
+        if i % 2 == 0:
+            rows[0] = False
         given[masks[0]] = mask
+    elif i == len(_ROUNDS) - 1:
+        given[query[0]].reshape(-1)[0] = np.nan      # as in a text whose embedding is broken
     return given
 
 
 def _scales(c, root, cuts):
+    """Yields the positive constants of the equations, and their reciprocals. onnxruntime accepts no other scales."""
     equations, _ = c.region(root, cuts)
     numbers = [float(a[1]) for e in equations if e[0] in ("mul", "div") for a in e[1] if isinstance(a, list)
                and a[0] == "float32"]
-    return [1.0, *(number for n in dict.fromkeys(numbers) if 0 < abs(n) < 1e6 for number in (n, 1 / n))]
+    return [1.0, *(number for n in dict.fromkeys(numbers) if 0 < n < 1e6 for number in (n, 1 / n))]
 
 
 def _attended(q, k, v, mask, scale):
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(a, group, 1) for a in (k, v))
-    scores = (q @ k.swapaxes(-1, -2)) * np.float32(scale)
+    scores = (q @ k.swapaxes(-1, -2)) * scale
     mask = np.broadcast_to(True if mask is None else mask, scores.shape)
-    weights = np.where(mask, np.exp(scores - scores.max(-1, keepdims=True)), 0)
-    return weights / np.maximum(weights.sum(-1, keepdims=True), 1e-30) @ v      # 0 without keys, as in onnxruntime
+    scores = np.where(mask, scores, -np.inf)
+    peak = np.maximum(scores.max(-1, keepdims=True), -1e300)      # without a visible key, all weights are 0
+    weights = np.exp(scores - peak)
+    return weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300) @ v      # then the output is 0, too
 
 
 _PATTERNS = {"rsqrt": _norm, "erf": _gelu, "erfc": _gelu, "tanh": _gelu, "exp": _attention}

@@ -2,6 +2,7 @@
 model) contains a copy of this module as sizes.py."""
 
 import ast
+import re
 
 
 def size(expression, sizes):
@@ -14,6 +15,31 @@ def size(expression, sizes):
     if isinstance(expression, int):
         return expression
     return _size(ast.parse(expression.replace("^", "**"), mode="eval").body, sizes)
+
+
+def variables(expression):
+    """Returns the names of the variables in a size, in order.
+
+    >>> variables("floordiv(h + 1, 2)*b^2")
+    ['h', 'b']
+    """
+    words = [] if isinstance(expression, int) else re.findall(r"[A-Za-z_]\w*", expression)
+    return [name for name in dict.fromkeys(words) if name not in _FUNCTIONS]
+
+
+def solved(expression, n, sizes):
+    """Returns the integer value of the only variable in `expression` that `sizes` lacks for which the expression equals
+    n, or None if there is none. As in JAX, the expression must be linear.
+
+    >>> solved("4*h + b", 14, {"b": 2}), solved("4*h", 13, {})
+    (('h', 3), None)
+    """
+    unknown = [name for name in variables(expression) if name not in sizes]
+    if len(unknown) != 1:
+        return None
+    zero, one = (size(expression, {**sizes, unknown[0]: value}) for value in (0, 1))
+    value = (n - zero) // (one - zero) if one != zero else 0
+    return (unknown[0], value) if size(expression, {**sizes, unknown[0]: value}) == n else None
 
 
 def _size(node, sizes):
