@@ -203,7 +203,8 @@ def _normalized(c, x, start, epsilon, kinds):
         if len(vectors) > 2 or any(c.shape(v)[-1:] != (n,) or np.prod(c.shape(v)) != n or not _floating(c, v)
                                    for v in vectors):
             return found
-        for kind, names in itertools.product(sorted(kinds & _FORMS.keys()), itertools.permutations([*vectors, None], 2)):
+        pairs = dict.fromkeys(itertools.permutations([*vectors, None, None], 2))      # of scale and bias
+        for kind, names in itertools.product(sorted(kinds & _FORMS.keys()), pairs):
             if any(v not in names for v in vectors) or (kind == "rms_norm" and names[1] is not None):
                 continue
 
