@@ -128,15 +128,22 @@ class Graph:
             left, right = self._computed(node.left), self._computed(node.right)
             if type(node.op) in kinds:
                 return self.op(kinds[type(node.op)], left, right)
-            return self._divided(left, right) if isinstance(node.op, ast.FloorDiv) else self.op("Mod", left, right)
+            return self._divided(left, right) if isinstance(node.op, ast.FloorDiv) else self._remainder(left, right)
         function, parts = node.func.id, [self._computed(part) for part in node.args]
         if function in ("max", "min"):
             return self.op(function.capitalize(), *parts)
-        return self._divided(*parts) if function == "floordiv" else self.op("Mod", *parts)
+        return self._divided(*parts) if function == "floordiv" else self._remainder(*parts)
+
+    def _remainder(self, x, y) -> str:
+        return self.op("Mod", x, self._divisor(y))
 
     def _divided(self, x, y) -> str:
         """Divides integers and rounds down. (ONNX's operator Div rounds towards zero.)"""
-        return self.op("Div", self.op("Sub", x, self.op("Mod", x, y)), y)
+        return self.op("Div", self.op("Sub", x, self._remainder(x, y)), self._divisor(y))
+
+    def _divisor(self, y) -> str:
+        """The size of an empty batch is 0, by which onnxruntime does not divide, not even for an empty result."""
+        return y if y in self.model.weights else self.op("Max", y, self.integers(1))
 
     def shape(self, shape: list) -> str:
         """Returns the name of an integer vector that contains the sizes in `shape`."""
@@ -162,11 +169,12 @@ class Graph:
         same = [i for i in symbolic if i < len(old) and old[i] == new[i]]      # 0 keeps the size
         target = [0 if i in same else n for i, n in enumerate(new)]
         rest = [i for i in symbolic if i not in same]
-        if len(rest) <= 1 and 0 not in new and 0 not in old:
+        # -1 cannot be computed beside a size that is kept and may be 0, as that of an empty batch.
+        if len(rest) <= (0 if same else 1) and 0 not in new and 0 not in old:
             for i in rest:
                 target[i] = -1
             return self.op("Reshape", x, self.integers(*target))
-        return self.op("Reshape", x, self.shape(new), allowzero=int(0 in new))
+        return self.op("Reshape", x, self.shape(new), allowzero=1)
 
     def transpose(self, x: str, order: list[int]) -> str:
         if order == list(range(len(order))):

@@ -358,6 +358,9 @@ def scan(e):
     results = e.g.op("Loop", trips, "", *names[a:b], outputs=count, body=graph.proto("scan"))
     results = [results] if count == 1 else results
     carried, stacked = results[:b - a], results[b - a:]
+    if not isinstance(length, int):      # after no iteration, onnxruntime does not know the other sizes
+        stacked = [e.g.op("Reshape", y, e.g.shape(shape), allowzero=1)
+                   for y, (_, shape) in zip(stacked, e.out_types[b - a:])]
     if reverse:
         lowest = np.iinfo(np.int64).min
         stacked = [e.g.op("Slice", y, e.g.integers(-1), e.g.integers(lowest), e.g.integers(0), e.g.integers(-1))
