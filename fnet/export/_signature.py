@@ -10,10 +10,10 @@ import numpy as np
 
 if __package__:
     from fnet.export._reader import BundleError
-    from fnet.export._sizes import size
+    from fnet.export._sizes import size, solved
 else:
     from reader import BundleError
-    from sizes import size
+    from sizes import size, solved
 
 WIDE = ("float64", "int64", "uint64", "complex128")     # dtypes that JAX narrows without jax_enable_x64
 _CONSECUTIVE = {1: 8, 2: 1 << 8, 4: 1 << 24, 8: 1 << 53}     # floating-point numbers of n bytes hold all integers up to
@@ -55,11 +55,12 @@ def _sizes(expected, constraints, leaves):
                 sizes[wanted], origin[wanted] = n, f"axis {axis} of the input {name!r}"
                 if n < 1:
                     raise BundleError(f"{expected}: {origin[wanted]} has size {n}; {wanted} must be at least 1")
+    _solve(expected, leaves, sizes, origin)
     for name, leaf, shape in leaves:
         for axis, (n, wanted) in enumerate(zip(shape, leaf["shape"])):
             try:
                 value = size(wanted, sizes)
-            except KeyError:      # a variable that occurs only in expressions; JAX computes its value
+            except KeyError:      # a variable that no axis determines alone
                 continue
             if n != value:
                 why = (f"{wanted} = {value}" + (f", as in {origin[wanted]}" if wanted in origin else "")
@@ -72,6 +73,21 @@ def _sizes(expected, constraints, leaves):
             what = ", ".join(f"{name} = {sizes[name]} ({origin[name]})" for name in variables)
             raise BundleError(f"{expected}: {what} violates the constraint {constraint}")
     return sizes
+
+
+def _solve(expected, leaves, sizes, origin):
+    """Adds the variables that occur only in expressions, such as h in an image with 4*h rows."""
+    expressions = [(name, leaf, axis, n, wanted) for name, leaf, shape in leaves
+                   for axis, (n, wanted) in enumerate(zip(shape, leaf["shape"])) if isinstance(wanted, str)]
+    for name, leaf, axis, n, wanted in [*expressions, *expressions]:      # one may need the variable of a later one
+        unknown = solved(wanted, n, sizes)
+        if unknown is None:
+            continue
+        variable, value = unknown
+        if value is None or value < 1:
+            raise BundleError(f"{expected}: axis {axis} of the input {name!r} has size {n}, expected {wanted} for an "
+                              f"integer {variable} of at least 1, as in {text(leaf)}")
+        sizes[variable], origin[variable] = value, f"axis {axis} of the input {name!r}: {wanted} = {n}"
 
 
 def satisfied(constraint, sizes):

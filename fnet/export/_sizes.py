@@ -28,18 +28,22 @@ def variables(expression):
 
 
 def solved(expression, n, sizes):
-    """Returns the integer value of the only variable in `expression` that `sizes` lacks for which the expression equals
-    n, or None if there is none. As in JAX, the expression must be linear.
+    """Returns (the only variable in `expression` that `sizes` lacks, its value for which the expression equals n). The
+    value is None if it is no integer. The result is None if there is not one such variable, or if the expression is not
+    linear in it, which JAX cannot solve either.
 
     >>> solved("4*h + b", 14, {"b": 2}), solved("4*h", 13, {})
-    (('h', 3), None)
+    (('h', 3), ('h', None))
     """
     unknown = [name for name in variables(expression) if name not in sizes]
     if len(unknown) != 1:
         return None
-    zero, one = (size(expression, {**sizes, unknown[0]: value}) for value in (0, 1))
-    value = (n - zero) // (one - zero) if one != zero else 0
-    return (unknown[0], value) if size(expression, {**sizes, unknown[0]: value}) == n else None
+    name, = unknown
+    zero, one, two = (size(expression, {**sizes, name: value}) for value in (0, 1, 2))
+    if one == zero or two - one != one - zero:
+        return None
+    value, rest = divmod(n - zero, one - zero)
+    return name, None if rest else value
 
 
 def _size(node, sizes):
