@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
         lines = bundle.check()
     except export.BundleError as error:
         print(error)
-        for entry, (inputs, wanted) in bundle.tests().items():
-            if wanted and not bundle.manifest["entries"][entry].get("not_stable"):
-                print(f"{entry}: NumPy {bundle.checked_by_numpy(entry, inputs, wanted)}")
+        for entry in bundle.entries:
+            for case in [] if bundle.manifest["entries"][entry].get("not_stable") else bundle.cases(entry):
+                print(f"{entry}: NumPy {bundle.checked_by_numpy(entry, *case)}")
         return 1
     print("\n".join(lines))
     return 0

@@ -10,6 +10,7 @@ that can be called.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import itertools
@@ -28,7 +29,7 @@ import numpy as np
 from jax import export
 
 from fnet import jaxpr
-from fnet.export import _litert_values, _outputs, _rebuild, _signature, _write
+from fnet.export import _examples, _litert_values, _outputs, _rebuild, _rounding, _signature
 from fnet.export._tree import described_leaves, size_variables
 
 TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "int8": 0.25}    # of the largest element
@@ -164,28 +165,47 @@ def _warn(stable) -> None:
 
 def compare(program: Any, path: str | os.PathLike, entry: str = "predict", sizes: Mapping[str, int] | None = None, *,
             signature: str = "predict", inputs: list | None = None, tolerance: float = TOLERANCE["float32"]) -> float:
-    """Runs a signature (function) of a LiteRT model in LiteRT, and compares its outputs with those of the program.
+    """Runs a signature (function) of a LiteRT model in LiteRT, and compares its outputs with those of the program: for
+    the given leaves of inputs, or in several rounds for drawn ones (see `_examples`).
+
+    With the default tolerance, each element is compared. A larger tolerance, for rounded weights, is relative to the
+    largest element of the output, and only usual inputs are drawn.
 
     Returns:
-        The largest difference between an output of the LiteRT model and the corresponding output of the program,
-        relative to the largest element of the output.
+        The largest relative difference.
 
     Raises:
         ValueError: the difference is larger than the tolerance.
     """
     traced = program.entries[entry]
-    if inputs is None:
-        inputs = _write.random_inputs(traced.inputs, sizes)
+    stable, constants = jaxpr.stable(traced.closed)
+    ranges, rounded = _examples.Ranges(stable), tolerance > TOLERANCE["float32"]
+    weights = [program.weights[name] for name in traced.weights]
+    spread = functools.cache(lambda sizes: _rounding.spread(stable, constants, weights, dict(sizes)))
+    names = [name for name, _ in described_leaves([("output", traced.output)])]
+
+    def differ(inputs, kind):
+        results = _run(path, signature, traced, inputs)
+        description = {"inputs": traced.inputs, "constraints": traced.constraints}
+        _, chosen = _signature.bound(path, entry, description, (), _signature.named(description, inputs))
+        return _outputs.compare(f"{path}: in LiteRT with {kind} inputs", names, [results[name] for name in names],
+                                program.call(entry, *inputs), tolerance,
+                                None if rounded else lambda: spread(tuple(chosen.items()))(inputs), largest=rounded)
+
+    if inputs is not None:
+        return differ(inputs, "your")
+    kinds = _examples.ROUNDS[:1 if rounded else 2]
+    return max(differ(_examples.drawn(traced.inputs, sizes, ranges, kind), kind) for kind in kinds)
+
+
+def _run(path, signature, traced, inputs) -> dict[str, np.ndarray]:
     runner = _load(_packages(), model_path=str(path)).get_signature_runner(signature)
-    known = runner.get_input_details()
     try:
-        results = runner(**{name: np.asarray(x) for (name, _), x in zip(described_leaves(traced.inputs), inputs)
-                            if name in known})
+        known = runner.get_input_details()
+        return runner(**{name: np.asarray(x) for (name, _), x in zip(described_leaves(traced.inputs), inputs)
+                         if name in known})
     except (RuntimeError, ValueError) as error:
         raise Unsupported(f"LiteRT: the interpreter cannot run this model: {str(error).splitlines()[0]}") from None
-    names = [name for name, _ in described_leaves([("output", traced.output)])]
-    return _outputs.compare(f"{path}: in LiteRT", names, [results[name] for name in names],
-                            program.call(entry, *inputs), tolerance)
 
 
 def _packages() -> dict[str, Any]:

@@ -295,7 +295,6 @@ def _attention(c, kinds):
     start, = c.equations[c.start][2]
     if "attention" not in kinds or not _floating(c, start) or len(c.shape(start)) < 4:
         return None
-    heads, (times, keys) = c.shape(start)[-4:-2], c.shape(start)[-2:]
     if np.prod(c.shape(start)[:-4]) != 1:
         return None
     made = lambda v: c.equations[c.made[v]] if v in c.made else [None, [], [], {}, ""]

@@ -49,6 +49,11 @@ class Entry:
         array}, and the list of inputs. The result of the exported function is the list of outputs."""
         return self.exported(PLATFORMS)
 
+    @functools.cached_property
+    def compiled(self) -> Callable:
+        """The portable program as a function that JAX compiles once for each choice of sizes."""
+        return jax.jit(self.portable.call)
+
     def exported(self, platforms: tuple[str, ...]) -> export.Exported:
         def run(weights, inputs):
             return _EVALUATOR(self.closed, *(weights[name] for name in self.weights), *inputs)
@@ -100,11 +105,12 @@ class Program:
         entry, constants = _traced(f, *self._trees, specs)
         return Program({**self.entries, name: entry}, {**self.weights, **constants}, self._trees)
 
-    def call(self, name: str, *inputs: Any) -> list:
-        """Runs an entry point (a function of the program) in this process, and returns the leaves of its output."""
+    def call(self, name: str, *inputs: Any, weights: Mapping[str, Any] | None = None) -> list:
+        """Runs an entry point (a function of the program) in this process, and returns the leaves of its output. The
+        weights are those of the program unless others are passed."""
         entry = self.entries[name]
-        return jax.jit(entry.portable.call)({name: self.weights[name] for name in entry.weights},
-                                            jax.tree.leaves(inputs))
+        weights = self.weights if weights is None else weights
+        return entry.compiled({name: weights[name] for name in entry.weights}, jax.tree.leaves(inputs))
 
     def save(self, path: str | os.PathLike, *, labels: Iterable[Any] | None = None,
              tokenizer: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
@@ -117,7 +123,9 @@ class Program:
             labels: the names of the classes. Default None: no labels.
             tokenizer: a tokenizer to copy into the bundle: its folder, its file or a list of its files. Default None:
                 no tokenizer.
-            tests: the inputs for `load(check=True)`, {function: {input: array}}. Default: small random inputs.
+            tests: the inputs for `load(check=True)`, {function: {input: array}}. Default: drawn inputs. Integers are
+                drawn from the range in which the program uses them (lengths, indices) and beyond it, floating-point
+                numbers around 1, near 0 and far out, for two choices of the symbolic sizes.
             differentiable: whether the bundle contains the gradients of the programs. Default False.
             kernels: the platforms ("cuda", "tpu") for which the bundle also contains a program with handwritten
                 attention kernels. The default is none.
@@ -149,12 +157,17 @@ class Program:
                 or later). Default True.
             external: whether the weights are written to a separate file, path + ".data". Default None: the weights are
                 written to a separate file only if they exceed 1.9 GB.
-            check: whether to run the model on small random inputs in onnxruntime and compare the outputs. Default True.
+            check: whether to run the model in onnxruntime and compare the outputs, with drawn inputs as for `save`.
+                Default True.
 
         Raises:
             NotImplementedError: an operation is not supported. The error message states the operation and its path.
-            ValueError: the outputs in onnxruntime differ from the outputs of the program by more than 1e-5 of the
-                largest element, or an argument is not valid.
+            ValueError: an element of an output in onnxruntime differs from the program's by more than 1e-5 of its
+                value (float16: 2e-3, float64: 1e-10) and more than rounding explains, or an argument is not valid.
+
+        Warns:
+            UserWarning: only for inputs with NaN or Inf, the outputs differ. Or the model could not be compared,
+                because no small sizes satisfy the constraints.
         """
         from fnet.export import _onnx
 
@@ -182,7 +195,8 @@ class Program:
                 the default is the smallest valid value.
             dtype: the dtype of the weights, "float32" (the default), "float16" or "int8". With `dtype="int8"`, matrix
                 products and convolutions are computed in int8 (dynamic quantization).
-            check: whether to run the model on small random inputs in LiteRT and compare the outputs. Default True.
+            check: whether to run the model in LiteRT and compare the outputs, with drawn inputs as for `save`. Default
+                True.
 
         The operators of LiteRT compute other values than JAX for some special numbers, such as exp(NaN) = 0. A warning
         names those that the program contains, with their paths.
@@ -190,8 +204,9 @@ class Program:
         Raises:
             NotImplementedError: the converter or the interpreter does not support an operation or a dtype. The error
                 message names the operation and its path.
-            ValueError: the outputs in LiteRT differ from the outputs of the program by more than 1e-5 of the largest
-                element (float16: 1e-2, int8: 0.25), or an argument is not valid.
+            ValueError: an element of an output in LiteRT differs from the program's by more than 1e-5 of its value
+                and more than rounding explains (float16 and int8: by more than 1e-2 or 0.25 of the largest element of
+                the output), or an argument is not valid.
         """
         from fnet.export import _litert
 

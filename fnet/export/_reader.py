@@ -40,6 +40,12 @@ _INVALID = (zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, struct.error, 
             TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError, OverflowError, RecursionError)
 
 
+def test_name(entry, number):
+    """Returns the beginning of the names of a test's arrays in the file of tests. The first test of an entry point has
+    the name of the entry point, as in files that have only one."""
+    return f"{entry}.{number}" if number else entry
+
+
 class BundleError(ValueError):
     """Raised if a file is not a bundle, if a bundle is incomplete or damaged, or if a call of a bundle does not match
     the signature of an entry point (function).

@@ -57,15 +57,14 @@ def _renewed(bundle, path, output):
     manifest = bundle.manifest
     entries = {name: _entry(bundle, name) for name in bundle.entries}
     program = Program(entries, bundle.weights, ({}, None))
-    saved = bundle.tests()
     tests: dict[str, Any] = {}
-    for name, (inputs, wanted) in saved.items():
-        if wanted:
-            description = manifest["entries"][name]
-            tests[name] = _signature.named(description, inputs)
-            flat, _ = _signature.bound(path, name, description, (), tests[name])
+    for name in bundle.entries:
+        description = manifest["entries"][name]
+        for inputs, wanted, spread in bundle.cases(name):
+            flat, _ = _signature.bound(path, name, description, (), _signature.named(description, inputs))
             tree = _signature.unflatten(description["output"], iter(program.call(name, *flat)))
-            _loaded._compared(path, name, "the renewed program", description, tree, wanted)
+            _loaded.compared(path, name, "the renewed program", description, tree, wanted, spread)
+            tests.setdefault(name, []).append(flat)
     provenance = {**manifest["provenance"], "renewed": {"on": datetime.date.today().isoformat(),
                                                         "from": manifest["versions"], "written": manifest["created"]}}
     tokenizer = {f"tokenizer/{name}": data for name, data in bundle.files("tokenizer").items()}

@@ -17,19 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fnet import _jax, jaxpr
-from fnet.export import _interpret, _loaded, _reader, _signature, _sizes
+from fnet.export import _examples, _interpret, _loaded, _outputs, _reader, _rounding, _signature, _sizes
 from fnet.export._program import PLATFORMS
-from fnet.export._tree import size_variables
 
 WINDOW = datetime.timedelta(days=180)    # JAX guarantees six months
 _ALIGNMENT = 64                          # of the weights in the file
 _CODES = {name: code for code, name in _reader.DTYPES.items()}
 _LARGEST_TEST = 1 << 22                  # elements in the random inputs of a check, such as caches
-_SIZES = 2, 3, 4, 5, 8, 16, 32, 33, 48, 64, 128, 224, 1
 
 
 def save(program: Any, path: str | os.PathLike, *, labels: Iterable[Any] | None = None,
@@ -55,6 +52,7 @@ def save(program: Any, path: str | os.PathLike, *, labels: Iterable[Any] | None 
         description = {"inputs": entry.inputs, "output": entry.output, "constraints": entry.constraints,
                        "weights": entry.weights, "constants": [],
                        "custom_calls": {kind: sorted(_custom_calls(exported)) for kind, exported in programs.items()}}
+        stable = None
         try:
             stable, constants = jaxpr.stable(entry.closed)
         except jaxpr.Unsupported as error:
@@ -64,15 +62,15 @@ def save(program: Any, path: str | os.PathLike, *, labels: Iterable[Any] | None 
             weights |= zip(description["constants"], constants)
             files[f"programs/{name}.json"] = _json(stable)
         entries[name] = description
-        narrow = any(a.dtype in (jnp.bfloat16, jnp.float16) for eqn in jaxpr.equations(entry.closed.jaxpr)
-                     for a in (v.aval for v in eqn.outvars) if hasattr(a, "dtype"))
-        description["tolerance"] = 2e-2 if narrow else 1e-5
+        description["tolerance"] = _outputs.tolerance(
+            a.dtype for eqn in jaxpr.equations(entry.closed.jaxpr) for a in (v.aval for v in eqn.outvars)
+            if hasattr(a, "dtype"))
         given = (tests or {}).get(name)
-        inputs = _inputs(path, name, description, given)
-        if inputs is not None and (given is not None or sum(x.size for x in inputs) <= _LARGEST_TEST):
-            outputs = program.call(name, *inputs)
-            checks |= {f"{name}/inputs/{i}": _data(x) for i, x in enumerate(inputs)}
-            checks |= {f"{name}/outputs/{i}": _data(x) for i, x in enumerate(outputs)}
+        cases = (_examples.cases(description, stable) if given is None
+                 else given if isinstance(given, list) else [_signature.bound(path, name, description, (), given)[0]])
+        for i, inputs in enumerate(cases):
+            if given is not None or sum(x.size for x in inputs) <= _LARGEST_TEST:
+                checks |= _test(program, name, i, inputs)
     files |= {f"tokenizer/{file.name}": file.read_bytes() for file in _tokenizer_files(tokenizer)} | _readers()
     today = datetime.date.today()
     manifest = {
@@ -142,44 +140,15 @@ def _data(x) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else x)
 
 
-def _inputs(path, name, description, given) -> list | None:
-    """Returns test inputs for an entry point (a function of the program) as a list of leaves. The test inputs are the
-    inputs in `given`, or random arrays of small sizes if `given` is None. If `given` is None, and no symbolic sizes up
-    to 224 are found that satisfy the constraints of the program, the result is None instead of a list."""
-    if given is not None:
-        return _signature.bound(path, name, description, (), dict(given))[0]
-    sizes = _small_sizes(description)
-    return None if sizes is None else random_inputs(description["inputs"], sizes)
-
-
-def random_inputs(described: list, sizes: Mapping[str, int]) -> list:
-    """Returns the leaves of random inputs for the given values of the symbolic sizes."""
-    draw, flat = np.random.default_rng(0), []
-
-    def one(tree):
-        if tree is None:
-            return None
-        if "dtype" in tree and "shape" in tree:
-            shape = tuple(_sizes.size(n, sizes) for n in tree["shape"])
-            if tree["dtype"].startswith("key<"):
-                return jax.random.key(0) if not shape else jax.random.split(jax.random.key(0), shape)
-            dtype = np.dtype(tree["dtype"])
-            return (draw.integers(0, 2, shape) if dtype.kind in "iub" else draw.normal(size=shape)).astype(dtype)
-        (kind, children), = tree.items()
-        return {k: one(v) for k, v in children.items()} if kind == "dict" else [one(child) for child in children]
-
-    for _, tree in described:
-        _signature.flatten("", "", tree, one(tree), flat, [])
-    return flat
-
-
-def _small_sizes(description) -> dict | None:
-    names = sorted(size_variables(description["inputs"]))
-    for values in itertools.islice(itertools.product(_SIZES, repeat=len(names)), 100_000):
-        sizes = dict(zip(names, values))
-        if all(_signature.satisfied(constraint, sizes) for constraint in description["constraints"]):
-            return sizes
-    return None
+def _test(program, entry, number, inputs) -> dict[str, np.ndarray]:
+    """Returns the arrays of a test: the inputs, the outputs, and by how much rounding may change them."""
+    outputs, names = program.call(entry, *inputs), program.entries[entry].weights
+    spread = _rounding.perturbed(lambda weights, inputs: program.call(entry, *inputs, weights=weights),
+                                 {name: program.weights[name] for name in names}, inputs, outputs)
+    parts = {"inputs": map(_data, inputs), "outputs": map(_data, outputs), "spread": (x.astype(np.float32)
+                                                                                    for x in spread)}
+    return {f"{_reader.test_name(entry, number)}/{part}/{i}": x for part, arrays in parts.items()
+            for i, x in enumerate(arrays)}
 
 
 def _tokenizer_files(tokenizer) -> list[Path]:

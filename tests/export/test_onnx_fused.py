@@ -120,6 +120,7 @@ ALMOST = {
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", ALMOST)
 def test_almost_attention(name, tmp_path):
     f, x = ALMOST[name], np.asarray(HEADS)
@@ -161,6 +162,7 @@ def variants(params, q, k, v, lengths, mask):
             attend(q, k, v, lengths=lengths, softcap=2.0)]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("opset", (20, 22, 23, onnx.defs.onnx_opset_version()))
 @pytest.mark.parametrize("fused", (True, False))
 def test_attention_with_masks(opset, fused, tmp_path):
