@@ -16,7 +16,7 @@ from fnet.jaxpr._rewrite import Interpreter
 from fnet.jaxpr._scopes import TOP
 from fnet.jaxpr._sites import Level, Site
 from fnet.jaxpr._tags import tag_of, tag_p, tagging
-from fnet.jaxpr._values import Value, arrays_of, bind
+from fnet.jaxpr._values import Value, arrays_of, as_array, bind
 
 
 class Inspector(Interpreter):
@@ -54,7 +54,7 @@ class Inspector(Interpreter):
         self._found = found = {}
         outputs = self.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), TOP, (self._level,))
         self._found, self._offsets = {}, {}    # custom derivatives refer to this object after the trace has ended
-        return arrays_of(outputs), found
+        return [as_array(y.x) for y in outputs], found
 
     def depends(self, at):
         return None    # bodies without requested sites are rewritten alike in all scopes
@@ -68,7 +68,7 @@ class Inspector(Interpreter):
         made = [(k, site, leaf) for k, site, leaf in plan.made.get(id(eqn), ()) if site in self._wanted] if plan else ()
         complete = [site for site in plan.complete.get(id(eqn), ()) if site in self._wanted] if plan else ()
         if found is not None:
-            x = inputs[0].x
+            x = as_array(inputs[0].x)
             outputs = [Value(tag_p.bind(x, call=found[0], index=found[1]) if self._keep and not made else x)]
         elif plan is None:
             return NotImplemented
@@ -91,7 +91,7 @@ class Inspector(Interpreter):
 
     def _within(self, eqn, at, inputs, sites):
         """Evaluates an equation, and captures or replaces its named intermediate values, such as attention weights."""
-        arrays, outputs = arrays_of(inputs), None
+        arrays, outputs = [as_array(value.x) for value in inputs], None
         for site in sites:
             values = {0: Value(site.compute(eqn, arrays))}
             self._complete(site, values, None)

@@ -20,7 +20,7 @@ from fnet.jaxpr import _scopes
 from fnet.jaxpr._enter import ENTER
 from fnet.jaxpr._scopes import TOP, Scope
 from fnet.jaxpr._traced import Traced
-from fnet.jaxpr._values import Value, arrays_of, bind, plain, restore
+from fnet.jaxpr._values import Value, arrays_of, as_array, bind, plain, restore
 from fnet.jaxpr._wrapping import check_function, wraps
 
 Rule = Callable[[str, str, list, Any], Any]
@@ -244,7 +244,7 @@ class Interpreter:
 
 class _Rewriter(Interpreter):
     def equation(self, eqn, at, inputs, plan):
-        outputs = self.rule(eqn.primitive.name, at.path, [value.x for value in inputs], eqn)
+        outputs = self.rule(eqn.primitive.name, at.path, [as_array(value.x) for value in inputs], eqn)
         if outputs is NotImplemented:
             return outputs
         listed = isinstance(outputs, (list, tuple))

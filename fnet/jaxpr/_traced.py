@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
 from fnet.jaxpr import _mutable
 from fnet.jaxpr._static_leaves import array_leaves, is_array
+from fnet.jaxpr._values import as_array
 
 _TRACED = jax.Array, jax.core.Tracer    # a traced jax.Ref is a Tracer, but not an Array: JAX rejects it
 
@@ -41,12 +42,12 @@ class Traced:
         flat.__signature__, flat.__wrapped__ = inspect.signature(flat), f    # JAX's errors name f and its line
         self.closed = jax.make_jaxpr(flat)(*self.arrays)
 
-    def result(self, arrays: list) -> Any:
+    def result(self, arrays: Iterable) -> Any:
         """Returns f's result, built from the outputs of the jaxpr, and updates nnx modules among the arguments."""
-        result, state = self.tree(arrays)
+        result, state = self.tree(map(as_array, arrays))
         return _mutable.apply(result, self._modules, state)
 
-    def tree(self, arrays: list) -> tuple[Any, Any]:
+    def tree(self, arrays: Iterable) -> tuple[Any, Any]:
         """Returns the result of `f`, and the new state of the nnx modules among its arguments."""
         rest = iter(arrays)
         filled = [next(rest) if constant is None else constant[0] for constant in self._results]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fnet import _jax
@@ -47,6 +50,17 @@ def bind(eqn: Any, arrays: list, **changes: Any) -> list[Value]:
 def plain(eqn: Any, inputs: list[Value]) -> list[Value]:
     """Evaluates an equation in the dtypes with which it was traced: inputs of other dtypes are converted first."""
     return [Value(y) for y in _jax.bind_again(eqn, [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)])]
+
+
+def as_array(x: Any) -> Any:
+    """Converts the value of a literal to an array of the same dtype and weak type.
+
+    A jaxpr stores a constant scalar as a Python number with a dtype, for example as JAX's `TypedFloat`, which lacks
+    the attributes and methods of an array. JAX's own transforms never return such a number. Every other value is
+    returned unchanged.
+    """
+    number = isinstance(x, (int, float, complex, np.generic, np.ndarray))
+    return jnp.asarray(x) if number and getattr(x, "dtype", None) != jax.dtypes.float0 else x
 
 
 def arrays_of(values: list[Value]) -> list:
