@@ -157,13 +157,15 @@ def bind(primitive: Any, arrays: list, params: dict) -> list:
     outputs = None
     if _LinearizeTrace and type(_core.trace_ctx.trace) is _LinearizeTrace and primitive.name not in _NEVER_INLINED:
         with contextlib.suppress(TypeError):    # some parameters are not hashable
-            outputs = _inlined(primitive, frozenset(params.items()))
+            # Params that are equal but not alike, such as a fill_value of 0.0 and of -0.0, are different programs.
+            numbers = tuple(repr(value) for value in params.values() if isinstance(value, (int, float, complex)))
+            outputs = _inlined(primitive, frozenset(params.items()), numbers)
     outputs = primitive.bind(*arrays, **params) if outputs is None else outputs(*arrays)
     return list(outputs) if primitive.multiple_results else [outputs]
 
 
 @functools.lru_cache(4096)
-def _inlined(primitive, params):
+def _inlined(primitive, params, _numbers):
     return jax.jit(lambda *arrays: primitive.bind(*arrays, **dict(params)), inline=_EARLY)
 
 

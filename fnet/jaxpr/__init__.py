@@ -72,7 +72,8 @@ from fnet.jaxpr._sites import Level, Site
 from fnet.jaxpr._sites import find as find_sites
 from fnet.jaxpr._stable import Unsupported, stable
 from fnet.jaxpr._stable import size as stable_size
-from fnet.jaxpr._static_leaves import array_leaves, boxed, is_array, results_boxed, statics, unboxed
+from fnet.jaxpr._static_leaves import (Structure, alike_fields, array_leaves, boxed, is_array, results_boxed, static,
+                                       statics, unboxed)
 from fnet.jaxpr._tags import BLOCK, is_tag, tag, tagging
 from fnet.jaxpr._traced import Traced
 from fnet.jaxpr._values import Value, bind, plain, restore
@@ -81,12 +82,12 @@ from fnet.jaxpr._wrapping import Compiled, check_function, wraps
 __all__ = ["ACTIVATIONS", "BILINEAR", "BLOCK", "CALLS", "CONVOLUTION", "DOT", "ENTERED", "INLINED", "POINTWISE",
            "SHIFT", "Compiled", "Convolution", "Description", "Evaluator", "Fold", "Folder", "Frame", "ImplicitArray",
            "ImplicitInterpreter", "Inside", "Inspector", "Interpreter", "Level", "Op", "Producer", "Scope", "Site",
-           "TiedProgram", "Traced", "Traits", "Unsupported", "Use", "Value", "array_leaves", "batch_axes", "before",
-           "bind", "bodies", "boxed", "call_name", "check_function", "cost", "describe", "description", "donated",
-           "equations", "explicit", "find_sites", "flatten", "has_shardings", "implicit_dot", "inline", "inlined",
-           "is_array", "is_implicit", "is_tag", "kept_bits", "lookup_mode", "marks", "materialize", "may_differ",
-           "mutable", "nbytes", "new_dtype", "observe", "opened", "overwritten", "permutation", "plain",
-           "pooling_window", "producers", "product", "random_bits", "read", "remaining_indices", "restore",
-           "results_boxed", "rewrite", "scan", "scope_of_operation", "scopes_in", "selects_largest", "stable",
-           "stable_size", "statics", "tag", "tagging", "touched", "traits", "unboxed", "unrolled", "unsupported",
-           "value_name", "wraps"]
+           "Structure", "TiedProgram", "Traced", "Traits", "Unsupported", "Use", "Value", "alike_fields",
+           "array_leaves", "batch_axes", "before", "bind", "bodies", "boxed", "call_name", "check_function", "cost",
+           "describe", "description", "donated", "equations", "explicit", "find_sites", "flatten", "has_shardings",
+           "implicit_dot", "inline", "inlined", "is_array", "is_implicit", "is_tag", "kept_bits", "lookup_mode",
+           "marks", "materialize", "may_differ", "mutable", "nbytes", "new_dtype", "observe", "opened", "overwritten",
+           "permutation", "plain", "pooling_window", "producers", "product", "random_bits", "read",
+           "remaining_indices", "restore", "results_boxed", "rewrite", "scan", "scope_of_operation", "scopes_in",
+           "selects_largest", "stable", "stable_size", "static", "statics", "tag", "tagging", "touched", "traits",
+           "unboxed", "unrolled", "unsupported", "value_name", "wraps"]

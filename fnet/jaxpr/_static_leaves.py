@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import numbers
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,18 +17,77 @@ class Static:
 
     A jitted function with a `Static` in its arguments is traced again for each new value of the `Static`.
 
-    `Static(1)`, `Static(1.0)` and `Static(True)` are unequal, and so are `Static(0.0)` and `Static(-0.0)`.
+    Two `Static`s are equal if their values are `alike`: `Static(1)`, `Static(1.0)` and `Static(True)` are unequal, and
+    so are `Static((0.0,))` and `Static((-0.0,))`.
     """
 
     value: Any
 
     def __eq__(self, other):
-        if not _static(other) or type(self.value) is not type(other.value):
-            return False
-        return repr(self.value) == repr(other.value) if _number(self.value) else self.value == other.value
+        return _static(other) and alike(self.value, other.value)
 
     def __hash__(self):
-        return hash(repr(self.value) if _number(self.value) else self.value)
+        return hash(repr(self.value) if isinstance(self.value, numbers.Number) else self.value)
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether a program that was traced for the Python value `a` is also the program for `b`.
+
+    Python's `==` is too coarse for that: 1, True and 1.0 are equal, and so are 0.0 and -0.0, also inside containers and
+    dataclasses, but a function may branch on the type, divide by -0.0, or return another dtype. Values that are alike
+    have equal types, and their numbers are written alike. A class with a method `_alike(other)` decides for itself.
+    """
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if hasattr(type(a), "_alike"):
+        return a._alike(b)
+    if isinstance(a, numbers.Number):
+        return repr(a) == repr(b)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(alike, a, b))
+    if isinstance(a, (set, frozenset)):
+        return a == b and all(any(alike(x, y) for y in b) for x in a)
+    if isinstance(a, Mapping):
+        return alike(tuple(a.items()), tuple(b.items()))
+    if isinstance(a, (slice, range)):
+        return alike((a.start, a.stop, a.step), (b.start, b.stop, b.step))
+    return bool(a == b) and alike_fields(a, b)
+
+
+def alike_fields(a: Any, b: Any) -> bool:
+    """Whether the fields of two dataclasses of one type that `==` compares are `alike`. True for other objects."""
+    if not dataclasses.is_dataclass(a):
+        return True
+    names = [field.name for field in dataclasses.fields(a) if field.compare]
+    return all(alike(getattr(a, name), getattr(b, name)) for name in names)
+
+
+class Structure:
+    """The structure of a tree whose leaves that are not arrays are part of it, as the key of a traced program.
+
+    Two structures are equal if their static leaves, keys and auxiliary data are `alike`. JAX compares structures with
+    `==`, so {1: x} and {True: x} have equal structures for JAX.
+
+    Raises:
+        TypeError: a leaf is neither an array nor hashable.
+    """
+
+    def __init__(self, tree: Any):
+        boxes = jax.tree.map_with_path(lambda path, x: 0 if is_array(x) else _box(path, x), tree)
+        self._structure = jax.tree.structure(boxes)
+        self._nodes = _nodes(self._structure)
+
+    def __eq__(self, other):
+        return isinstance(other, Structure) and self._structure == other._structure and alike(self._nodes, other._nodes)
+
+    def __hash__(self):
+        return hash(self._structure)
+
+
+def _nodes(structure) -> tuple:
+    return structure.node_data(), tuple(map(_nodes, structure.children()))
 
 
 def boxed(tree: Any) -> Any:
@@ -120,9 +180,13 @@ def _field(path) -> tuple:
 
 
 def _box(path, x):
+    return static(x, jax.tree_util.keystr(path) or "the result")
+
+
+def static(x: Any, name: str) -> Static:
+    """Wraps the value called `name` in a `Static`. Raises a TypeError if the value is not hashable."""
     try:
         hash(x)
     except TypeError:
-        where = jax.tree_util.keystr(path) or "the result"
-        raise TypeError(f"{where} is a {type(x).__name__}, which is neither an array nor hashable") from None
+        raise TypeError(f"{name} is a {type(x).__name__}, which is neither an array nor hashable") from None
     return Static(x)

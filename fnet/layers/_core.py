@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fnet.jaxpr import array_leaves, tag
+from fnet.jaxpr import alike_fields, array_leaves, tag
 from fnet.layers import _hints, _spec
 from fnet.layers._scope import Place, Run, Scope, describe, quote, written
 from fnet.layers._spec import Spec
@@ -43,7 +43,7 @@ class Layer:
     """
 
     _varargs: typing.ClassVar[bool] = False    # whether the class or one of its bases defines __init__
-    _equal, _hash = object.__eq__, object.__hash__
+    _alike, _hash = object.__eq__, object.__hash__
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
@@ -57,8 +57,9 @@ class Layer:
         own = {"__eq__", "__hash__"} & vars(cls).keys()
         dataclasses.dataclass(frozen=True, repr=False, init=not cls._varargs)(cls)
         # Layer defines these methods for all subclasses, so that help() of a layer does not list generated methods.
+        cls._alike = cls.__eq__ if own else _alike
         if not own:
-            cls._equal, cls._hash = cls.__eq__, cls.__hash__
+            cls._hash = cls.__hash__
             del cls.__eq__, cls.__hash__
         del cls.__setattr__, cls.__delattr__
         jax.tree_util.register_static(cls)
@@ -166,7 +167,7 @@ class Layer:
         return record
 
     def __eq__(self, other):
-        return self._equal(other)
+        return self._alike(other)
 
     def __hash__(self):
         return self._hash()
@@ -311,6 +312,11 @@ def _freeze(layer):
 
 def _tuples(value):
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _alike(layer, other):
+    """Whether two layers have the same options: a program traced for one is the program of the other."""
+    return alike_fields(layer, other) if type(layer) is type(other) else NotImplemented
 
 
 def _unhashable(value):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from fnet import jaxpr
-from fnet.jaxpr import Folder, Traced, check_function
+from fnet.jaxpr import Folder, Structure, Traced, check_function
 from fnet.transforms._tune import tune
 
 
@@ -26,8 +26,7 @@ class Folded:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return self._traced(args, kwargs)
         arrays = [leaf for leaf in leaves if jaxpr.is_array(leaf)]
-        static = tuple(None if jaxpr.is_array(leaf) else leaf for leaf in leaves)
-        key = structure, static, tuple(jax.typeof(x) for x in arrays)
+        key = Structure((args, kwargs)), tuple(jax.typeof(x) for x in arrays)
         if key not in self._programs:
             self._programs[key] = self._compiled(leaves, structure)
         run, weights, restore = self._programs[key]

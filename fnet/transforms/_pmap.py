@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet.jaxpr import Compiled, check_function, may_differ
+from fnet.jaxpr import Compiled, check_function, may_differ, static
 
 
 def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_axes: Any = 0,
@@ -53,7 +53,7 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
         devices that computed them.
 
     Raises:
-        TypeError: in_axes or out_axes contain anything but integers and None.
+        TypeError: in_axes or out_axes contain anything but integers and None, or a static argument is not hashable.
         ValueError: in a call, the length of the split axis of an argument is not the number of devices, or out_axes is
             out of range. A ValueError is also raised if a result with out_axes=None may differ between devices, or if
             the call is inside another pmap or shard_map.
@@ -66,7 +66,7 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
     static, donated = _positions("static_argnums", static_argnums), _positions("donate_argnums", donate_argnums)
     mesh = _mesh(devices, axis_name)
     mapped = _Mapped(f, axis_name, in_axes, out_axes, static, mesh)
-    compiled = jax.jit(mapped.run, static_argnums=static, donate_argnums=donated)
+    compiled = jax.jit(mapped.run, donate_argnums=donated)
 
     def call(*args, **kwargs):
         outer = jax.sharding.get_abstract_mesh().manual_axes
@@ -77,16 +77,17 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
             if i < len(args) and any(_elsewhere(x, mesh) for x in jax.tree.leaves(args[i])):
                 args = (*args[:i], mapped.placed(i, args), *args[i + 1:])
         try:
-            return compiled(*args, **kwargs)
+            return compiled(*mapped.boxed(args), **kwargs)
         except ValueError as error:
             if "incompatible devices" not in str(error):
                 raise
         # Arrays that are committed to a single device, or to devices outside the mesh.
         args = tuple(arg if i in static else mapped.placed(i, args) for i, arg in enumerate(args))
-        return compiled(*args, **{name: _put(mesh, arg, [0] * len(jax.tree.leaves(arg)), axis_name)
+        return compiled(*mapped.boxed(args), **{name: _put(mesh, arg, [0] * len(jax.tree.leaves(arg)), axis_name)
                                   for name, arg in kwargs.items()})
 
-    return Compiled(f, call, compiled.lower, compiled.trace)
+    return Compiled(f, call, lambda *args, **kwargs: compiled.lower(*mapped.boxed(args), **kwargs),
+                    lambda *args, **kwargs: compiled.trace(*mapped.boxed(args), **kwargs))
 
 
 def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
@@ -156,9 +157,15 @@ class _Mapped:
         self.in_axes, self.out_axes = in_axes, out_axes
         self.name = getattr(f, "__name__", type(f).__name__)
 
+    def boxed(self, args) -> tuple:
+        """Returns the arguments with each static argument in a `Static`: `jax.jit` compares its own static arguments
+        with `==`, for which (1,) and (True,), or 0.0 and -0.0, are one program."""
+        return tuple(static(arg, f"pmap: argument {i}") if i in self.static else arg for i, arg in enumerate(args))
+
     def run(self, *args, **kwargs):
-        """Runs f under shard_map. `pmap` jits this method. Results are stacked along a new first axis, which is then
-        moved to the position in out_axes."""
+        """Runs f under shard_map. `pmap` jits this method, with `boxed` arguments. Results are stacked along a new
+        first axis, which is then moved to the position in out_axes."""
+        args = tuple(arg.value if i in self.static else arg for i, arg in enumerate(args))
         axes = [axis for i, arg in enumerate(args) if i not in self.static for axis in self.axes(i, args)]
         axes += [0] * len(jax.tree.leaves(kwargs))
         given = {i: arg for i, arg in enumerate(args) if i not in self.static}, kwargs
