@@ -14,7 +14,7 @@ from jax import lax
 
 from fnet.compress._calibrate import InputStatistics
 from fnet.compress._formats import METHODS, Format, Int4, Int8
-from fnet.compress._quantize import Quantized, checked_stats, input_scale, unrounded
+from fnet.compress._quantize import Quantized, checked_stats, input_scale, leads, unrounded
 from fnet.compress._rules import apply_rules
 from fnet.jaxpr import Convolution, ImplicitArray, is_implicit
 
@@ -57,9 +57,13 @@ class FakeQuantized(ImplicitArray):
     def dtype(self) -> Any:
         return self.values.dtype
 
+    @property
+    def has_leading_axis(self) -> bool:
+        return leads(self.shape, self.axes, self.inputs)
+
     def materialize(self) -> jax.Array:
         blocks = self._quantized(self.values)
-        count = math.prod(self.shape) / math.prod(jnp.shape(self.step))
+        count = math.prod(self.shape) / max(1, math.prod(jnp.shape(self.step)))    # an empty slice has no steps
         step = dataclasses.replace(blocks, scale=_scaled_gradient(self.step, count, self.format.largest)).full_scale()
         return _rounded(self.values.astype(jnp.float32), step, self.format.largest).astype(self.dtype)
 

@@ -51,7 +51,16 @@ class LowRank(ImplicitArray):
     def dtype(self) -> Any:
         return self.base.dtype
 
+    @property
+    def has_leading_axis(self) -> bool:
+        stacked = self.ndim > self.inputs + 1    # otherwise, axis 0 of `b` is the rank
+        return stacked and (not is_implicit(self.base) or self.base.has_leading_axis)
+
     def materialize(self) -> jax.Array:
+        if self.ndim <= self.inputs:
+            raise ValueError(f"LowRank: expected a base with {self.inputs + 1} or more axes, got shape {self.shape}. A "
+                             "scan or vmap over this parameter slices axis 0 of each of its arrays, but axis 0 is an "
+                             "input axis. Call ft.use_implicit_arrays(f) outside of the scan or vmap")
         base, lead = _materialized(self.base), self.ndim - self.inputs - 1
         a = self.a.reshape(*self.a.shape[:lead], -1, self.a.shape[-1])
         return base + (self.scale * (a @ self.b)).astype(base.dtype).reshape(base.shape)

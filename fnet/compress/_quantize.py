@@ -65,6 +65,10 @@ class Quantized(ImplicitArray):
             shape[self.axes[-1]] *= 2
         return tuple(shape)
 
+    @property
+    def has_leading_axis(self) -> bool:
+        return leads(self.shape, self.axes, self.inputs)
+
     def materialize(self) -> jax.Array:
         return self._values(self.dtype)
 
@@ -143,6 +147,12 @@ class Quantized(ImplicitArray):
             return values * scale
         split = (*values.shape[:axis], groups, n // groups, *values.shape[axis + 1:])
         return (values.reshape(split) * jnp.expand_dims(scale, axis + 1)).reshape(values.shape)
+
+
+def leads(shape: tuple[int, ...], axes: tuple[int, ...], inputs: Any) -> bool:
+    """Whether axis 0 of a parameter is axis 0 of its codes, scales and `inputs`. If scales are shared along axis 0, it
+    is not, even if its size is 1."""
+    return -len(shape) not in axes and (inputs is None or jnp.shape(inputs)[:1] == shape[:1])
 
 
 def _codes(x, step):

@@ -30,5 +30,9 @@ class Wrapped(ImplicitArray):
     def dtype(self) -> Any:
         return self.array.dtype
 
+    @property
+    def has_leading_axis(self) -> bool:
+        return bool(self.shape)
+
     def materialize(self) -> Any:
         return self.array

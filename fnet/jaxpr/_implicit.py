@@ -118,10 +118,12 @@ class ImplicitArray:
     def has_leading_axis(self) -> bool:
         """Whether the implicit array can be sliced along axis 0 by slicing axis 0 of its leaves, such as scales.
 
-        The result is True if axis 0 of each stored array (leaf of the pytree) has the size `shape[0]`.
+        If True, scans over the array, slices of axis 0 and matrix products with batch axis 0 read slices of the leaves,
+        and do not materialize the array. A subclass whose axis 0 is an axis of each leaf, for example because its
+        arrays are those of a stack of layers, returns True. Sizes cannot tell: in a low-rank change of rank 8 to a
+        kernel [8, out], axis 0 of each factor has the size 8, too. Default False.
         """
-        leaves = jax.tree.leaves(self)
-        return bool(self.shape) and all(jnp.ndim(a) and jnp.shape(a)[0] == self.shape[0] for a in leaves)
+        return False
 
 
 Part = tuple[int, int, int]    # (axis, size, stride): the indices stride * i of an axis, for i < size

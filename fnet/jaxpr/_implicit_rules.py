@@ -159,9 +159,15 @@ def _slice(self, eqn, at, inputs):
 def _dynamic_slice(self, eqn, at, inputs):
     view, first = inputs[0].x, inputs[1].x
     size, *sizes = eqn.params["slice_sizes"]
-    if any(map(_is_view, inputs[1:])) or tuple(sizes) != view.shape[1:]:
+    if tuple(sizes) != view.shape[1:]:
         return NotImplemented
-    part = view.part(lambda a: lax.dynamic_slice_in_dim(a, first, size))
+
+    def sliced(a):
+        # Not by lax.dynamic_slice: it adds the length to negative starts, which the program has already done. The other
+        # axes are whole, so JAX clamps any start to 0.
+        return bind(eqn, [a, *[first] * a.ndim], slice_sizes=(size, *a.shape[1:]))[0].x
+
+    part = view.part(sliced)
     return NotImplemented if part is None else [Value(part, inputs[0].note)]
 
 
