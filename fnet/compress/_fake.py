@@ -63,7 +63,7 @@ class FakeQuantized(ImplicitArray):
 
     def materialize(self) -> jax.Array:
         blocks = self._quantized(self.values)
-        count = math.prod(self.shape) / max(1, math.prod(jnp.shape(self.step)))    # an empty slice has no steps
+        count = math.prod(self.shape) / max(1, math.prod(jnp.shape(self.step)))
         step = dataclasses.replace(blocks, scale=_scaled_gradient(self.step, count, self.format.largest)).full_scale()
         return _rounded(self.values.astype(jnp.float32), step, self.format.largest).astype(self.dtype)
 
@@ -103,7 +103,7 @@ def _scaled_gradient(step, count, largest):
     the step size is divided by sqrt(count * largest). As a result, the relative changes of the step size and of the
     parameter values are similar during training. `count` is the number of values that share the step size, and
     `largest` is the largest code (rounded value / step size)."""
-    factor = 1 / math.sqrt(count * largest)
+    factor = 1 / math.sqrt(max(count, 1) * largest)    # an empty slice has no values
     return factor * step + lax.stop_gradient(step - factor * step)
 
 
