@@ -103,7 +103,10 @@ def small_input(eqn, inputs):
         return None
     padded = _padded(x, padding, x_dilation)
     x = jnp.concatenate([_slice(padded, tap, w_dilation, space, strides) for tap in itertools.product(*inside)], -1)
-    w = w[tuple(slice(places[0], places[-1] + 1) for places in inside)].reshape(-1, w.shape[-1])
+    for axis, places in enumerate(inside):    # with a stride, they need not be adjacent
+        if len(places) < w.shape[axis]:
+            w = jnp.concatenate([lax.slice_in_dim(w, k, k + 1, axis=axis) for k in places], axis)
+    w = w.reshape(-1, w.shape[-1])
     y = jnp.dot(x, w, preferred_element_type=F32).astype(result.dtype)    # [examples, *space, features]
     places = out[0], *out[2:], out[1]
     return [y.transpose([places.index(i) for i in range(y.ndim)])]

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -164,10 +165,25 @@ def _tiles(x, window):
 
 
 def max_pool(eqn, inputs):
-    """Computes a max pooling by elementwise maxima, if the windows cover the array without overlap."""
-    x = inputs[0].x
-    window = _windows(eqn, x)
-    return None if window is None else [functools.reduce(lax.max, _tiles(x, window))]
+    """Computes a max pooling by elementwise maxima, if the windows cover the array without overlap.
+
+    The derivative is that of the original pooling: the derivative of an elementwise maximum would share the cotangent
+    among equal elements, where the pooling selects one of them.
+    """
+    window = _windows(eqn, inputs[0].x)
+    if window is None:
+        return None
+
+    @jax.custom_jvp
+    def pooled(x):
+        return functools.reduce(lax.max, _tiles(x, window))
+
+    @pooled.defjvp
+    def derivative(primals, tangents):
+        _, tangent = jax.jvp(lambda x: jaxpr.bind(eqn, [x])[0].x, primals, tangents)
+        return pooled(*primals), tangent
+
+    return [pooled(inputs[0].x)]
 
 
 def max_pool_gradient(eqn, inputs):

@@ -109,3 +109,43 @@ def test_one_bad_number_spreads_no_further(rule, monkeypatch):
         got, want = ft.tune(f, "cpu", rules=only(rule))(broken), jax.jit(f)(broken)
         np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
         np.testing.assert_array_equal(np.isposinf(got), np.isposinf(want))
+
+
+# Derivatives of a pooling that was tuned first.
+
+def max_pool(x):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+DERIVATIVES = {
+    "grad": lambda f: jax.grad(lambda x: (f(x) * SLOPES).sum()),
+    "jit of grad": lambda f: jax.jit(jax.grad(lambda x: (f(x) * SLOPES).sum())),
+    "grad of jit": lambda f: jax.grad(lambda x: (jax.jit(f)(x) * SLOPES).sum()),
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (DIRECTION,))[1],
+    "vmap of grad": lambda f: jax.vmap(jax.grad(lambda x: (f(x[None]) * SLOPES[:1]).sum())),
+    "second": lambda f: lambda x: jax.jvp(jax.grad(lambda x: (f(x) ** 3 * SLOPES).sum()), (x,), (DIRECTION,))[1],
+    "tuned twice": lambda f: jax.grad(lambda x: (ft.tune(f, "cpu")(x) * SLOPES).sum()),
+}
+SLOPES = jnp.arange(1.0, 9.0).reshape(2, 2, 2, 1)
+DIRECTION = jnp.arange(1.0, 33.0).reshape(2, 4, 4, 1)
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_ties_go_to_the_element_that_jax_selects(derivative):
+    x = jnp.asarray(np.random.default_rng(1).integers(0, 2, (2, 4, 4, 1)), jnp.float32)
+    assert fired(max_pool, x) == {"max_pool"}
+    take = DERIVATIVES[derivative]
+    got = take(ft.tune(max_pool, "cpu"))(x)
+    np.testing.assert_array_equal(got, take(max_pool)(x))
+    if derivative == "grad":    # to the first of equal elements, in row-major order
+        windows = np.asarray(x).reshape(2, 2, 2, 2, 2).transpose(0, 1, 3, 2, 4).reshape(2, 2, 2, 4)
+        expected = np.eye(4)[windows.argmax(-1)] * np.asarray(SLOPES)
+        np.testing.assert_array_equal(got, expected.reshape(2, 2, 2, 2, 2).transpose(0, 1, 3, 2, 4).reshape(x.shape))
+
+
+def test_a_pooling_of_integers_in_a_differentiated_function():
+    x = jnp.arange(16, dtype=jnp.int32).reshape(1, 4, 4, 1)
+    pool = lambda x: lax.reduce_window(x, jnp.iinfo(jnp.int32).min, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    f = ft.tune(lambda w, x: (w * pool(x).astype(jnp.float32)).sum(), "cpu")
+    assert fired(lambda x: pool(x), x) == {"max_pool"}
+    assert jax.grad(f)(2.0, x) == 5 + 7 + 13 + 15
