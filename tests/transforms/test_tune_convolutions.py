@@ -103,6 +103,14 @@ SMALL = {    # with the number of convolutions that become products, of: the con
     "mixed layouts": (convolution((4, 2, 2, 5), (3, 3), 6, 1, spec=("NHWC", "OIHW", "NCHW")), 2),
     "much padding": (convolution((2, 2, 2, 5), (4, 4), 6, 1, padding=((5, 1), (0, 4))), 2),
     "negative padding": (convolution((2, 2, 2, 5), (3, 3), 6, 1, padding=((-1, 3), (2, 2))), 1),
+    "padding above half of the window": (convolution((4, 1, 1, 5), (3, 3), 6, 1, strides=(2, 2),
+                                                     padding=((2, 2), (2, 2))), 3),
+    "every third position": (convolution((2, 1, 2, 3), (7, 4), 2, 1, strides=(3, 2), padding=((6, 6), (3, 3))), 3),
+    "1-D, every second position": (convolution((3, 1, 4), (4,), 2, 1, strides=(2,), padding=((3, 3),)), 3),
+    "3-D, every second position": (convolution((2, 1, 1, 1, 3), (3, 3, 3), 2, 1, strides=(2, 1, 2),
+                                               padding=((2, 2), (1, 1), (2, 2))), 2),
+    "transposed 4x4 on 1x1": (convolution((4, 1, 1, 5), (4, 4), 6, 1, x_dilation=(2, 2), dilation=(2, 2),
+                                          padding=((8, 8), (8, 8))), 1),
     "long in one axis": (convolution((4, 2, 8, 5), (3, 3), 6, 1), 0),
     "two groups": (convolution((4, 2, 2, 6), (3, 3), 6, 2), 0),
 }
@@ -154,6 +162,16 @@ def test_windows_larger_than_the_input(case, dtype, every_size, monkeypatch):
         assert a.shape == b.shape and a.dtype == dtype
         limit = 2e-2 if dtype == "bfloat16" else 2e-5
         np.testing.assert_allclose(a.astype("float32"), b, rtol=limit, atol=limit * float(jnp.abs(b).max()))
+
+
+def test_positions_of_a_strided_window_that_are_not_adjacent(every_size):
+    """The first output reads the last position of the window, the second output the first position."""
+    f = lambda x, w: lax.conv_general_dilated(x, w, (2, 2), ((2, 2), (2, 2)), dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    x, w = draw(3, 1, 1, 4), draw(3, 3, 4, 5)
+    corners = np.stack([w[2, 2], w[2, 0], w[0, 2], w[0, 0]]).reshape(2, 2, 4, 5)
+    fast = ft.tune(f, "cpu", rules={"convolution_kernels": False})
+    assert [row.rule for row in ft.explain(fast, x, w).rows] == ["small_input"]
+    np.testing.assert_allclose(fast(x, w), np.einsum("nc,hwco->nhwo", x[:, 0, 0], corners), rtol=1e-5, atol=1e-5)
 
 
 def test_a_small_convolution_of_few_multiplications_stays():
