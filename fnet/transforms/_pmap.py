@@ -235,7 +235,7 @@ class _Mapped:
         """Raises an error if a result with out_axes=None may differ between devices. `check_same` must be called inside
         shard_map."""
         closed, results = jax.make_jaxpr(body, return_shape=True)(*leaves)
-        differ = may_differ(closed.jaxpr, [axis is not None for axis in axes], self.axis)
+        differ = may_differ(closed.jaxpr, [axis is not None for axis in axes], self.axis, self.mesh.size)
         out_axes = self.out_axes_of(results)
         for (path, y), axis, differs in zip(jax.tree.leaves_with_path(results), out_axes, differ):
             if axis is None and differs:

@@ -10,7 +10,7 @@ from fnet.jaxpr import may_differ
 
 def outputs(f, *differs, axis="i"):
     closed = jax.make_jaxpr(f, axis_env=[("i", 2), ("j", 2)])(*[jnp.float32(1)] * len(differs))
-    return may_differ(closed.jaxpr, differs, axis)
+    return may_differ(closed.jaxpr, differs, axis, 2)
 
 
 CASES = {
@@ -18,6 +18,14 @@ CASES = {
     "psum": (lambda x: (lax.psum(x, "i"), lax.psum(x, "j"), lax.psum(x, ("i", "j"))), (True,), [False, True, False]),
     "extrema": (lambda x: (lax.pmax(x, "i"), lax.pmin(x, "j")), (True,), [False, True]),
     "all_gather": (lambda x: (lax.all_gather(x, "i"), lax.all_gather(x, "j")), (True,), [False, True]),
+    "parts": (lambda x: (lax.psum_scatter(x * jnp.ones(2), "i"), lax.all_to_all(x * jnp.ones(2), "i", 0, 0),
+                         lax.all_to_all(x * jnp.ones(2), "j", 0, 0)), (False,), [True, True, False]),
+    "permutations": (lambda x, y: [lax.ppermute(z, "i", perm) for z in (x, y) for perm in (
+        [(0, 1), (1, 0)], [(0, 0)], [(0, 1)])], (True, False), [True, True, True, False, True, True]),
+    "groups": (lambda x, y: [f(z, "i", axis_index_groups=groups) for z in (x, y) for f in (lax.psum, lax.pmax)
+                             for groups in ([[0], [1]], [[0, 1]])], (True, False), [True] * 4 + [False] * 4),
+    "groups gathered": (lambda x, y: [lax.all_gather(z, "i", axis_index_groups=[[0], [1]]) for z in (x, y)],
+                        (True, False), [True, False]),
     "index": (lambda x: (lax.axis_index("i"), lax.axis_index("j")), (False,), [True, False]),
     "calls": (lambda x, y: jax.jit(lambda a, b: (jax.checkpoint(jnp.sin)(b), a))(x, y), (True, False), [False, True]),
     "scan": (lambda x, y: lax.scan(lambda c, _: ((c[1], y + c[1], c[2]), c[2]), (x, y, y), None, length=2),

@@ -314,3 +314,42 @@ def test_errors(call, message):
 def test_axes_are_integers(options, message):
     with pytest.raises(TypeError, match=re.escape(message)):
         ft.pmap(jnp.sin, **options)
+
+
+def one_key(x):
+    """The device's own key, from one key that all devices get."""
+    return jax.random.split(jax.random.key(0), 8)[lax.axis_index("devices")]
+
+
+COLLECTIVES = {
+    "psum": lambda x: lax.psum(x * lax.axis_index("devices").astype(x.dtype), "devices"), "no collective": lambda x: x * 2,
+    "psum in groups": lambda x: lax.psum(x, "devices", axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]]),
+    "psum of the index in groups": lambda x: lax.psum(
+        x * lax.axis_index("devices").astype(x.dtype), "devices", axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]]),
+    "pmax in groups": lambda x: lax.pmax(x, "devices", axis_index_groups=[[0, 2, 4, 6], [1, 3, 5, 7]]),
+    "all_gather": lambda x: lax.all_gather(x * lax.axis_index("devices").astype(x.dtype), "devices"),
+    "all_gather in groups": lambda x: lax.all_gather(
+        x * lax.axis_index("devices").astype(x.dtype), "devices", axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]]),
+    "psum_scatter": lambda x: lax.psum_scatter(x, "devices", tiled=True),
+    "all_to_all": lambda x: lax.all_to_all(x, "devices", 0, 0, tiled=True),
+    "ppermute of a ring": lambda x: lax.ppermute(x, "devices", [(i, (i + 1) % 8) for i in range(8)]),
+    "ppermute of one pair": lambda x: lax.ppermute(x, "devices", [(0, 1)]),
+    "ppermute to itself": lambda x: lax.ppermute(x, "devices", [(0, 0)]),
+    "pshuffle": lambda x: lax.pshuffle(x, "devices", [*range(1, 8), 0]),
+    "keys of the devices": lambda x: jax.random.normal(one_key(x), x.shape),
+    "one key": lambda x: jax.random.normal(jax.random.key(0), x.shape),
+    "in a scan": lambda x: lax.scan(lambda c, _: (lax.all_to_all(c, "devices", 0, 0, tiled=True), None), x, None,
+                                    length=1)[0],
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_result_of_every_device_is_the_same(name):
+    f, x = COLLECTIVES[name], jnp.arange(1.0, 9.0)
+    each = np.asarray(ft.pmap(f, in_axes=None)(x))
+    whole = ft.pmap(f, in_axes=None, out_axes=None)
+    if (each == each[0]).all():
+        np.testing.assert_array_equal(whole(x), each[0])
+    else:
+        with pytest.raises(ValueError, match="has out_axes=None and may differ between devices: combine it first"):
+            whole(x)
