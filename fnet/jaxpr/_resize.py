@@ -156,6 +156,9 @@ class Resizer(Interpreter):
             return ENTER[name](self, eqn, at, noted, self.wanted(plan, eqn))
         if name == "iota":
             return [Value(self.cut(y.x, plan.of(v))) for y, v in zip(bind(eqn, arrays_of(inputs)), eqn.outvars)]
+        if name == "random_bits":    # other shapes would give other numbers: draws all numbers, and removes some
+            keys, (axes,) = eqn.invars[0].aval.ndim, map(plan.of, eqn.outvars)
+            return [Value(self.cut(bind(eqn, arrays_of(inputs))[0].x, (*[()] * keys, *axes[keys:])))]
         if name not in _CHANGES:
             return NotImplemented
         return bind(eqn, arrays_of(inputs), **_CHANGES[name](self, plan, eqn))
@@ -178,10 +181,6 @@ def _slice(self, plan, eqn):
     return {"start_indices": scale(params["start_indices"]), "limit_indices": scale(params["limit_indices"])}
 
 
-def _random_bits(self, plan, eqn):
-    return {"shape": _new_shape(self, plan, eqn)[len(eqn.invars[0].aval.shape):]}
-
-
 def _split(self, plan, eqn):
     return {"sizes": tuple(self.size(plan.of(v)[eqn.params["axis"]]) for v in eqn.outvars)}
 
@@ -200,7 +199,7 @@ def _convolution(self, plan, eqn):
 _CHANGES = {
     "broadcast_in_dim": lambda *where: {"shape": _new_shape(*where)},
     "reshape": lambda *where: {"new_sizes": _new_shape(*where)}, "empty": lambda *where: {"shape": _new_shape(*where)},
-    "random_bits": _random_bits, "slice": _slice, "split": _split, "gather": _slice_sizes,
+    "slice": _slice, "split": _split, "gather": _slice_sizes,
     "dynamic_slice": _slice_sizes, "conv_general_dilated": _convolution,
 }
 """{name of a primitive: a function that returns the parameters of an equation that change with the sizes}"""
