@@ -72,8 +72,17 @@ from fnet.jaxpr._sites import Level, Site
 from fnet.jaxpr._sites import find as find_sites
 from fnet.jaxpr._stable import Unsupported, stable
 from fnet.jaxpr._stable import size as stable_size
-from fnet.jaxpr._static_leaves import (Structure, alike_fields, array_leaves, boxed, is_array, results_boxed, static,
-                                       statics, unboxed)
+from fnet.jaxpr._static_leaves import (
+    Structure,
+    alike_fields,
+    array_leaves,
+    boxed,
+    is_array,
+    results_boxed,
+    static,
+    statics,
+    unboxed,
+)
 from fnet.jaxpr._tags import BLOCK, is_tag, tag, tagging
 from fnet.jaxpr._traced import Traced
 from fnet.jaxpr._values import Value, bind, plain, restore

@@ -8,7 +8,7 @@ from typing import Any
 from fnet import _jax
 from fnet.jaxpr._calls import bodies, scan
 
-_JOINING = frozenset(("psum", "pmax", "pmin", "all_gather", "pbroadcast"))    # the same result on every device of the axis
+_JOINING = frozenset(("psum", "pmax", "pmin", "all_gather", "pbroadcast"))    # the same result on every device
 _UNCHANGED = frozenset(("pvary", "pcast", "mesh_cast"))         # no communication
 _MUTABLE = frozenset(("get", "swap"))                           # mutable arrays are not analyzed
 

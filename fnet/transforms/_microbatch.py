@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -11,11 +12,12 @@ import numpy as np
 from jax import lax
 
 from fnet import _jax
-from fnet.jaxpr import wraps
+from fnet.jaxpr import array_leaves, is_array, mutable, wraps
+from fnet.transforms._microbatch_state import Program, declared_state, inferred_state
 
 
 def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = None,
-               weight: Callable | None = None) -> Callable:
+               weight: Callable | None = None, carry: int | tuple[int, ...] | None = None) -> Callable:
     """Evaluates `f` on n slices of the batch, one after another in a scan, and averages the results.
 
         microbatch(f, n)(params, batch) = sum_i w_i f(params, batch_i) / sum_i w_i
@@ -39,12 +41,26 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
     different random numbers. Scalars that are not keys, and leaves that are not arrays, are passed to every slice
     unchanged. With n = 1, f is called once with unchanged arguments, and its outputs are converted to arrays.
 
+    The state of a model, such as the statistics of a batch normalization, a counter of steps or a random key, is
+    neither averaged nor summed. It goes from slice to slice: the result is the state after n steps on the slices, which
+    is not the state after one step on the full batch.
+
+        step = ft.microbatch(jax.value_and_grad(loss, has_aux=True), 8, argnums=2, carry=1)
+        (value, state), grads = step(params, state, batch)
+
+    State must be an argument of f, not a value in its closure, and f must return the new state with the tree structure,
+    shapes and dtypes of this argument. The state in flax.nnx modules among the arguments is always carried.
+
     Args:
         f: a function of parameters and batched arguments. Floating-point outputs are averaged: they are summed in at
             least float32 and returned in their own dtype. Integer outputs, such as counts, are summed over the slices.
         n: the number of slices, a divisor of the number of rows.
         argnums: the positions of the arguments that are batched along the first axis of their leaves. Default None:
-            all arguments except the first.
+            all arguments except the first and those in `carry`.
+        carry: the positions of the arguments that are state. Default None: an argument is state if an output has its
+            tree structure, shapes and dtypes, and its integers and random keys come back with values that are computed
+            from the argument, but not from the batch. If an output may be state, but need not be, for example because
+            it has no integers, an error asks for `carry`. With `carry=()`, nothing is state.
         weight: a function with the arguments of f, which receives one slice in place of the batch and returns a real
             scalar, the weight of the slice. If `weight` is None, every weight is 1. Default None.
 
@@ -54,8 +70,9 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
     Raises:
         TypeError: a batched argument is a `jax.Ref`, or `weight` is not a function.
         ValueError: the batched arguments contain no arrays or have different numbers of rows, n does not divide the
-            number of rows, or an output is neither floating point nor integer. A ValueError is also raised if the
-            function `weight` does not return a real scalar, or has side effects.
+            number of rows, or an output is neither floating point nor integer. A ValueError is also raised if an output
+            may be the new value of state that `carry` does not name, or if the function `weight` does not return a real
+            scalar, or has side effects.
 
     >>> f = lambda w, x: jnp.mean(w * x)
     >>> float(ft.microbatch(f, 2)(2.0, jnp.arange(4.0)))
@@ -70,46 +87,150 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
 
     @wraps(f, "microbatch")
     def sliced(*args, **options):
+        state = () if carry is None else batched("microbatch", args, carry, "carry")
+        args = tuple(_state_arrays(i, arg) if i in state else arg for i, arg in enumerate(args))
         where = batched("microbatch", args, argnums)
+        if argnums is None:
+            where = tuple(i for i in where if i not in state)
+        elif overlap := set(where) & set(state):
+            raise ValueError(f"microbatch: argument {min(overlap)} is both in argnums= and in carry=; state is not "
+                             "split into slices")
+        (args, options), modules, found = mutable.extract((args, options))
         rows = batch_rows("microbatch", args, where)
         if rows % n:
             raise ValueError(f"microbatch: a batch of {rows} rows cannot be divided into {n} equal slices; use "
                              f"{max(d for d in range(1, n + 1) if rows % d == 0)}")
+        call = _Call(f, args, options, where, modules)
         if n == 1:
-            return jax.tree.map(_strong, f(*args, **options))
-        stacked, rebuild = _slices(args, where, n)
-        first = jax.tree.map(lambda a: a[0], stacked)
-        run, shapes, _, inputs = _traced(lambda i, stacked: _arrays(f(*rebuild(i, stacked), **options)), first)
+            result, _ = call(f, 0, call.batch, *call.start)
+            return call.result(jax.tree.map(_strong, result), found)
+        stacked = [_split(jnp.asarray(a), n) for a in call.batch]
+        first = call.start, jax.tree.map(lambda a: a[0], stacked)
+
+        def evaluated(i, both):
+            result, written = call(f, i, both[1], *both[0])
+            return _arrays(result), written
+
+        run, shapes, program, inputs = _traced(evaluated, first)
         axes = frozenset()
         if weight is not None:
-            weigh, of_weight, effects, more = _traced(
-                lambda i, stacked: _scalar(weight(*rebuild(i, stacked), **options)), first)
+            weigh, of_weight, weight_program, more = _traced(
+                lambda i, both: _scalar(call(weight, i, both[1], *both[0])[0]), first)
             axes = _jax.varies_over(of_weight)
             if missing := set().union(*(axes - _jax.varies_over(x) for x in jax.tree.leaves((inputs, more)))):
                 raise ValueError(f"microbatch: inside shard_map the weights vary over the mesh axes {sorted(missing)} "
                                  "and some arguments do not. Use shard_map(..., check_vma=False), or cast these "
                                  f"arguments first: jax.lax.pcast(x, {tuple(sorted(missing))}, to='varying')")
-            if effects:
+            if effects := weight_program.effects:
                 raise ValueError("microbatch: weight= must not have side effects, since it is evaluated twice for each "
                                  f"slice; got {', '.join(sorted({type(e).__name__ for e in effects}))}. Move callbacks "
                                  "and uses of a jax.Ref into the function itself")
+        places = call.state_of(program, shapes, state if carry is not None else None)
+        flat, structure = jax.tree.flatten(shapes[0])
+        summed = [k for k in range(len(flat)) if k not in {k for leaves in places.values() for k in leaves}]
 
-        def body(total, slice_):
-            if weight is None:
-                return jax.tree.map(lambda t, y: t + _widened(y), total, run(*slice_)), None
-            live = weigh(*slice_, lax.stop_gradient) != 0
-            gate = functools.partial(_gate, live)
-            y, share = run(*slice_, gate), jnp.where(live, weigh(*slice_, gate), 0)
-            return (jax.tree.map(lambda t, y: t + _weighted(y, share, live), total[0], y), total[1] + share), None
+        def body(carried, slice_):
+            (i, rows), (total, share, (fixed, written)) = slice_, carried
+            every = {**call.start[0], **fixed}, written
+            live, gate = None, lambda x: x
+            if weight is not None:
+                live = weigh(i, (every, rows), lax.stop_gradient) != 0
+                gate = functools.partial(_gate, live)
+                part = jnp.where(live, weigh(i, (every, rows), gate), 0)
+                share = share + part
+            result, after = run(i, (every, rows), gate)
+            result = jax.tree.leaves(result)
+            add = _widened if weight is None else lambda y: _weighted(y, part, live)
+            total = [t + add(result[k]) for t, k in zip(total, summed)]
+            new = {position: [result[k] for k in leaves] for position, leaves in places.items()}, after
+            if live is not None:
+                new = jax.tree.map(lambda x, old: jnp.where(live, x, old), new, (fixed, written))
+            return (total, share, new), None
 
-        start = jax.tree.map(lambda s: _jax.zeros(s.shape, _wide(s), _jax.varies_over(s) | axes), shapes)
-        if weight is not None:
-            start = start, _jax.zeros((), of_weight.dtype, axes)
-        total, _ = lax.scan(body, start, (jnp.arange(n, dtype=jnp.int32), stacked))
-        total, share = (total, jnp.float32(n)) if weight is None else total
-        return jax.tree.map(lambda y, s: _mean(y, share, s.dtype), total, shapes)
+        begin = [_jax.zeros(flat[k].shape, _wide(flat[k]), _jax.varies_over(flat[k]) | axes) for k in summed]
+        share = None if weight is None else _jax.zeros((), of_weight.dtype, axes)
+        fixed = {position: _as_types(call.start[0][position], [flat[k] for k in leaves])
+                 for position, leaves in places.items()}
+        written = _as_types(call.start[1], shapes[1])
+        (total, share, (fixed, written)), _ = lax.scan(body, (begin, share, (fixed, written)),
+                                                       (jnp.arange(n, dtype=jnp.int32), stacked))
+        share = jnp.float32(n) if weight is None else share
+        outputs = dict(zip(summed, (_mean(y, share, flat[k].dtype) for y, k in zip(total, summed))))
+        outputs |= {k: x for position, leaves in places.items() for k, x in zip(leaves, fixed[position])}
+        call.written = written
+        return call.result(jax.tree.unflatten(structure, [outputs[k] for k in range(len(flat))]), found)
 
     return sliced
+
+
+class _Call:
+    """One call of the sliced function: its arguments, separated into the batch, the other arrays and flax.nnx modules.
+
+    Attributes:
+        batch: the arrays that are split into slices.
+        start: ({position of an argument that is not batched: its arrays}, the arrays of the modules).
+        written: the arrays of the modules after the call.
+    """
+
+    def __init__(self, f, args, options, where, modules):
+        self._args, self._options, self._modules = args, options, modules
+        self.batch, self._rebuild = batch_leaves(args, where)
+        self._rest = {i: array_leaves(arg, _is_input) for i, arg in enumerate(args) if i not in where}
+        self.start = {i: leaves for i, (leaves, _) in self._rest.items()}, [] if modules is None else modules.arrays
+        self.written, self._updated = self.start[1], None
+
+    def __call__(self, f, i, batch, fixed, written):
+        """Returns (the result of f for a slice, the arrays of the modules after the call)."""
+        args = self._rebuild(i, batch)
+        for position, (_, rebuild) in self._rest.items():
+            args[position] = rebuild(fixed[position])
+        modules = None if self._modules is None else dataclasses.replace(self._modules, arrays=list(written))
+        (args, options), new = mutable.insert((args, self._options), modules)
+        result = mutable.returned(f(*args, **options), new)
+        updated = mutable.updates(new, modules)
+        if updated is None:
+            return result, []
+        self._updated, self.written = updated, updated.arrays
+        return result, updated.arrays
+
+    def result(self, result, found):
+        """Returns the result of the call, and updates the caller's modules."""
+        updated = None if self._updated is None else dataclasses.replace(self._updated, arrays=list(self.written))
+        return mutable.apply(result, found, updated)
+
+    def state_of(self, program, shapes, declared) -> dict[int, tuple[int, ...]]:
+        """Returns {position of an argument: indices of the results that are its new value}."""
+        sources = ["index", *((i, k) for i, leaves in self.start[0].items() for k in range(len(leaves))),
+                   *["module"] * len(self.start[1]), *["batch"] * len(self.batch)]
+        sources += [None] * (len(program.jaxpr.invars) - len(sources))
+        arguments = {i: rebuild(leaves) for i, (leaves, rebuild) in self._rest.items()
+                     if all(map(_is_input, jax.tree.leaves(self._args[i])))}
+        traced = Program(program.jaxpr, sources, arguments, shapes[0])
+        return inferred_state(traced) if declared is None else declared_state(traced, declared)
+
+
+def _is_input(x) -> bool:
+    return is_array(x) and not isinstance(x, jax.Ref)
+
+
+def _state_arrays(position, state):
+    """Returns an argument that is state, with its Python numbers as arrays."""
+    for path, x in jax.tree.leaves_with_path(state):
+        if not _is_input(x) and not isinstance(x, (int, float, complex)):
+            raise TypeError(f"microbatch: carry= names argument {position}, which must contain only arrays and "
+                            f"numbers; its leaf {jax.tree_util.keystr(path)} is a {type(x).__name__}")
+    return jax.tree.map(lambda x: x if is_array(x) else jnp.asarray(x), state)
+
+
+def _as_types(arrays, types) -> list:
+    """Returns the initial state with the types, for example the varying mesh axes, of the state after a slice."""
+    found = []
+    for x, t in zip(arrays, types, strict=True):
+        missing = tuple(sorted(_jax.varies_over(t) - _jax.varies_over(x), key=str))
+        x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+        x = lax.convert_element_type(x, t.dtype) if getattr(x, "weak_type", False) else x
+        found.append(lax.pcast(x, missing, to="varying") if missing else x)
+    return found
 
 
 def _arrays(result):
@@ -127,9 +248,9 @@ def _traced(f, first):
     """Traces `f(i, slice)` once.
 
     Returns:
-        (run, shapes, effects, values). `run(i, slice, gate)` evaluates `f(i, slice)`, but first replaces each
+        (run, shapes, program, values). `run(i, slice, gate)` evaluates `f(i, slice)`, but first replaces each
         floating-point array x in `slice` and in the closure of f by `gate(x)`. `shapes` are the shapes of f's outputs.
-        `effects` are the side effects of f. `values` is a list of the floating-point arrays in `slice` and in the
+        `program` is the closed jaxpr of f. `values` is a list of the floating-point arrays in `slice` and in the
         closure of f.
     """
     traced, closed = jax.closure_convert(f, jnp.int32(0), first)
@@ -141,7 +262,7 @@ def _traced(f, first):
         return jax.tree.map(lambda y, s: y if isinstance(y, jax.Array) else jnp.asarray(y, s.dtype),
                             traced(i, slice_, *inner), shapes)
 
-    return run, shapes, program.effects, [x for x in jax.tree.leaves((first, closed)) if _differentiable(x)]
+    return run, shapes, program, [x for x in jax.tree.leaves((first, closed)) if _differentiable(x)]
 
 
 def _differentiable(x) -> bool:
@@ -166,16 +287,16 @@ def _scalar(share):
     return share.astype(_wide(share) if jnp.issubdtype(share.dtype, jnp.inexact) else jnp.float32)
 
 
-def batched(who: str, args, argnums) -> tuple[int, ...]:
-    """Returns the positions of the batched arguments as nonnegative integers."""
+def batched(who: str, args, argnums, name: str = "argnums") -> tuple[int, ...]:
+    """Returns the positions of the batched arguments as nonnegative integers. `name` is the option `argnums`."""
     if argnums is None:
         return tuple(range(1, len(args)))
     where = (argnums,) if np.ndim(argnums) == 0 else tuple(argnums)
     for i in where:
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
-            raise TypeError(f"{who}: argnums must be an integer or a tuple of integers; got {argnums!r}")
+            raise TypeError(f"{who}: {name} must be an integer or a tuple of integers; got {argnums!r}")
         if not -len(args) <= i < len(args):
-            raise ValueError(f"{who}: argnums names argument {i}; the function was called with {len(args)}")
+            raise ValueError(f"{who}: {name} names argument {i}; the function was called with {len(args)}")
     return tuple(i % len(args) for i in where)
 
 
@@ -196,15 +317,9 @@ def batch_rows(who: str, args, where) -> int:
     return next(iter(rows))
 
 
-def _slices(args, where, n):
-    """Returns the batched arrays, split into n slices, as arrays [n, rows / n, ...]. Also returns a function that
-    replaces the whole batch in the arguments by one of the slices."""
-    arrays, rebuild = batch_leaves(args, where)
-
-    def split(a):
-        return jnp.swapaxes(jnp.reshape(a, (a.shape[0] // n, n, *a.shape[1:])), 0, 1)    # [n, rows / n, ...]
-
-    return [split(jnp.asarray(a)) for a in arrays], rebuild
+def _split(a, n):
+    """Splits an array into n slices [n, rows / n, ...]."""
+    return jnp.swapaxes(jnp.reshape(a, (a.shape[0] // n, n, *a.shape[1:])), 0, 1)
 
 
 def batch_leaves(args, where):
@@ -239,7 +354,8 @@ def _wide(y):
     if jnp.issubdtype(y.dtype, jnp.integer):
         return y.dtype
     raise ValueError(f"microbatch: expected outputs with floating-point dtype (averaged over slices) or integer dtype "
-                     f"(summed); got {y.dtype}{list(y.shape)}")
+                     f"(summed); got {y.dtype}{list(y.shape)}. If it is the new value of an argument, such as a random "
+                     "key, pass carry= with the position of this argument")
 
 
 def _strong(y):

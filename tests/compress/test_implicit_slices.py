@@ -103,7 +103,8 @@ def test_only_the_class_knows_its_leading_axis():
 
 def test_a_vmap_over_an_input_axis_is_an_error():
     w = ARRAYS["rank == inputs"][0]
-    with pytest.raises(ValueError, match=r"(?s)LowRank: expected a base with 2 or more axes, got shape \(4,\). A scan or "
-                                         r"vmap over this parameter slices axis 0 .* Call ft.use_implicit_arrays\(f\) outside"):
+    text = (r"(?s)LowRank: expected a base with 2 or more axes, got shape \(4,\). A scan or vmap over this parameter "
+            r"slices axis 0 .* Call ft.use_implicit_arrays\(f\) outside")
+    with pytest.raises(ValueError, match=text):
         jax.vmap(ft.use_implicit_arrays(lambda row: row.sum()))(w)
     np.testing.assert_allclose(ft.use_implicit_arrays(jax.vmap(jnp.sum))(w), w.materialize().sum(1), rtol=1e-5)

@@ -42,11 +42,12 @@ def cnn():
         return tr.TrainState.create(params, TX, state=state)
 
     def step(state, batch, *, microbatches=2):
-        def loss(params, x):
-            y, after = model(params, x, state=state.state, train=True)
+        def loss(params, before, x):
+            y, after = model(params, x, state=before, train=True)
             return jnp.square(y - 1).mean(), after
 
-        (value, after), grads = ft.microbatch(jax.value_and_grad(loss, has_aux=True), microbatches)(state.params, batch)
+        each = ft.microbatch(jax.value_and_grad(loss, has_aux=True), microbatches, carry=1)
+        (value, after), grads = each(state.params, state.state, batch)
         return state.apply(TX, grads, state=after), {"loss": value}
 
     return step, init, x

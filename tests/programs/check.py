@@ -28,7 +28,7 @@ WRAP = {
     "autocast16": lambda program: lambda f: ft.autocast(f, "float16"),
     "tune": lambda program: lambda f: ft.tune(f, "cpu"),
     "microbatch": lambda program: lambda f: ft.microbatch(
-        f, program.slices, argnums=program.batched, weight=program.weight),
+        f, program.slices, argnums=program.batched, weight=program.weight, carry=()),
     "rematerialize": lambda program: ft.rematerialize,
     "intervene": lambda program: _identities,
 }

@@ -322,7 +322,8 @@ def one_key(x):
 
 
 COLLECTIVES = {
-    "psum": lambda x: lax.psum(x * lax.axis_index("devices").astype(x.dtype), "devices"), "no collective": lambda x: x * 2,
+    "psum": lambda x: lax.psum(x * lax.axis_index("devices").astype(x.dtype), "devices"),
+    "no collective": lambda x: x * 2,
     "psum in groups": lambda x: lax.psum(x, "devices", axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]]),
     "psum of the index in groups": lambda x: lax.psum(
         x * lax.axis_index("devices").astype(x.dtype), "devices", axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]]),

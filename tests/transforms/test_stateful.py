@@ -140,6 +140,6 @@ def test_microbatch_averages_statistics_and_adds_up_counts():
         return step((params, stats, key), x)[0][1]["batch_stats"]
 
     for i in range(2):
-        want, got = statistics(stats, batch(i)), ft.microbatch(statistics, 2)(stats, batch(i))
+        want, got = statistics(stats, batch(i)), ft.microbatch(statistics, 2, carry=())(stats, batch(i))
         close(got["BatchNorm_0"]["mean"], want["BatchNorm_0"]["mean"])
         assert (got["calls"], want["calls"]) == (2, 1)

@@ -166,7 +166,8 @@ def test_windows_larger_than_the_input(case, dtype, every_size, monkeypatch):
 
 def test_positions_of_a_strided_window_that_are_not_adjacent(every_size):
     """The first output reads the last position of the window, the second output the first position."""
-    f = lambda x, w: lax.conv_general_dilated(x, w, (2, 2), ((2, 2), (2, 2)), dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    f = lambda x, w: lax.conv_general_dilated(x, w, (2, 2), ((2, 2), (2, 2)),
+                                              dimension_numbers=("NHWC", "HWIO", "NHWC"))
     x, w = draw(3, 1, 1, 4), draw(3, 3, 4, 5)
     corners = np.stack([w[2, 2], w[2, 0], w[0, 2], w[0, 0]]).reshape(2, 2, 4, 5)
     fast = ft.tune(f, "cpu", rules={"convolution_kernels": False})
