@@ -252,7 +252,7 @@ def _add_kept(flow: Flow, run, params, inputs) -> list[str]:
             by_path.setdefault(node.path, node)
     try:
         found = kept_activations(run, params, *inputs)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, NotImplementedError):
         return ["kept activations: the function has no derivative with respect to its first argument"]
     for each in found:
         by_path.get(each.path, flow.root).kept_bytes += each.nbytes

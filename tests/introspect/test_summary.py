@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax._src.ad_checkpoint import saved_residuals
+from jax.experimental.custom_partitioning import custom_partitioning
 
 from fnet import introspect, models
 from fnet import layers as nn
@@ -186,6 +187,24 @@ def test_any_function():
     row = introspect.summary(loss, {"layer": {"w": spec(5, 4)}}, spec(3, 5), chip=CHIP)["layer"]
     assert (row.parameters, row.forward.matmul, row.backward.matmul) == (20, 120, 120)
     assert [(each.shape, each.path) for each in row.kept] == [((3, 4), "layer")] * len(row.kept)
+
+
+def test_an_operation_without_a_derivative():
+    """custom_partitioning raises another type of error than a while loop."""
+    @custom_partitioning
+    def product(x, w):
+        return jnp.tanh(x @ w)
+
+    whole = lambda mesh: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    product.def_partition(lambda mesh, args, result: (mesh, lambda x, w: x @ w, whole(mesh), (whole(mesh),) * 2),
+                          infer_sharding_from_operands=lambda mesh, args, result: whole(mesh),
+                          sharding_rule="i j, j k -> i k")
+    f = lambda w, x: product(x, w) @ w.T
+    table = introspect.summary(f, jnp.ones((4, 5)), jnp.ones((8, 4)), chip=CHIP)
+    assert (table.total.parameters, table.total.backward.matmul, table.total.kept) == (20, 0, ())
+    assert table.notes[0] == "no backward pass: Differentiation rule for 'custom_partitioning' not implemented"
+    graph = introspect.graph(f, jnp.ones((4, 5)), jnp.ones((8, 4)))
+    assert any("no derivative with respect to its first argument" in note for note in graph.notes)
 
 
 def test_functions_without_a_backward_pass():
