@@ -136,8 +136,8 @@ def _devices(measure: bool) -> int:
         for mode in ("train", "inference"):
             policy = hw.policy(devices[0], mode)      # a CPU is probed once, as the reason states
             scaling = f", loss scaling from {policy.loss_scale:g}" if policy.loss_scale else ""
-            types = f"parameters {policy.param}, compute {policy.compute}, sums {policy.accum}{scaling}"
-            facts.append((f"policy, {mode}", f"{types}\nbecause {policy.reason}"))
+            operands = str(policy).partition(", sums ")[0]    # also of convolutions and of the residual stream
+            facts.append((f"policy, {mode}", f"{operands}, sums {policy.accum}{scaling}\nbecause {policy.reason}"))
         _facts(console, facts)
     console.print(f"jax {jax.__version__}, {jax.process_count()} process(es), default backend {jax.default_backend()}",
                   highlight=False)

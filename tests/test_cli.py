@@ -38,6 +38,15 @@ def test_devices(capsys):
     assert max(map(len, out.splitlines())) <= 100
 
 
+def test_devices_with_other_dtypes_for_convolutions(capsys, monkeypatch):
+    from fnet import hardware as hw
+
+    policy = hw.Policy(compute="bfloat16", convolution="float32", residual="bfloat16", loss_scale=2.0**15, reason="so")
+    monkeypatch.setattr(hw, "policy", lambda device, mode: policy)
+    assert ("policy, train parameters float32, compute bfloat16 (convolutions float32), residual stream bfloat16, sums "
+            "float32, loss scaling from 32768 because so") in words(run(capsys, "devices")[1])
+
+
 def test_devices_measured(capsys, monkeypatch):
     import dataclasses
 
