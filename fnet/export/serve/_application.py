@@ -165,6 +165,8 @@ class _Server:
         return b"".join(parts)
 
     def _check_ready(self):
+        if self.repository.error is not None:
+            raise _Refused(503, f"the models cannot be served: {self.repository.error}")
         if not self.repository.ready:
             raise _Refused(503, "the models are being compiled", **{"Retry-After": "1"})
 
@@ -201,8 +203,10 @@ class _Server:
         return _json({"ready": ready}, 200 if ready else 503)
 
     async def index(self, request):
-        state = "READY" if self.repository.ready else "LOADING"
-        row = lambda name, version, kind: {"name": name, "version": version, "state": state, "reason": "", "kind": kind}
+        error = self.repository.error
+        state = "READY" if self.repository.ready else "LOADING" if error is None else "UNAVAILABLE"
+        row = lambda name, version, kind: {"name": name, "version": version, "state": state,
+                                           "reason": "" if error is None else str(error), "kind": kind}
         tables = ("infer", self.repository.models), ("generate", self.repository.generators)
         return _json([row(name, version, kind) for kind, table in tables
                       for name, versions in table.items() for version in versions])

@@ -30,6 +30,9 @@ class Batcher:
     `max_delay` seconds for more requests. While a batch is computed, new requests wait for the next batch. Two requests
     can be in the same batch only if their inputs have equal dtypes, and equal shapes except for the first axis.
 
+    Attributes:
+        max_batch: the argument. It may be changed while no request waits.
+
     Args:
         compute: a function of a list of arrays that returns a list of arrays. If `max_batch` is not 1, the first axis
             of all arrays is the batch axis.
@@ -44,7 +47,7 @@ class Batcher:
     def __init__(self, compute: Callable[[list], list], *, max_batch: int, max_delay: float, max_queue: int,
                  observe: Callable[[int, float], None] = lambda rows, seconds: None):
         self._compute, self._observe = compute, observe
-        self._max_batch, self._max_delay, self._max_queue = max_batch, max_delay, max_queue
+        self.max_batch, self._max_delay, self._max_queue = max_batch, max_delay, max_queue
         self._queue: collections.deque[_Request] = collections.deque()
         self._changed, self._closed = threading.Condition(), False
         self._thread = threading.Thread(target=self._work, name="batches", daemon=True)
@@ -59,7 +62,7 @@ class Batcher:
         Raises:
             Full: the queue of waiting requests is full, or the batcher is closed.
         """
-        batched = self._max_batch > 1
+        batched = self.max_batch > 1
         key = tuple((x.shape[1:], x.dtype) for x in arrays) if batched else (object(),)
         request = _Request(key, len(arrays[0]) if batched else 1, arrays, Future())
         with self._changed:
@@ -87,14 +90,14 @@ class Batcher:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             end = time.monotonic() + self._max_delay
-            while (not self._closed and sum(request.rows for request in self._queue) < self._max_batch
+            while (not self._closed and sum(request.rows for request in self._queue) < self.max_batch
                    and (left := end - time.monotonic()) > 0):
                 self._changed.wait(left)
             batch: list[_Request] = []
             rows, others = 0, []
-            while self._queue and rows < self._max_batch:
+            while self._queue and rows < self.max_batch:
                 request = self._queue.popleft()
-                if batch and (request.key != batch[0].key or rows + request.rows > self._max_batch):
+                if batch and (request.key != batch[0].key or rows + request.rows > self.max_batch):
                     others.append(request)
                 else:
                     batch.append(request)

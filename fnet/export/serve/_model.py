@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import itertools
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +15,12 @@ import numpy as np
 from fnet import transforms as ft
 from fnet.export import _rebuild, _signature
 from fnet.export._loaded import Bundle
+from fnet.export.serve import _independence
 
 _PROGRAMS = 64      # compiled programs of one model, for inputs of different sizes; the oldest are removed
 _WARMED = 32        # programs that are compiled at the start
+_TOLERANCE = 1e-3   # of the largest output: programs for other sizes round in another order
+_LOG = logging.getLogger("fnet.serve")
 
 
 def leaves(name: str, tree: Any) -> list[tuple[str, dict]]:
@@ -37,9 +41,17 @@ class Model:
     Attributes:
         name, version: the name and the version of the model, strings that occur in the URLs of the server.
         inputs, outputs: the types of the arrays, [(name, {"dtype", "shape"})].
-        batched: whether the first axis of all inputs and outputs is a batch of independent rows. Rows are assumed to be
-            independent if the first axes of all inputs and outputs have the same symbolic size, which occurs in no
-            other axis and in no constraint.
+        rows_name: the size variable that is the first axis of all inputs and outputs and occurs nowhere else, or "". An
+            axis like this looks like a batch, but only `warm` finds out whether its rows are independent.
+        batched: whether requests may be combined, split and padded along the first axis. False until `warm` has shown
+            that the rows are independent.
+        not_batched: the reason why `batched` is False, or None.
+        tolerance: the largest difference between the outputs of programs for other sizes, divided by the largest
+            element: each rounds in its own order.
+        rounding: the same for two calls of one program: 0 on a CPU.
+        max_batch: the maximum number of rows that are computed together; 1 if `batched` is False.
+        variables: the other size variables.
+        pad: the sizes to which some of the variables are padded, in ascending order.
     """
 
     def __init__(self, name: str, version: str, bundle: Bundle, entry: str, max_batch: int,
@@ -51,17 +63,24 @@ class Model:
         self.inputs = [leaf for name, tree in self._description["inputs"] for leaf in leaves(name, tree)]
         self.outputs = leaves("output", self._description["output"])
         self._programs: collections.OrderedDict[tuple, Any] = collections.OrderedDict()
-        words = [_words(n) for _, leaf in [*self.inputs, *self.outputs] for n in leaf["shape"][1:]]
-        words += [_words(text) for text in self._description["constraints"]]
-        firsts = {str(leaf["shape"][0]) if leaf["shape"] else "" for _, leaf in [*self.inputs, *self.outputs]}
-        self._rows_name = firsts.pop() if len(firsts) == 1 else ""
-        self.batched = self._rows_name.isidentifier() and all(self._rows_name not in names for names in words)
-        self.max_batch = max_batch if self.batched else 1
-        self.variables = sorted(set().union(*words) - {self._rows_name}) if words else []
-        self.pad = {name: sorted(sizes) for name, sizes in pad.items() if name in self.variables}
+        self.constraints = self._description["constraints"]
+        self.tolerance = max(_TOLERANCE, self._description["tolerance"])
+        self.rounding = 0.0 if jax.default_backend() == "cpu" else self.tolerance
+        both = [*self.inputs, *self.outputs]
+        elsewhere = set().union(*(_words(n) for _, leaf in both for n in leaf["shape"][1:]),
+                                *map(_words, self.constraints))
+        firsts = {leaf["shape"][0] if leaf["shape"] else None for _, leaf in both}
+        first = firsts.pop() if len(firsts) == 1 else None
+        self.rows_name = first if isinstance(first, str) and first.isidentifier() and first not in elsewhere else ""
+        self._max_batch, self.max_batch, self.batched = max_batch, 1, False
+        self.not_batched: str | None = "the model is not ready"
+        self.variables = sorted(set().union(*(_words(n) for _, leaf in both for n in leaf["shape"]), elsewhere)
+                                - {self.rows_name})
+        self.pad = {name: sorted(set(sizes)) for name, sizes in pad.items() if name in self.variables}
         for name in self.pad:
-            if any(name in _words(n) and n != name for _, leaf in self.outputs for n in leaf["shape"]):
-                raise ValueError(f"serve: {self.name}: outputs have sizes computed from {name!r}; it cannot be padded")
+            if any(name in _words(n) and n != name for _, leaf in both for n in leaf["shape"]):
+                raise ValueError(f"serve: {self.name}: inputs or outputs have sizes computed from {name!r}; it cannot "
+                                 "be padded")
 
     def bound(self, arrays: list[np.ndarray]) -> list:
         """Checks the inputs against the dtypes and shapes in the signature, and returns them converted to these dtypes.
@@ -78,21 +97,63 @@ class Model:
         return flat
 
     def compute(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """Computes the outputs for inputs that `bound` returned, in parts of at most `max_batch` rows."""
-        sizes = {n: m for (_, leaf), x in zip(self.inputs, arrays) for n, m in zip(leaf["shape"], x.shape)}
-        for name, allowed in self.pad.items():
-            arrays = [_padded(x, leaf["shape"], name, next(n for n in allowed if n >= sizes[name]))
-                      for (_, leaf), x in zip(self.inputs, arrays)]
+        """Computes the outputs for inputs that `bound` returned. If the rows are independent, they are computed in
+        parts of at most `max_batch` rows, otherwise all at once."""
+        sizes = self.sizes(arrays)
+        arrays = self.padded(arrays, sizes, [0] * len(arrays))
         if not self.batched:
-            outputs = self._run(arrays)
+            outputs = self.run(arrays)
         else:
             pieces = [self._piece([x[i:i + self.max_batch] for x in arrays])
                       for i in range(0, len(arrays[0]), self.max_batch)]
             outputs = pieces[0] if len(pieces) == 1 else [np.concatenate(parts) for parts in zip(*pieces)]
+        return self.cut(outputs, sizes)
+
+    def sizes(self, arrays: Sequence[np.ndarray]) -> dict[str, int]:
+        """Returns the values of the size variables that are axes of the inputs."""
+        return {n: m for (_, leaf), x in zip(self.inputs, arrays) for n, m in zip(leaf["shape"], x.shape)
+                if isinstance(n, str)}
+
+    def allows(self, sizes: Mapping[str, int]) -> bool:
+        """Whether sizes satisfy the constraints of the program, and give each input a shape."""
+        try:
+            shapes = [_signature.shape(leaf, sizes) for _, leaf in self.inputs]
+        except KeyError:
+            return False
+        return (all(_signature.satisfied(text, sizes) for text in self.constraints)
+                and all(n > 0 for shape in shapes for n in shape))
+
+    def padded(self, arrays: Sequence[np.ndarray], sizes: Mapping[str, int], fills: Sequence[Any]) -> list:
+        """Returns the inputs, padded to the smallest sufficient sizes in `pad` with the values `fills`, one for each
+        input."""
+        for name, allowed in self.pad.items():
+            size = next(n for n in allowed if n >= sizes[name])
+            arrays = [_padded(x, leaf["shape"], name, size, fill)
+                      for (_, leaf), x, fill in zip(self.inputs, arrays, fills)]
+        return list(arrays)
+
+    def cut(self, outputs: Sequence[np.ndarray], sizes: Mapping[str, int]) -> list:
+        """Returns the outputs without their padding."""
         for name in self.pad:
             outputs = [y[tuple(slice(sizes[name] if n == name else None) for n in leaf["shape"])]
                        for (_, leaf), y in zip(self.outputs, outputs)]
-        return outputs
+        return list(outputs)
+
+    def drawn(self, sizes: Mapping[str, int], scale: float, seed: int = 0) -> list[np.ndarray]:
+        """Returns random inputs of the given sizes: normal numbers of the given scale, and integers that are legal as
+        lengths, too: from 0 to the smallest size besides the number of rows."""
+        draw = np.random.default_rng(seed)
+        most = min((n for name, n in sizes.items() if name != self.rows_name), default=9)
+
+        def one(shape, dtype):
+            if dtype.kind == "b":
+                return draw.integers(0, 2, shape).astype(dtype)
+            if dtype.kind in "ui":
+                return draw.integers(0, 256 if dtype == np.uint8 else most, shape, endpoint=dtype != np.uint8
+                                     ).astype(dtype)
+            return (scale * draw.normal(size=shape)).astype(dtype)
+
+        return [one(_signature.shape(leaf, sizes), np.dtype(leaf["dtype"])) for _, leaf in self.inputs]
 
     def _piece(self, arrays):
         """Computes the outputs for at most `max_batch` rows. Copies of the last row are added until the number of rows
@@ -101,11 +162,13 @@ class Model:
         size = min(1 << (rows - 1).bit_length(), self.max_batch)
         if size > rows:
             arrays = [np.concatenate([x, np.broadcast_to(x[-1:], (size - rows, *x.shape[1:]))]) for x in arrays]
-        return [y[:rows] for y in self._run(arrays)]
+        return [y[:rows] for y in self.run(arrays)]
 
-    def _run(self, arrays):
+    def run(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Computes the outputs for inputs of exactly these sizes, neither padded nor split."""
         key = tuple(x.shape for x in arrays)
         weights = {name: self.bundle.arrays[name] for name in self._weights}
+        arrays = list(arrays)
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._compiled(weights, arrays)
@@ -132,35 +195,48 @@ class Model:
         return len(self._programs)
 
     def warm(self) -> None:
-        """Compiles the programs for the batch sizes and padded sizes that can occur, if all sizes are known in advance.
-        Tests that the padding has no effect on the outputs.
+        """Tests whether the rows of a batch are independent, and that padding has no effect on the outputs. Compiles
+        the programs for the batch sizes and padded sizes that can occur, if all sizes are known in advance.
 
         Raises:
-            ValueError: an output depends on padding.
+            ValueError: an output depends on padding, or the test of the padding shows nothing.
         """
+        try:
+            _independence.check_padding(self)
+        except _independence.Dependent as error:
+            raise ValueError(f"serve: {self.name}: {error}; serve the model without --pad") from None
+        self.not_batched = self._dependence()
+        self.batched = self.not_batched is None
+        self.max_batch = self._max_batch if self.batched else 1
+        if not self.batched:
+            _LOG.warning("%s: requests are computed one by one, because %s", self.name, self.not_batched)
+        tested, self._programs = self._programs, collections.OrderedDict()
         free = [name for name in self.variables if name not in self.pad]
         batches = sorted({min(1 << i, self.max_batch) for i in range(self.max_batch.bit_length() + 1)})
         for rows, *sizes in itertools.islice(itertools.product(batches, *self.pad.values()), 0 if free else _WARMED):
-            known = {self._rows_name: rows, **dict(zip(self.pad, sizes))}
-            self._run([np.zeros(_signature.shape(leaf, known), leaf["dtype"]) for _, leaf in self.inputs])
-        if self.pad and not free:
-            self._test_padding()
+            known = {self.rows_name: rows, **dict(zip(self.pad, sizes))}
+            inputs = [np.zeros(_signature.shape(leaf, known), leaf["dtype"]) for _, leaf in self.inputs]
+            key = tuple(x.shape for x in inputs)
+            if key in tested:
+                self._programs[key] = tested[key]
+            self.run(inputs)
 
-    def _test_padding(self):
-        inputs, wanted = self.bundle.tests()[self.entry]
-        if not wanted:
-            return
-        outputs = self.compute(list(inputs))
-        for (name, _), got, want in zip(self.outputs, outputs, wanted):
-            got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-            if np.abs(got - want).max(initial=0) > 1e-3 * np.abs(want).max(initial=0):
-                raise ValueError(f"serve: {self.name}: the output {name!r} depends on the padding of "
-                                 f"{', '.join(self.pad)}; serve the model without --pad")
+    def _dependence(self) -> str | None:
+        """Returns the reason why the rows are not known to be independent, or None."""
+        if not self.rows_name:
+            return "the first axes of its inputs and outputs are not one size variable that occurs nowhere else"
+        try:
+            _independence.check_rows(self, self._max_batch)
+        except _independence.Dependent as error:
+            return str(error)
+        except Exception as error:      # whatever the backend raises for odd sizes or values: nothing was shown
+            return f"the test of its rows failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        return None
 
 
-def _padded(x, shape, name, size):
+def _padded(x, shape, name, size, fill):
     widths = [(0, size - n if wanted == name else 0) for n, wanted in zip(x.shape, shape)]
-    return np.pad(x, widths) if any(high for _, high in widths) else x
+    return np.pad(x, widths, constant_values=fill) if any(high for _, high in widths) else x
 
 
 def _words(text) -> set[str]:

@@ -14,7 +14,8 @@ class Options:
         host: the address to listen on. Default 127.0.0.1.
         port: the port to listen on. 0 selects a free port. Default 8000.
         max_batch: the maximum number of rows that are computed together. Programs are compiled for the powers of two up
-            to `max_batch`. Default 32.
+            to `max_batch`. Only models whose rows are independent are batched: the server tests this when it starts,
+            and computes the requests for other models one by one. Default 32.
         max_delay: the maximum time in seconds that a request waits for other requests to join its batch. Default 0.002.
         max_queue: the maximum number of requests that wait for a model. Requests that exceed `max_queue` get status
             503. Default 256.
@@ -35,8 +36,8 @@ class Options:
             model's input shapes, such as "t" in ["b", "t"], that represents a size which can vary. If the size of an
             axis is the size variable `name`, the axis is padded with zeros to the smallest sufficient size in
             `pad[name]`. For example, with `pad={"t": (64, 128)}`, an axis "t" of size 100 is padded to 128. The padding
-            must not change the outputs of the model. When the server starts, it tests whether padding changes the
-            outputs of the model. By default, inputs are not padded.
+            must not change the outputs of the model. When the server starts, it tests this at sizes that need padding,
+            and ends with an error if an output changes or if the test shows nothing. By default, inputs are not padded.
     """
 
     host: str = "127.0.0.1"

@@ -37,7 +37,10 @@ def metadata(model: Model, versions: list[str]) -> dict:
     tensors = lambda found: [{"name": name, "datatype": _CODES[leaf["dtype"]], "shape": sizes(leaf)}
                              for name, leaf in found]
     bundle = model.bundle
-    parameters = {"signature": bundle.signature(model.entry), "created": bundle.manifest["created"]}
+    parameters = {"signature": bundle.signature(model.entry), "created": bundle.manifest["created"],
+                  "batched": model.batched}
+    if model.not_batched:
+        parameters["not_batched"] = model.not_batched
     if bundle.labels:
         parameters["labels"] = bundle.labels
     return {"name": model.name, "versions": versions, "platform": "fnet", "inputs": tensors(model.inputs),

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fnet.export._loaded import load
-from fnet.export._reader import BundleError
 from fnet.export.serve._batching import Batcher
 from fnet.export.serve._generate import Generator, generates
 from fnet.export.serve._metrics import Metrics
@@ -85,13 +84,13 @@ class Repository:
         return versions[version or max(versions, key=int)]
 
     def warm(self) -> None:
-        """Compiles the programs of all models. After the compilation, sets `ready` or, if a program cannot be compiled,
-        `error`."""
+        """Tests and compiles the programs of all models. Then sets `ready` or, if a model cannot be served, `error`."""
         try:
-            for model, _ in self.all():
+            for model, batcher in self.all():
                 model.warm()
+                batcher.max_batch = model.max_batch
             self.ready = True
-        except (ValueError, BundleError) as error:
+        except Exception as error:      # of any type, for example of the compiler: clients wait for an answer
             self.error = error
 
     def all(self) -> list[tuple[Model, Batcher]]:
