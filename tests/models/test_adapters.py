@@ -105,12 +105,53 @@ def test_save_and_load(name, tmp_path):
     ({"lm_head": pair(16, 24)}, {"use_dora": True}, "use_dora=True is not supported; expected False"),
     ({"lm_head": pair(16, 24)}, {"peft_type": "LOHA"}, "peft_type='LOHA' is not supported; expected 'LORA'"),
     ({"lm_head": pair(16, 24)}, {"r": "two"}, "expected the fields r and lora_alpha"),
+    ({"lm_head": pair(16, 24)}, {"r": True}, "expected the fields r and lora_alpha"),
+    *(({"lm_head": pair(16, 24)}, {"init_lora_weights": kind},
+       f"init_lora_weights='{kind}' is not supported; expected True; it changes the base weights")
+      for kind in ("pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga", "mica")),
+    ({"lm_head": pair(16, 24)}, {"init_lora_weights": 1}, "init_lora_weights=1 is not supported"),
+    *(({"lm_head": pair(16, 24)}, {field: {}}, rf"{field}=\{{\}} is not supported; expected None")
+      for field in ("velora_config", "kasa_config", "arrow_config", "monteclora_config", "megatron_config")),
+    ({"lm_head": pair(16, 24)}, {"use_bdlora": {}}, r"use_bdlora=\{\} is not supported"),
+    ({"lm_head": pair(16, 24)}, {"ensure_weight_tying": True}, "ensure_weight_tying=True is not supported"),
+    ({"lm_head": pair(16, 24)}, {"trainable_token_indices": [1]}, r"trainable_token_indices=\[1\] is not supported"),
+    ({"lm_head": pair(16, 24)}, {"target_parameters": ["w"]}, "target_parameters=.* is not supported"),
+    ({"lm_head": pair(16, 24)}, {"modules_to_save": ["score"]}, "modules_to_save=.* is not supported"),
+    ({"lm_head": pair(16, 24)}, {"use_newest": True}, "the field use_newest=True is unknown"),
+    ({"lm_head": pair(16, 24)}, {"r": 3}, "give 'lm_head' the rank 3, but its weights have rank 2"),
+    ({"lm_head": pair(16, 24)}, {"rank_pattern": {"head": 3, "lm_.*": 4}}, "the rank 4, but its weights have rank 2"),
+    ({"lm_head": pair(16, 24)}, {"rank_pattern": [2]}, "expected rank_pattern as an object of numbers"),
+    ({"lm_head": pair(16, 24)}, {"use_rslora": "no"}, "expected use_rslora=true or false, got 'no'"),
+    ({"lm_head": pair(16, 24)}, {"target_modules": ["q_proj"]}, "do not select 'lm_head'"),
+    ({"lm_head": pair(16, 24)}, {"target_modules": "head"}, "do not select 'lm_head'"),
+    ({"lm_head": pair(16, 24)}, {"exclude_modules": ["lm_head"]}, "do not select 'lm_head'"),
+    ({"model.layers.1.self_attn.q_proj": pair(16, 16)}, {"target_modules": ["q_proj"], "layers_to_transform": [0, 2]},
+     "do not select 'model.layers.1.self_attn.q_proj'"),
+    ({"model.layers.1.self_attn.q_proj": pair(16, 16)},
+     {"target_modules": ["q_proj"], "layers_to_transform": 1, "layers_pattern": "blocks"}, "do not select"),
     ({"model.norm": pair(16, 16)}, {}, "are supported for dense layers, convolutions in one group and tables"),
 ])
 def test_errors(factors, config, message, tmp_path):
     model, params = start("llama")
     with pytest.raises(ValueError, match=message):
         pretrained.load_adapter(model, params, write(tmp_path / "adapter", factors, **config))
+
+
+@pytest.mark.parametrize("config", [
+    {"init_lora_weights": kind} for kind in (True, False, None, "gaussian", "orthogonal", "eva")] + [
+    {"target_modules": ["q_proj"], "exclude_modules": [], "use_newest": None}, {"target_modules": "model.*q_proj"},
+    {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+    {"target_modules": ["self_attn.q_proj"], "layers_to_transform": 1, "layers_pattern": ["h", "layers"]},
+    {"loftq_config": {}, "lora_dropout": 0.1, "task_type": "CAUSAL_LM", "fan_in_fan_out": True, "revision": None}])
+def test_fields_that_change_nothing(config, tmp_path):
+    model, params = start("llama")
+    factors = {"model.layers.1.self_attn.q_proj": pair(16, 16)}
+    got = compress.merge(pretrained.load_adapter(model, params, write(tmp_path / "adapter", factors, **config)))
+    a, b = factors["model.layers.1.self_attn.q_proj"]
+    change = np.asarray(got["blocks"]["attention"]["query"]["kernel"]) - np.asarray(
+        params["blocks"]["attention"]["query"]["kernel"])
+    np.testing.assert_allclose(change[1].reshape(16, 16), 4 * (b @ a).T, rtol=1e-4, atol=1e-5)
+    assert not change[0].any()
 
 
 def test_missing_files_and_changes(tmp_path):

@@ -16,14 +16,29 @@ import numpy as np
 
 from fnet.compress import LowRank
 from fnet.models._model import Model
-from fnet.models.weights import _key_map, _match, _tensors
+from fnet.models.weights import _json, _key_map, _match, _tensors
 
 _HEAD = "lm_head"
 _PREFIX, _WEIGHTS, _CONFIG = "base_model.model.", "adapter_model.safetensors", "adapter_config.json"
+# Initializations after which the base weights are what they were. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA subtract the
+# first factors from them, and an adapter that is saved without conversion is right for the changed weights only.
+_INITIALIZATIONS = True, False, None, "gaussian", "orthogonal", "eva"
 # Fields that change the computation, with the values for which the result is that of `LowRank`.
-_PLAIN = {"peft_type": ("LORA",), "use_dora": (False, None), "bias": ("none",), "modules_to_save": (None, []),
-          "lora_bias": (False, None), "alora_invocation_tokens": (None,), "trainable_token_indices": (None,),
-          "target_parameters": (None, []), "layer_replication": (None,), "use_qalora": (False, None)}
+_PLAIN = {
+    "peft_type": ("LORA",), "use_dora": (False, None), "bias": ("none",), "modules_to_save": (None, []),
+    "lora_bias": (False, None), "alora_invocation_tokens": (None, []), "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []), "layer_replication": (None, []), "use_qalora": (False, None),
+    "init_lora_weights": _INITIALIZATIONS, "megatron_config": (None,), "velora_config": (None,),
+    "monteclora_config": (None,), "use_bdlora": (None, False), "arrow_config": (None,), "kasa_config": (None,),
+    "ensure_weight_tying": (False, None)}
+# Fields that `load_adapter` uses.
+_USED = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules", "exclude_modules",
+         "layers_to_transform", "layers_pattern")
+# Fields that do not change what a trained adapter computes: training, the options of initializations that are refused
+# above, and the orientation of the base's kernels, which the model here knows.
+_IRRELEVANT = ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+               "lora_dropout", "fan_in_fan_out", "megatron_core", "loftq_config", "eva_config", "corda_config",
+               "lora_ga_config", "qalora_group_size", "runtime_config")
 
 
 def load_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, names: str = "huggingface") -> dict:
@@ -45,7 +60,9 @@ def load_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, name
 
     Raises:
         FileNotFoundError: a file of the adapter is missing.
-        ValueError: the adapter is for another model, or uses features of PEFT that are not plain LoRA, such as DoRA.
+        ValueError: the adapter is for another model, or uses features of PEFT that are not plain LoRA, such as DoRA or
+            an initialization that changes the base weights (PiSSA). Every field of adapter_config.json is either used,
+            or known to have no effect on a trained adapter, or an error that names it.
 
     >>> import tempfile
     >>> from fnet import compress
@@ -65,6 +82,9 @@ def load_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, name
     found, used = {}, set()
     for entry in entries:
         pairs = [_pair(given, base) for base in _bases(entry)]
+        for base, pair in zip(_bases(entry), pairs):
+            if pair:
+                _check_module(folder / _CONFIG, config, base, len(given[pair[0]]))
         if any(pairs):
             used.update(key for pair in pairs if pair for key in pair)
             head = _pair(given, _HEAD) if _is_tied(model, entry) else None
@@ -153,17 +173,64 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
 def _read_config(file):
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist; PEFT's save_pretrained writes it beside {_WEIGHTS}")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(config, dict) or not isinstance(config.get("r"), int) or config["r"] < 1 or not isinstance(
-            config.get("lora_alpha"), int | float):
+    config = _json.read(file)
+    if type(config.get("r")) is not int or config["r"] < 1 or type(config.get("lora_alpha")) not in (int, float):
         raise ValueError(f"{file}: expected the fields r and lora_alpha of a LoRA adapter")
-    for field, values in _PLAIN.items():
-        if field in config and config[field] not in values:
-            raise ValueError(f"{file}: {field}={config[field]!r} is not supported; expected {values[0]!r}")
+    for field, value in config.items():
+        if field in _PLAIN and not any(value is each or (type(value) is type(each) and value == each)
+                                       for each in _PLAIN[field]):
+            why = ("; it changes the base weights, so convert the adapter to plain LoRA with PEFT: save_pretrained("
+                   "..., path_initial_model_for_weight_conversion=...)" if field == "init_lora_weights" else "")
+            raise ValueError(f"{file}: {field}={value!r} is not supported; expected {_PLAIN[field][0]!r}{why}")
+        if field not in (*_PLAIN, *_USED, *_IRRELEVANT) and value not in (None, False):
+            raise ValueError(f"{file}: the field {field}={_json.text_of(value)} is unknown, so it may change what the "
+                             "adapter computes; remove it if it does not")
+    for field, kinds in ("rank_pattern", (int,)), ("alpha_pattern", (int, float)):
+        values = config.get(field) or {}
+        if not isinstance(values, dict) or not all(type(value) in kinds for value in values.values()):
+            raise ValueError(f"{file}: expected {field} as an object of numbers, got {_json.text_of(values)}")
+    if not isinstance(config.get("use_rslora"), bool | None):
+        raise ValueError(f"{file}: expected use_rslora=true or false, got {_json.text_of(config['use_rslora'])}")
     return config
+
+
+def _check_module(file, config, base, rank):
+    """Checks that the configuration gives the module `base` an adapter of this rank, as PEFT would when it loads it."""
+    if not _is_targeted(config, base):
+        raise ValueError(f"{file}: the fields target_modules, exclude_modules, layers_to_transform and layers_pattern "
+                         f"do not select {base!r}, for which the adapter has weights; PEFT would ignore them")
+    wanted = _patterned(config, "rank_pattern", base, config["r"])
+    if rank != wanted:
+        raise ValueError(f"{file}: r and rank_pattern give {base!r} the rank {wanted}, but its weights have rank "
+                         f"{rank}")
+
+
+def _is_targeted(config, base) -> bool:
+    def selects(modules):
+        if isinstance(modules, str):
+            return re.fullmatch(modules, base) is not None
+        return any(base == each or base.endswith(f".{each}") for each in modules)
+
+    targets, excluded = config.get("target_modules"), config.get("exclude_modules")
+    if excluded and selects(excluded):
+        return False
+    if targets is None or targets == "all-linear":
+        return True
+    layers = config.get("layers_to_transform")
+    if not selects(targets) or isinstance(targets, str) or layers in (None, []):
+        return selects(targets)
+    patterns = config.get("layers_pattern") or r"[^.]*"
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        start = r".*?\." if pattern == r"[^.]*" else r"(?:^|.*?\.)"
+        if found := re.match(rf"{start}{pattern}\.(\d+)\.", base):
+            return int(found[1]) in ([layers] if isinstance(layers, int) else layers)
+    return False
+
+
+def _patterned(config, field, base, default):
+    """Returns the value of the first pattern in the field that matches the name of a module, or the default."""
+    return next((value for pattern, value in (config.get(field) or {}).items()
+                 if re.fullmatch(rf"(.*\.)?({pattern})", base)), default)
 
 
 def _prefixes(model, names):
@@ -229,8 +296,7 @@ def _rotary_order(model, entry, width):
 
 
 def _scale(config, base, a):
-    alpha = next((value for pattern, value in (config.get("alpha_pattern") or {}).items()
-                  if re.fullmatch(rf"(.*\.)?({pattern})", base)), config["lora_alpha"])
+    alpha = _patterned(config, "alpha_pattern", base, config["lora_alpha"])
     return alpha / (math.sqrt(len(a)) if config.get("use_rslora") else len(a))
 
 
