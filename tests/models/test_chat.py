@@ -38,7 +38,7 @@ def test_texts_equal_those_of_transformers(style, tmp_path):
     for name, (messages, options) in CONVERSATIONS.items():
         want = TEXTS[style][name]
         if want is None:
-            with pytest.raises(ValueError, match=r"tokenizer_config\.json, chat template"):
+            with pytest.raises(ValueError, match=r"tokenizer_config\.json, chat template|continue_final_message"):
                 read.render(messages, **DATE, **options)
         else:
             before = json.dumps(messages)
@@ -53,6 +53,40 @@ def test_templates_that_reject_messages_say_why():
             [{"role": "system", "content": "a"}, *USER])
     with pytest.raises(ValueError, match=r"rejects these messages: Only user, .* are supported; got critic"):
         models.ChatTemplate(TEMPLATES["mistral"][0], **tokens).render([{"role": "critic", "content": "a"}])
+
+
+CONTINUED = [*USER, {"role": "assistant", "content": "It is "}]
+
+
+@pytest.mark.parametrize(("template", "options", "text"), [
+    (SIMPLE, {}, "user: Hello\nassistant: It is "),
+    (SIMPLE.replace("m.content", "m.content | trim"), {}, "user: Hello\nassistant: It is"),
+    (SIMPLE + "{{ 'end' if not add_generation_prompt }}", {}, "user: Hello\nassistant: It is "),
+    (SIMPLE, {"continue_final_message": False}, "user: Hello\nassistant: It is \n"),
+])
+def test_the_last_message_is_continued(template, options, text):
+    assert models.ChatTemplate(template).render(CONTINUED, **{"continue_final_message": True, **options}) == text
+
+
+@pytest.mark.parametrize(("template", "options", "text"), [
+    (SIMPLE, {"add_generation_prompt": True}, "pass one of them"),
+    (SIMPLE, {"continue_final_message": "thinking"}, "the last message has no 'thinking' to continue"),
+    (SIMPLE, {"continue_final_message": "role", "tools": 3}, "expected tools as a list of dicts, got 3"),
+    (SIMPLE, {"documents": ["a"]}, r"expected documents as a list of dicts, got \['a'\]"),
+    ("{% for m in messages %}{{ m.role }}{% endfor %}", {}, "the template does not read 'content'"),
+    ("{{ messages[0].content }}", {}, "the last message is not in the text as it is"),
+    (SIMPLE.replace("m.content", "m.content | upper"), {}, "the last message is not in the text as it is"),
+])
+def test_a_message_that_cannot_be_continued(template, options, text):
+    with pytest.raises(ValueError, match=text):
+        models.ChatTemplate(template).render(CONTINUED, **{"continue_final_message": True, **options})
+
+
+@pytest.mark.parametrize("name", ["tokenize", "return_tensors", "return_dict", "return_assistant_tokens_mask", "padding",
+                                  "truncation", "max_length", "tokenizer_kwargs", "chat_template"])
+def test_arguments_of_transformers_that_are_no_variables(name):
+    with pytest.raises(TypeError, match=f"'{name}' is an argument of transformers' apply_chat_template"):
+        models.ChatTemplate(SIMPLE).render(USER, **{name: False})
 
 
 def test_files_of_a_folder(tmp_path):

@@ -290,5 +290,18 @@ CONVERSATIONS = {
     "documents": ([_USER], {"documents": [{"title": "Plays", "text": "One\ntwo"}, {"title": "Ä", "text": "b"}]}),
     "parts": ([{"role": "user", "content": [{"type": "text", "text": " What is this? "}, {"type": "image"}]}], {}),
     "another role": ([{"role": "critic", "content": "No."}], {}),
+    "an answer is continued": ([_USER, {"role": "assistant", "content": '{"author": ['}],
+                               {"continue_final_message": True}),
+    "after a space": ([_USER, {"role": "assistant", "content": _ANSWER}], {"continue_final_message": True}),
+    "a question is continued": ([_USER], {"continue_final_message": True}),
+    "an empty answer is continued": ([_USER, {"role": "assistant", "content": ""}], {"continue_final_message": True}),
+    "thoughts are continued": ([_USER, {"role": "assistant", "content": "", "reasoning_content": "Hm, perhaps"}],
+                               {"continue_final_message": "reasoning_content"}),
+    "after thoughts": ([_USER, {"role": "assistant", "content": f"<think>\nHm.\n</think>\n\n{_ANSWER}"}],
+                       {"continue_final_message": True}),
+    "parts are continued": ([{"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "image"}]}],
+                            {"continue_final_message": True}),
+    "nothing to continue": ([_USER, {"role": "assistant", "content": None}], {"continue_final_message": True}),
+    "neither": ([_USER], {"continue_final_message": True, "add_generation_prompt": True}),
 }
 DATE = {"date_string": "26 Jul 2026"}

@@ -19,6 +19,12 @@ from fnet.models.weights._files import SMALL, contents
 
 _FILE, _FOLDER = "chat_template.jinja", "additional_chat_templates"
 _REASONING = ("reasoning_content", "thinking", "reasoning")    # names of the same field of a message
+# Appended to the message that is continued, to find its end in the text. Without the space, the template trimmed it.
+# Plain ASCII, because templates print the parts of a message as Python and JSON do, with escapes.
+_END = "end-of-the-message-to-continue-f39c1b "
+# Arguments of transformers' apply_chat_template that are no variables of a template.
+_NOT_VARIABLES = ("conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors",
+                  "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs")
 # Classes of transformers without default special tokens: if bos_token or eos_token is absent, there is none.
 _WITHOUT_TOKENS = (None, "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -75,7 +81,7 @@ class ChatTemplate:
         return template
 
     def render(self, messages: Sequence[Mapping], *, add_generation_prompt: bool = False,
-               tools: Sequence[Mapping] | None = None, documents: Sequence[Mapping] | None = None,
+               continue_final_message: bool | str = False, tools: Sequence[Mapping] | None = None, documents: Sequence[Mapping] | None = None,
                name: str | None = None, **variables: Any) -> str:
         """Converts a conversation to text with the template.
 
@@ -83,6 +89,9 @@ class ChatTemplate:
             messages: the conversation, a list of {"role": "user", "content": "..."}. A template may support further
                 fields of a message. All values in a message must have JSON types.
             add_generation_prompt: whether to append the text with which an answer begins.
+            continue_final_message: whether the last message is the beginning of an answer, which the text leaves open:
+                it ends where the message ends. The name of a field of the message, such as "reasoning_content",
+                continues this field instead of "content".
             tools: JSON schemas of functions that the model may call.
             documents: a list of {"title": ..., "text": ...}, from which the model may quote.
             name: the name of the template to use. Default: "tool_use" if `tools` is not empty and a template of this
@@ -95,11 +104,27 @@ class ChatTemplate:
 
         Raises:
             ValueError: the messages are not of the expected form, or the template rejects the messages, fails, or
-                exceeds a limit.
+                exceeds a limit. Also if the template does not show the message to continue.
+            TypeError: an argument of transformers' apply_chat_template that is no variable of a template, such as
+                `tokenize` or `return_tensors`.
             ModuleNotFoundError: jinja2 is not installed.
         """
+        if ours := sorted(set(variables) & set(_NOT_VARIABLES)):
+            raise TypeError(f"ChatTemplate.render: {ours[0]!r} is an argument of transformers' apply_chat_template, not "
+                            "a variable of the template; render returns text, which tokenizer.encode(text, "
+                            "special_tokens=False) converts to tokens")
+        if add_generation_prompt and continue_final_message:
+            raise ValueError("chat: add_generation_prompt begins a new message and continue_final_message continues the "
+                             "last one; pass one of them")
+        for what, values in ("tools", tools), ("documents", documents):
+            if not _are_objects(values):
+                raise ValueError(f"chat: expected {what} as a list of dicts, got {values!r:.200}")
         messages = [_with_reasoning(message) for message in _checked(messages)]
         name, template = self._select(name, tools)
+        continued = None
+        if continue_final_message:
+            field = "content" if continue_final_message is True else continue_final_message
+            continued, messages[-1] = _marked(messages[-1], field, template)
         try:
             from fnet.models.text import _sandbox
         except ModuleNotFoundError:
@@ -114,12 +139,13 @@ class ChatTemplate:
                                  f"pass {token}=...")
         where = self._path + (f", chat template {name!r}" if len(self.templates) > 1 else ", chat template")
         try:
-            return _sandbox.render(template, values)
+            text = _sandbox.render(template, values)
         except _sandbox.Rejected as error:
             raise ValueError(f"{where}: rejects these messages: {error}") from None
         except Exception as error:    # templates raise exceptions of any type
             line = f", line {error.lineno}" if hasattr(error, "lineno") else ""
             raise ValueError(f"{where}{line}: {type(error).__name__}: {error}") from None
+        return text if continued is None else _cut(text, continued, where)
 
     def _select(self, name, tools):
         if name is None:
@@ -180,7 +206,8 @@ def chat(model: nn.Layer, params: dict, tokenizer: Any, messages: Sequence[Mappi
         key: a `jax.random.key`, not needed for temperature 0.
         max_tokens: the maximum number of tokens of the answer.
         template: a `ChatTemplate`. Default: `tokenizer.chat_template`.
-        variables: other arguments of `ChatTemplate.render`: `tools`, `documents`, or variables of the template.
+        variables: other arguments of `ChatTemplate.render`: `tools`, `documents`, `continue_final_message` (the answer
+            then continues the last message), or variables of the template.
         stop: strings that end the answer, as for `stream_text`.
         options: `temperature` and other options of `generate`, except `samples` and `lengths`.
 
@@ -203,7 +230,9 @@ def chat(model: nn.Layer, params: dict, tokenizer: Any, messages: Sequence[Mappi
     if template is None:
         raise ValueError("chat: the tokenizer has no chat template; read it with models.read_tokenizer(folder) from a "
                          "folder that has one, or pass template=models.ChatTemplate(...)")
-    text = template.render(messages, **{"add_generation_prompt": True, **(variables or {})})
+    variables = dict(variables or {})
+    begins = not variables.get("continue_final_message", False)
+    text = template.render(messages, **{"add_generation_prompt": begins, **variables})
     yield from pieces("chat", model, params, tokenizer, encoded(tokenizer, text), key, stop,
                       max_tokens=max_tokens, **options)
 
@@ -212,6 +241,38 @@ def encoded(tokenizer, text: str) -> list[int]:
     """Converts a rendered chat template to tokens. The tokenizer adds no special tokens, such as <s>, to the text."""
     more = {"special_tokens": False} if "special_tokens" in inspect.signature(tokenizer.encode).parameters else {}
     return [int(token) for token in tokenizer.encode(text, **more)]
+
+
+def _marked(message, field, template):
+    """Returns (the text to continue, the message with `_END` after that text)."""
+    begun = message.get(field) if isinstance(field, str) else None
+    if begun is None:
+        raise ValueError(f"chat: continue_final_message: the last message has no {field!r} to continue")
+    names = [name for name in _REASONING if message.get(name) == begun] if field in _REASONING else [field]
+    if not any(name in template for name in names):
+        raise ValueError(f"chat: continue_final_message: the template does not read {field!r}")
+    if isinstance(begun, str):
+        return begun, {**message, **{name: begun + _END for name in names}}
+    last = max((i for i, part in enumerate(begun) if isinstance(part, dict) and isinstance(part.get("text"), str)),
+               default=None) if isinstance(begun, list) else None
+    if last is None:
+        raise ValueError(f"chat: continue_final_message: the last message has no text in {field!r} to continue")
+    parts = [{**part, "text": part["text"] + _END} if i == last else part for i, part in enumerate(begun)]
+    return begun[last]["text"], {**message, field: parts}
+
+
+def _cut(text, begun, where):
+    """Returns a rendered text up to the end of the message that is continued."""
+    end = text.rfind(_END.strip())
+    if end < 0 or begun.strip() not in text:
+        raise ValueError(f"{where}: continue_final_message: the last message is not in the text as it is, so it cannot "
+                         "be continued")
+    return text[:end] if text.startswith(_END, end) else text[:end].rstrip()
+
+
+def _are_objects(values) -> bool:
+    return values is None or (isinstance(values, Sequence) and not isinstance(values, str)
+                              and all(isinstance(value, Mapping) for value in values))
 
 
 def _checked(messages):
