@@ -71,7 +71,9 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
             Hugging Face's hub ("HuggingFaceTB/SmolLM2-135M"), or the name of a preset ("resnet50").
         path: the weights for a model or a preset: a safetensors file, a folder with a safetensors file or with shards
             and their index, a model.bin of llama2.c, a folder name in ~/.cache/fnet, or a repository of Hugging Face's
-            hub. A `Model` object requires `path`. For a preset, the default of `path` is the weights of the preset.
+            hub. In a folder with several sets of weights, such as a new model.safetensors beside older shards, name
+            the file or the index. A `Model` object requires `path`. For a preset, the default of `path` is the weights
+            of the preset.
         dtype: the dtype to which floating-point arrays are cast. Default: the dtypes of the file.
         names: the framework that defines the parameter names in the file. The framework is a key of the model's
             `NAMES`, such as "torchvision". Default: the framework is detected from the names in the file.
@@ -87,7 +89,8 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
         FileNotFoundError: the weights are not on this disk and cannot be downloaded; the message says what to download.
         OSError: a download was interrupted (the next call continues it), or the checksum of a downloaded file is wrong.
         ValueError: the file is damaged, is not a file of weights, has missing or unexpected keys, or has an array of
-            another shape than in the model. ValueError is also raised if config.json has unknown fields, or if a field
+            another shape than in the model. Also if a folder has several sets of weights, or a download that is not
+            complete. ValueError is also raised if config.json has unknown fields, or if a field
             of the model differs from the value that config.json or the weights require.
         TypeError: `dtype` or the dtype of an array of the file is not a floating-point dtype, or JAX does not support
             the resulting dtype (float64 without jax_enable_x64).
@@ -324,8 +327,8 @@ def _of_folder(path):
         FileNotFoundError: the folder contains neither a config.json nor a model.bin.
         ValueError: fnet has no model that config.json describes.
     """
-    header = path / "model.bin" if path.is_dir() else path
-    if header.suffix == ".bin" and header.is_file():
+    header = _tensors.weights_file(path)
+    if header.suffix == ".bin" and (path.is_file() or header.name == _tensors.LLAMA2C):
         from fnet.models import Decoder
 
         return Decoder.of_model_bin(header)

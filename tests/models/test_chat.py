@@ -82,8 +82,8 @@ def test_a_message_that_cannot_be_continued(template, options, text):
         models.ChatTemplate(template).render(CONTINUED, **{"continue_final_message": True, **options})
 
 
-@pytest.mark.parametrize("name", ["tokenize", "return_tensors", "return_dict", "return_assistant_tokens_mask", "padding",
-                                  "truncation", "max_length", "tokenizer_kwargs", "chat_template"])
+@pytest.mark.parametrize("name", ["tokenize", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+                                  "padding", "truncation", "max_length", "tokenizer_kwargs", "chat_template"])
 def test_arguments_of_transformers_that_are_no_variables(name):
     with pytest.raises(TypeError, match=f"'{name}' is an argument of transformers' apply_chat_template"):
         models.ChatTemplate(SIMPLE).render(USER, **{name: False})

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import pickle
+import re
 import struct
 
 import numpy as np
@@ -53,7 +54,7 @@ def test_shards(tmp_path):
 def test_shards_that_are_not_what_the_index_says(tmp_path):
     index = sharded(tmp_path, b="model-00001-of-00002.safetensors")
     with pytest.raises(ValueError, match=r"places 'b' in model-00001-of-00002.safetensors, which does not contain it"):
-        _tensors.read(tmp_path)
+        _tensors.read(index)
     sharded(tmp_path, c="model-00001-of-00002.safetensors")
     refused(index, "places 'c' in model-00001-of-00002.safetensors, which does not contain it")
     sharded(tmp_path, a="model-00002-of-00002.safetensors", c="model-00001-of-00002.safetensors")
@@ -157,6 +158,71 @@ def test_folders_without_weights(tmp_path):
         (tmp_path / f"{name}.safetensors").unlink()
     with pytest.raises(ValueError, match=r"pytorch_model.bin is a pickle"):
         _tensors.read(tmp_path)
+
+
+SHARD = "model-00001-of-00003.safetensors"
+
+
+@pytest.mark.parametrize(("start", "beside", "named"), [
+    ("shards", ["model.safetensors"], "model.safetensors.index.json, model.safetensors"),
+    ("shards", ["model.bin"], "model.safetensors.index.json, model.bin"),
+    ("shards", [SHARD], f"model.safetensors.index.json, {SHARD}"),
+    ("shards", ["adapter_model.safetensors"], "index.json, adapter_model.safetensors"),
+    ("shards", ["other.safetensors.index.json"], "index.json, other.safetensors.index.json"),
+    ("shards, of which one is missing", ["model.safetensors"], "model.safetensors.index.json, model.safetensors"),
+    ("file", ["model.bin"], "model.safetensors, model.bin"), ("file", [SHARD], f"model.safetensors, {SHARD}"),
+    ("file", ["consolidated.00.safetensors"], "model.safetensors, consolidated.00.safetensors"),
+    ("file", ["consolidated.safetensors"], "model.safetensors, consolidated.safetensors"),
+    ("file", ["adapter_model.safetensors"], "load_adapter applies adapter_model.safetensors"),
+])
+def test_several_sets_of_weights(start, beside, named, tmp_path):
+    (sharded if start.startswith("shards") else lambda folder: save_file({"a": A}, folder / "model.safetensors"))(
+        tmp_path)
+    if "missing" in start:
+        (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    for name in beside:
+        if name.endswith(".index.json"):
+            (tmp_path / name).write_text(json.dumps({"weight_map": {"a": "other-1.safetensors"}}))
+        else:
+            save_file({"a": A + 1}, tmp_path / name)
+    refused(tmp_path, f"contains more than one set of weights: .*{re.escape(named)}")
+    names = [name for name in beside if name.endswith(".safetensors")]
+    for name in names:
+        np.testing.assert_array_equal(_tensors.read(tmp_path / name).arrays["a"], A + 1)
+
+
+def test_files_that_leave_no_doubt(tmp_path):
+    index = sharded(tmp_path)
+    for name in "consolidated.00.safetensors", "pytorch_model.bin", "notes.safetensors":
+        save_file({"a": A + 1}, tmp_path / name)
+    (tmp_path / "pytorch_model.bin.index.json").write_text("{}")
+    assert _tensors.read(tmp_path).path == index
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in "model.safetensors", "pytorch_model.bin", "model.fp16.safetensors", "optimizer.safetensors":
+        save_file({"a": A}, other / name)
+    assert _tensors.read(other).path == other / "model.safetensors"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))      # an index of one file
+    for name in "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors":
+        (tmp_path / name).unlink()
+    save_file({"a": A}, tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(_tensors.read(tmp_path).arrays["a"], A)
+
+
+@pytest.mark.parametrize("suffix", ["incomplete", "part", "crdownload", "aria2"])
+def test_what_is_left_of_a_download(suffix, tmp_path):
+    sharded(tmp_path)
+    left = tmp_path / f"model-00002-of-00002.safetensors.{suffix}"
+    left.write_bytes(b"")
+    refused(tmp_path, f"safetensors.{suffix} is left of a download of model-00002-of-00002.safetensors, which may not")
+    left.unlink()
+    (tmp_path / f"notes.safetensors.{suffix}").write_bytes(b"")
+    _tensors.read(tmp_path)
+
+
+def test_an_adapter_is_no_model(tmp_path):
+    save_file({"a": A}, tmp_path / "adapter_model.safetensors")
+    refused(tmp_path, "has no weights of a model, only the LoRA adapter adapter_model.safetensors")
 
 
 @pytest.mark.parametrize("tied", [True, False])

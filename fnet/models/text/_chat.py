@@ -81,8 +81,8 @@ class ChatTemplate:
         return template
 
     def render(self, messages: Sequence[Mapping], *, add_generation_prompt: bool = False,
-               continue_final_message: bool | str = False, tools: Sequence[Mapping] | None = None, documents: Sequence[Mapping] | None = None,
-               name: str | None = None, **variables: Any) -> str:
+               continue_final_message: bool | str = False, tools: Sequence[Mapping] | None = None,
+               documents: Sequence[Mapping] | None = None, name: str | None = None, **variables: Any) -> str:
         """Converts a conversation to text with the template.
 
         Args:
@@ -110,12 +110,12 @@ class ChatTemplate:
             ModuleNotFoundError: jinja2 is not installed.
         """
         if ours := sorted(set(variables) & set(_NOT_VARIABLES)):
-            raise TypeError(f"ChatTemplate.render: {ours[0]!r} is an argument of transformers' apply_chat_template, not "
-                            "a variable of the template; render returns text, which tokenizer.encode(text, "
+            raise TypeError(f"ChatTemplate.render: {ours[0]!r} is an argument of transformers' apply_chat_template, "
+                            "not a variable of the template; render returns text, which tokenizer.encode(text, "
                             "special_tokens=False) converts to tokens")
         if add_generation_prompt and continue_final_message:
-            raise ValueError("chat: add_generation_prompt begins a new message and continue_final_message continues the "
-                             "last one; pass one of them")
+            raise ValueError("chat: add_generation_prompt begins a new message and continue_final_message continues "
+                             "the last one; pass one of them")
         for what, values in ("tools", tools), ("documents", documents):
             if not _are_objects(values):
                 raise ValueError(f"chat: expected {what} as a list of dicts, got {values!r:.200}")

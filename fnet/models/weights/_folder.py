@@ -139,8 +139,8 @@ def copy_beside(source: Path, folder: Path) -> None:
 def write(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], most: int) -> Path:
     """Writes model.safetensors, or shards and their index if the arrays have more than `most` bytes.
 
-    Existing weight files with the same names are replaced. If `write` is interrupted, the folder contains either the
-    old weights or shards without an index. `read` does not load shards without an index.
+    Existing weight files with the same names are replaced. If `write` is interrupted, the folder contains the old
+    weights, or shards without an index, or both model.safetensors and shards. `read` loads neither of the last two.
 
     Returns:
         The path of model.safetensors, or of the index of the shards.

@@ -9,6 +9,7 @@ import json
 import math
 import mmap
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +25,12 @@ DTYPES = {
     "I16": np.int16, "I8": np.int8, "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8,
     "BOOL": np.bool_,
 }
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE, LLAMA2C = "model.safetensors.index.json", "model.safetensors", "model.bin"
+ADAPTER = "adapter_model.safetensors"
+_INDEX_SUFFIX = ".safetensors.index.json"
+# Files that hold the weights of a model as well, in shards or with other names, or change them.
+_SETS = re.compile(rf"model-\d+-of-\d+\.safetensors|consolidated.*\.safetensors|{re.escape(ADAPTER)}")
+_PARTIAL = ".incomplete", ".part", ".partial", ".crdownload", ".download", ".aria2", ".tmp"
 _PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _HEADER = 1 << 23      # maximum bytes of a safetensors header, enough for 100,000 tensors
 _INDEX = 1 << 24       # maximum bytes of an index of shards; the index of DeepSeek-V3 has 9 million
@@ -63,26 +69,56 @@ def read(path: Path) -> Tensors:
 
 
 def weights_file(path: Path) -> Path:
-    """Returns `path` if it is a file, or else the file with the weights in the folder `path`."""
+    """Returns `path` if it is a file, or else the file with the weights in the folder `path`.
+
+    Raises:
+        FileNotFoundError: `path` does not exist or contains no weights.
+        ValueError: the folder has several files that could be meant, or a download is not complete.
+    """
     if path.is_file():
         return path
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")
-    for name in (INDEX, "model.safetensors", "model.bin"):
-        if (path / name).is_file():
-            return path / name
-    found = sorted(path.glob("*.safetensors"))
-    if len(found) == 1:
-        return found[0]
-    if len(found) > 1:
-        raise ValueError(f"{path} contains {len(found)} safetensors files ({', '.join(f.name for f in found[:4])}) and "
-                         f"no {INDEX}; pass the path of one file")
-    others = sorted(f for f in path.iterdir() if f.suffix in (".bin", *_PICKLES))
+    names = sorted(f.name for f in path.iterdir() if not f.name.startswith("."))
+    _check_downloads(path, names)
+    files = [name for name in names if name.endswith(".safetensors")]
+    sets = [name for name in (INDEX, SINGLE, LLAMA2C) if name in names]
+    rest = [name for name in files if name != SINGLE and _SETS.fullmatch(name)]
+    if INDEX in sets:
+        named = shards(path / INDEX)[1]
+        sets = [name for name in sets if name not in named]
+        rest = [name for name in rest if name not in named and not name.startswith("consolidated")]
+        rest += [name for name in names if name.endswith(_INDEX_SUFFIX) and name != INDEX
+                 and not set(named) & set(shards(path / name)[1])]
+    elif files == [ADAPTER]:
+        raise ValueError(f"{path} has no weights of a model, only the LoRA adapter {ADAPTER}; load the model that it "
+                         "changes, then apply it with pretrained.load_adapter")
+    if len(sets) + len(rest) > 1 and sets:
+        raise ValueError(f"{path} contains more than one set of weights: {', '.join([*sets, *rest])}. Pass the path of "
+                         f"the one that you mean, such as {path / sets[-1]}, or move the others to another folder"
+                         + (f"; pretrained.load_adapter applies {ADAPTER}" if ADAPTER in rest else ""))
+    if sets:
+        return path / sets[0]
+    if len(files) == 1:
+        return path / files[0]
+    if len(files) > 1:
+        raise ValueError(f"{path} contains {len(files)} safetensors files ({', '.join(files[:4])}) and no {INDEX}; "
+                         "pass the path of one file")
+    others = [name for name in names if name.endswith((".bin", *_PICKLES))]
     if others:
-        return others[0]
-    held = ", ".join(sorted(f.name for f in path.iterdir())[:6]) or "nothing"
-    raise FileNotFoundError(f"{path} contains no weights (model.safetensors, {INDEX} or llama2.c's model.bin); "
-                            f"found {held}")
+        return path / others[0]
+    held = ", ".join(names[:6]) or "nothing"
+    raise FileNotFoundError(f"{path} contains no weights ({SINGLE}, {INDEX} or llama2.c's {LLAMA2C}); found {held}")
+
+
+def _check_downloads(path, names):
+    """Some programs reserve the whole file at once, so that the file looks complete and is zero where bytes are
+    missing. What is left of the download beside it tells."""
+    for name in names:
+        whole = name.removesuffix(name[name.rfind("."):])
+        if name.endswith(_PARTIAL) and whole.endswith((".safetensors", ".safetensors.index.json")) and whole in names:
+            raise ValueError(f"{path}: {name} is left of a download of {whole}, which may not be complete; finish the "
+                             f"download, or remove {name}")
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
