@@ -161,7 +161,7 @@ class Layer:
         def trace(arrays):
             inputs, options = rebuild(arrays)
             run = Run(stateful=True, train=train, record=record, base=path)
-            return self.forward(Scope(Place(run, None, path, None, None), type(self).__name__), *inputs, **options)
+            return self.forward(Scope(Place(run, None, path, None, None), type(self)), *inputs, **options)
 
         jax.eval_shape(trace, arrays)
         return record
@@ -272,8 +272,8 @@ def _call(layer, function, where, inputs, options):
         try:
             if new:
                 with jax.named_scope("/".join(new)):
-                    return tag(function(layer, Scope(place, name), *inputs, **options))
-            return function(layer, Scope(place, name), *inputs, **options)
+                    return tag(function(layer, Scope(place, type(layer)), *inputs, **options))
+            return function(layer, Scope(place, type(layer)), *inputs, **options)
         finally:
             run.here = outer
     if not isinstance(where, Mapping):
@@ -291,7 +291,7 @@ def _call(layer, function, where, inputs, options):
     _hints.check_inputs(name, inputs)
     run = Run(stateful=state is not None, key=key, train=train)
     root = Place(run, None, (), where, state)
-    y = function(layer, Scope(root, name), *inputs, **options)
+    y = function(layer, Scope(root, type(layer)), *inputs, **options)
     return y if state is None else (y, written(root))
 
 

@@ -129,10 +129,14 @@ class Scope:
     {'scale': Array(1., dtype=float32)}
     """
 
-    __slots__ = ("_names", "_owner", "_place")
+    __slots__ = ("_layer", "_names", "_place")
 
-    def __init__(self, place: Place, owner: str):
-        self._place, self._owner, self._names = place, owner, {}
+    def __init__(self, place: Place, layer: type):
+        self._place, self._layer, self._names = place, layer, {}
+
+    @property
+    def _owner(self) -> str:
+        return self._layer.__name__
 
     def __repr__(self):
         return f"Scope({quote(self._place.path)})"
@@ -144,7 +148,7 @@ class Scope:
         """Returns the scope of the child `name` (a layer in this layer). Within one call of a model, a name may be used
         only once for each scope."""
         self._use(name, "scope")
-        return Scope(self._place.child(name), self._owner)
+        return Scope(self._place.child(name), self._layer)
 
     @property
     def train(self) -> bool:
@@ -187,7 +191,8 @@ class Scope:
                 raise ValueError(f"{quote((*place.path, name))}: expected one name for each axis of shape {shape}, got "
                                  f"{option}={tuple(words)}")
         return place.read(name, ParamSpec(shape, jnp.float32, init, None if axes is None else tuple(axes),
-                                          roles=(None,) * len(shape) if roles is None else tuple(roles)))
+                                          roles=(None,) * len(shape) if roles is None else tuple(roles),
+                                          layer=self._layer))
 
     def state(self, name: str, shape: Sequence[int], init: Callable, kind: str = "stats", *,
               dtype: Any = jnp.float32) -> jax.Array | None:
@@ -212,7 +217,8 @@ class Scope:
         self._use(name, "state")
         place, run, shape = self._place, self._place.run, tuple(shape)
         if run.record is not None:
-            zeros = place.record("state" if kind == "stats" else "cache", name, ParamSpec(shape, dtype, init))
+            spec = ParamSpec(shape, dtype, init, layer=self._layer)
+            zeros = place.record("state" if kind == "stats" else "cache", name, spec)
             return zeros if kind == "stats" else None
         if name in place.written:
             return place.written[name]
@@ -320,7 +326,7 @@ class Scope:
             inner = Run(stateful=state is not None, key=key, train=run.train if train is None else train,
                         base=place.path, blocked=blocked and key is None)
             root = Place(inner, None, place.path, params, state)
-            y = layer.forward(Scope(root, type(layer).__name__), *inputs, **options)
+            y = layer.forward(Scope(root, type(layer)), *inputs, **options)
             return y, written(root)
 
         return f, params, state, key

@@ -32,6 +32,8 @@ class ParamSpec:
             output; "4*out" is an axis of outputs in four groups, each with inputs of its own; "logits" are the outputs
             of the last layer. Any other word, such as "vocab", is none of these. The word None: not declared. None
             instead of a tuple: nothing is known, not even whether the array contains several layers.
+        layer: the class of the layer that uses the array, or None if it is unknown. Two specs that differ only in
+            `layer` are equal.
 
     >>> from fnet import layers as nn
     >>> spec = nn.Dense(3).spec(jax.ShapeDtypeStruct((2, 4), "float32"))
@@ -44,6 +46,7 @@ class ParamSpec:
     init: Callable[..., jax.Array]
     axes: tuple[str | None, ...] | None = None
     roles: tuple[str | None, ...] | None = dataclasses.field(default=None, kw_only=True)
+    layer: type | None = dataclasses.field(default=None, compare=False, repr=False, kw_only=True)
 
     @property
     def size(self) -> int:
@@ -182,7 +185,8 @@ def copies(tree: Mapping, count: int) -> dict:
             return {name: walk(child, depth + 1) for name, child in node.items()}
         axes = None if node.axes is None else ("layers", *node.axes)
         roles = None if node.roles is None else ("layers", *node.roles)
-        return Copies((count, *node.shape), node.dtype, node.init, axes, node, depth, roles=roles)
+        return Copies((count, *node.shape), node.dtype, node.init, axes, node, depth, roles=roles,
+                      layer=node.layer)
 
     return walk(tree, 0)
 

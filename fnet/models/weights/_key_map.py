@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fnet.models.weights._weight_names import Names, Rule, Spare, Tied
+from fnet import layers as nn
+from fnet.models.weights._weight_names import CONV, DEPTHWISE, Names, Rule, Spare, Tied
 
 _FIELD = re.compile(r"\{(\w+)([+-]\d+)?(:letter)?\}")
 
@@ -73,6 +74,7 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
             if not isinstance(rule, Rule):
                 beside.append(_entry(rule, start, *place))
             elif place[0][0] not in taken:
+                _check_layers(rule, place[0], leaves, who)
                 taken.update(place[0])
                 reads.append(_entry(rule, start, *place))
                 beside += [_entry(spare, start, *place) for spare in rule.beside]
@@ -116,6 +118,38 @@ def _places(rule, leaves, who):
                 raise ValueError(f"{who}: the rule for {rule.theirs!r} needs {lacking[0]!r} in addition to {path!r}, "
                                  "but the model has no such array")
             yield paths, tuple(leaves[each] for each in paths), numbers
+
+
+# The layers whose arrays are known to belong to them. What others do with an array is theirs to know.
+_AFFINE = nn.Dense, nn.Conv, nn.DepthwiseConv, nn.ConvTranspose
+_NORMS = nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm
+_RECURRENT = nn.RNN, nn.LSTM, nn.GRU
+_LAYERS = *_AFFINE, *_NORMS, *_RECURRENT, nn.Maxout, nn.Embed
+# Arrays of one shape that other frameworks keep under these names: {path in fnet: other arrays of the same layer}.
+_OTHERS = {"mean": ("var", "variance", "weight", "bias", "gamma", "beta"), "scale": ("mean", "var", "bias", "beta"),
+           "var": ("mean", "weight", "bias", "gamma", "beta"), "bias": ("mean", "var", "weight", "gamma", "kernel")}
+
+
+def _check_layers(rule, paths, leaves, who):
+    """Checks that a rule is for the layer that uses the array. The shapes may fit by coincidence."""
+    for path in paths:
+        layer, name = leaves[path].layer, path.rpartition("/")[2]
+        if layer is None or not issubclass(layer, _LAYERS):
+            continue
+        what = f"{who}: the rule for {rule.theirs!r} reads {path!r}, an array of a {layer.__name__}"
+        if rule.layers and not issubclass(layer, rule.layers):
+            wanted = " or ".join(each.__name__ for each in rule.layers)
+            raise ValueError(f"{what}, but it is right for {wanted} only. Write a Rule with a Layout that converts "
+                             "this layer's arrays")
+        if rule.layout in (CONV, DEPTHWISE) and issubclass(layer, nn.ConvTranspose):
+            raise ValueError(f"{what}, with the layout of a convolution. Frameworks store the kernels of transposed "
+                             "convolutions in another layout; write a Layout that converts it")
+        word = re.split(r"[._/]", rule.theirs)[-1]
+        if word in _OTHERS.get(name, ()) and issubclass(layer, (*_AFFINE, *_NORMS)):
+            raise ValueError(f"{what}, but the name in the file is that of another array of the layer")
+        if name == "bias" and issubclass(layer, _RECURRENT) and re.search(r"bias_[ih]h", rule.theirs):
+            raise ValueError(f"{what}, which is the sum of PyTorch's bias_ih and bias_hh (of a GRU: for two of the "
+                             "three gates). Add them before you write the file")
 
 
 def _entry(rule, prefix, paths, specs, numbers):

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fnet import layers as nn
 from fnet.models._images import ImageInput
 
 
@@ -111,6 +112,9 @@ class Rule:
         beside: `Spare` objects, which describe keys that the file may contain although the model does not need them.
             The key in a `Spare` object may contain the same placeholders as the path in fnet, such as `{s}` in
             "stage{s}".
+        layers: the classes of fnet's layers for which the rule is right. Arrays of another of fnet's layers are an
+            error, because a shape that fits proves nothing: a ConvTranspose with as many outputs as inputs has the
+            kernel of a Conv. Default (): any layer. The methods of `torch` and `keras` set it.
 
     >>> rule = models.pretrained.Rule("blocks/fc/kernel", "layers.{i}.fc.weight", models.pretrained.DENSE)
     """
@@ -119,6 +123,7 @@ class Rule:
     theirs: str
     layout: Layout = SAME
     beside: tuple[Spare, ...] = ()
+    layers: tuple[type, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,31 +233,33 @@ class Words:
 
     def dense(self, ours: str, theirs: str, layout: Layout | None = None) -> tuple:
         """Returns the naming rules for kernel and bias of a Dense."""
-        return self._affine(ours, theirs, layout or self._dense)
+        return self._affine(ours, theirs, layout or self._dense, (nn.Dense,))
 
     def conv(self, ours: str, theirs: str) -> tuple:
         """Returns the naming rules for the kernel and the bias of a Conv. For PyTorch, the returned rules are also
-        valid for a DepthwiseConv."""
-        return self._affine(ours, theirs, self._conv)
+        valid for a DepthwiseConv. They are not valid for a ConvTranspose, whose kernel has another layout."""
+        return self._affine(ours, theirs, self._conv, (nn.Conv, nn.DepthwiseConv) if self._join == "." else (nn.Conv,))
 
     def norm(self, ours: str, theirs: str) -> tuple:
         """Returns the naming rules for scale and bias of a LayerNorm, RMSNorm or GroupNorm."""
-        return tuple(Rule(f"{ours}/{mine}", f"{theirs}{self._join}{name}") for mine, name in self._norm[:2])
+        layers = nn.LayerNorm, nn.RMSNorm, nn.GroupNorm
+        return tuple(Rule(f"{ours}/{mine}", f"{theirs}{self._join}{name}", layers=layers)
+                     for mine, name in self._norm[:2])
 
     def batch_norm(self, ours: str, theirs: str) -> tuple:
         """Returns the naming rules for the arrays of a BatchNorm, and for PyTorch's unused num_batches_tracked."""
         count = () if self._count is None else (Spare(f"{theirs}{self._join}{self._count}", write=np.int64(0)),)
-        return tuple(Rule(f"{ours}/{mine}", f"{theirs}{self._join}{name}", beside=count if mine == "mean" else ())
-                     for mine, name in self._norm)
+        return tuple(Rule(f"{ours}/{mine}", f"{theirs}{self._join}{name}", beside=count if mine == "mean" else (),
+                          layers=(nn.BatchNorm,)) for mine, name in self._norm)
 
     def embed(self, ours: str, theirs: str) -> tuple:
         """Returns the naming rule for the table of an Embed."""
         name = "weight" if self._join == "." else "embeddings"
-        return (Rule(f"{ours}/embedding", f"{theirs}{self._join}{name}"),)
+        return (Rule(f"{ours}/embedding", f"{theirs}{self._join}{name}", layers=(nn.Embed,)),)
 
-    def _affine(self, ours, theirs, layout):
-        return (Rule(f"{ours}/kernel", f"{theirs}{self._join}{self._kernel}", layout),
-                Rule(f"{ours}/bias", f"{theirs}{self._join}{self._bias}"))
+    def _affine(self, ours, theirs, layout, layers):
+        return (Rule(f"{ours}/kernel", f"{theirs}{self._join}{self._kernel}", layout, layers=layers),
+                Rule(f"{ours}/bias", f"{theirs}{self._join}{self._bias}", layers=layers))
 
 
 torch = Words(".", DENSE, CONV, "weight", "bias", (("scale", "weight"), ("bias", "bias"), ("mean", "running_mean"),
