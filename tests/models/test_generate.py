@@ -158,7 +158,8 @@ def test_what_is_drawn_follows_the_probabilities():
     held_to(draws(1.0, k=2), [4, 3, 0, 0, 0])
     held_to(draws(1.0, p=0.8), [0.4, 0.3, 0.15, 0, 0])
     held_to(draws(1.0, k=3, p=0.8), [0.4, 0.3, 0, 0, 0])         # of three, two have .82 of what is left
-    held_to(draws(1.0, p=0.0), [1, 0, 0, 0, 0])
+    held_to(draws(1.0, p=0.0), [1, 0, 0, 0, 0])      # the most probable token, also where it is not the first:
+    assert int(pick(logits[None, ::-1], keys[:1], Sampling(np.float32(1), None, np.float32(0)))[0]) == 4
     held_to(draws(1.0, k=9, p=1.0), [0.4, 0.3, 0.15, 0.1, 0.05])
     held_to(draws(1.0, m=0.3), [0.4, 0.3, 0.15, 0, 0])           # at least 0.3 of 0.4
     held_to(draws(1.0, k=2, m=0.3), [4, 3, 0, 0, 0])
@@ -216,8 +217,8 @@ def test_padded():
     (dict(max_tokens=0), ValueError, "max_tokens must be >= 1; got 0"),
     (dict(max_tokens=35), ValueError, "prompts of 7 tokens and max_tokens=35 exceed the model's context of 40"),
     (dict(temperature=np.float32(1)), ValueError, "sampling needs key=jax.random.key\\(...\\); or pass temperature=0"),
-    (dict(temperature=-1.0, key=0), ValueError, r"temperature must be >= 0; got -1\.0"),
-    (dict(top_k=0), ValueError, "top_k must be >= 1; got 0"),
+    (dict(temperature=-1.0, key=0), ValueError, r"temperature must be finite and >= 0; got -1\.0"),
+    (dict(top_k=0), ValueError, "top_k must be an integer >= 1; got 0"),
     (dict(top_p=1.5), ValueError, r"top_p must be from 0 to 1; got 1\.5"),
 ])
 def test_errors(options, error, text):

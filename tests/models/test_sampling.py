@@ -9,7 +9,7 @@ import pytest
 from test_generate import LENGTHS, MODELS, PROMPTS, compiled, greedy, prepared
 
 from fnet import models
-from fnet.models.text._sampling import Sampling, penalized
+from fnet.models.text._sampling import Sampling, candidates, penalized, pick, sampling
 
 
 def logits_after(name, text):
@@ -43,6 +43,30 @@ def test_penalties_of_logits():
                                with_penalties(logits, prompt, text, 1.3, 0.4, 0.2), rtol=1e-6)
     plain = Sampling(jnp.float32(1))
     np.testing.assert_array_equal(penalized(logits[None], plain, marks, counts)[0], logits)
+
+
+INF = np.inf
+
+
+@pytest.mark.parametrize(("logits", "options", "kept"), [
+    ([0, 3, 1, 2], dict(top_p=0.0), [1]), ([0, 3, 1, 2], dict(top_p=1e-45), [1]),
+    ([0, 3, 3, 2], dict(top_p=0.0), [1, 2]),
+    ([0, 3, 1, -60], dict(top_p=1.0), [0, 1, 2, 3]), ([0, 3, 1, -INF], dict(top_p=1.0), [0, 1, 2]),
+    ([0, 3, 1, 2], dict(top_k=1), [1]), ([0, 3, 1, 2], dict(top_k=4), [0, 1, 2, 3]),
+    ([0, 3, 1, 2], dict(top_k=99), [0, 1, 2, 3]), ([3, 3, 3, 2], dict(top_k=1), [0, 1, 2]),
+    ([-INF, 3, -INF, 2], dict(top_k=3), [1, 3]), ([0, 3, 1, 2], dict(min_p=0.0), [0, 1, 2, 3]),
+    ([0, 3, 1, 3], dict(min_p=1.0), [1, 3]), ([-INF, 3, -50, 2], dict(min_p=0.0), [1, 2, 3]),
+    ([0, 3, 1, 2], dict(temperature=1e-45), [1]), ([1, 3, 3, 2], dict(temperature=1e-30), [1, 2]),
+    ([3e38, -3e38, 1, 2], dict(temperature=0.1), [0]), ([INF, 3, 1, 2], dict(), [0]),
+    ([2e-8, 1e-8, -100, 0], dict(top_k=1, temperature=5.0), [0]), ([0, 3, 1, 2], dict(temperature=3e38), [0, 1, 2, 3]),
+])
+def test_bounds_of_the_options(logits, options, kept):
+    """As the processors of transformers with the same names, which keep at least one token."""
+    got = candidates(jnp.array([logits], jnp.float32), sampling("generate", **{"temperature": 1.0, **options}))[0]
+    assert not np.isnan(got).any() and np.flatnonzero(jax.nn.softmax(got)).tolist() == kept
+    drawn = {int(pick(jnp.array([logits], jnp.float32), jax.random.split(jax.random.key(seed), 1),
+                      sampling("generate", **{"temperature": 1.0, **options}))[0]) for seed in range(3)}
+    assert drawn <= set(kept)
 
 
 @pytest.mark.quick_cases(1)
@@ -238,12 +262,20 @@ def test_more_beams_find_better_texts():
     (dict(repetition_penalty=0.0), r"generate: repetition_penalty must be from 0\.001 to 1000; got 0\.0"),
     (dict(presence_penalty=float("nan")), "generate: presence_penalty must be from -100 to 100; got nan"),
     (dict(frequency_penalty=200), "generate: frequency_penalty must be from -100 to 100; got 200"),
+    (dict(top_k=0), "generate: top_k must be an integer >= 1; got 0"),
+    (dict(top_k=2.5), r"generate: top_k must be an integer >= 1; got 2\.5"),
+    (dict(top_k=float("inf")), "generate: top_k must be an integer >= 1; got inf"),
+    (dict(top_p=1.1), r"generate: top_p must be from 0 to 1; got 1\.1"),
+    (dict(top_p=-0.1), r"generate: top_p must be from 0 to 1; got -0\.1"),
+    (dict(repetition_penalty=-1), "generate: repetition_penalty must be from 0"),
+    *((dict(temperature=value), f"generate: temperature must be finite and >= 0; got {value}")
+      for value in (-0.5, float("inf"), float("nan"))),
     (dict(samples=0), "generate: samples must be an integer >= 1; got 0"),
 ])
 def test_errors(options, text):
     model, params = prepared("gpt")
     with pytest.raises(ValueError, match=text):
-        models.generate(model, params, PROMPTS, max_tokens=4, temperature=0, **options)
+        models.generate(model, params, PROMPTS, max_tokens=4, **{"temperature": 0, **options})
 
 
 def test_errors_of_streams_and_beams():

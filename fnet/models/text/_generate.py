@@ -92,13 +92,15 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
         key: a `jax.random.key`, not needed for temperature 0. The random numbers of an example depend on the index of
             the example in the batch and on the index of the token, but not on the other examples.
         max_tokens: the maximum number of tokens to generate.
-        temperature: divisor of the logits. With a temperature of 0, always the most probable token is selected. A
-            temperature that is traced by `jax.jit` must not be 0.
-        top_k: sample only from the k most probable tokens (Fan et al., 2018).
+        temperature: divisor of the logits, finite. With a temperature of 0, always the most probable token is selected.
+            A temperature that is traced by `jax.jit` must not be 0.
+        top_k: sample only from the k most probable tokens (Fan et al., 2018), an integer >= 1. With more than the
+            vocabulary has, the option has no effect. Tokens as probable as the k-th are kept, too.
         top_p: sample only from the smallest set of tokens whose probabilities add up to at least p (Holtzman et al.,
-            2020, nucleus sampling). `top_p` is applied after `top_k`.
+            2020, nucleus sampling). `top_p` is applied after `top_k`. With 0, only the most probable token is left;
+            with 1, the option has no effect. Tokens as probable as the last one of the set are kept, too.
         min_p: sample only from tokens whose probability is at least min_p times the largest probability (Nguyen et al.,
-            2024).
+            2024). With 0, the option has no effect; with 1, only the most probable tokens are left.
         repetition_penalty: a factor for the logits of tokens that are in the prompt or were generated before. Positive
             logits are divided by `repetition_penalty`, and negative logits are multiplied by it (Keskar et al., 2019).
         presence_penalty: a number that is subtracted once from the logits of tokens that were generated before.

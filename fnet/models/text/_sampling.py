@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 _SIGN = np.uint32(1 << 31)
+_TINY = float(np.finfo(np.float32).tiny)      # XLA takes anything smaller for 0
 _RANGES = {"temperature": (0, np.inf), "top_k": (1, np.inf), "top_p": (0, 1), "min_p": (0, 1),
            "repetition_penalty": (1e-3, 1e3), "presence_penalty": (-100, 100), "frequency_penalty": (-100, 100)}
 
@@ -42,9 +43,13 @@ def sampling(caller: str, **options) -> Sampling:
         if name not in _RANGES:
             raise TypeError(f"{caller}: unknown option {name!r}; options of sampling are {', '.join(_RANGES)}")
         low, high = _RANGES[name]
-        if value is not None and not isinstance(value, jax.core.Tracer) and not low <= value <= high:
+        if value is None or isinstance(value, jax.core.Tracer):
+            continue
+        whole = name != "top_k" or float(value).is_integer()
+        if not (low <= value <= high and np.isfinite(value) and whole):
             span = f">= {low}" if high == np.inf else f"from {low:g} to {high:g}"
-            raise ValueError(f"{caller}: {name} must be {span}; got {value}")
+            kind = "an integer " if name == "top_k" else "finite and " if high == np.inf else ""
+            raise ValueError(f"{caller}: {name} must be {kind}{span}; got {value}")
     return Sampling(**{name: None if value is None else jnp.asarray(value, jnp.float32)
                        for name, value in options.items()})
 
@@ -83,13 +88,18 @@ def pick(logits: jax.Array, keys: jax.Array | None, options: Sampling) -> jax.Ar
 
 
 def candidates(logits: jax.Array, options: Sampling) -> jax.Array:
-    """Returns logits [batch, vocab_size] divided by the temperature. The logits of tokens that must not be sampled are
-    -inf."""
-    logits = logits / options.temperature
-    if options.top_k is not None:
+    """Returns logits [batch, vocab_size] divided by the temperature, up to a constant. The logits of tokens that must
+    not be sampled are -inf. The most probable token is always among the candidates."""
+    if options.top_k is not None:    # before anything is rounded, which could make logits equal
         logits = likeliest(logits, jnp.ones_like(logits), options.top_k)
+    # The largest becomes 0, so that no temperature, however small, makes several logits infinite.
+    largest = logits.max(-1, keepdims=True)
+    below = (logits - largest) / jnp.maximum(options.temperature, _TINY)
+    logits = jnp.where(logits == largest, 0, below)
     if options.top_p is not None:
-        logits = likeliest(logits, jax.nn.softmax(logits), options.top_p)
+        # The sum of all probabilities may round to less than 1, and that of a part of them to 1.
+        enough = jnp.where(options.top_p >= 1, jnp.inf, jnp.maximum(options.top_p, _TINY))
+        logits = likeliest(logits, jax.nn.softmax(logits), enough)
     if options.min_p is not None:
         logits = jnp.where(logits >= logits.max(-1, keepdims=True) + jnp.log(options.min_p), logits, -jnp.inf)
     return logits
