@@ -74,7 +74,7 @@ def equal(got, want):
 def test_metadata(client):
     assert client.json("/v2/health/live") == (200, {"live": True})
     assert client.json("/v2/health/ready") == (200, {"ready": True})
-    assert client.json("/v2")[1]["extensions"] == ["binary_tensor_data", "generate"]
+    assert client.json("/v2")[1]["extensions"] == ["binary_tensor_data", "classification", "generate"]
     status, data = client.json("/v2/models/digits")
     assert status == 200 and data["versions"] == ["1", "2"] and data["parameters"]["labels"] == list("0123456789")
     assert data["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 8, 8, 1]}]
@@ -115,6 +115,18 @@ def test_tritonclient(port, digits):
             equal([result.as_numpy("output")], digits(x))
     with pytest.raises(triton.InferenceServerException, match="expected 'FP32'"):
         client.infer("digits", [triton.InferInput("x", x.shape, "INT32").set_data_from_numpy(x.astype(np.int32))])
+    want = np.asarray(digits(x))
+    for binary in (True, False):
+        tensor = triton.InferInput("x", x.shape, "FP32").set_data_from_numpy(x)
+        result = client.infer("digits", [tensor], outputs=[
+            triton.InferRequestedOutput("output", binary_data=binary, class_count=2)])
+        texts = result.as_numpy("output")
+        assert texts.shape == (3, 2)
+        for row, numbers in zip(texts.tolist(), want):
+            parts = [(text.decode() if isinstance(text, bytes) else text).split(":") for text in row]
+            order = np.argsort(-numbers)[:2]
+            assert [(int(index), label) for _, index, label in parts] == [(i, str(i)) for i in order]
+            np.testing.assert_allclose([float(value) for value, *_ in parts], numbers[order], atol=1e-5)
     client.close()
 
 
@@ -193,6 +205,21 @@ INVALID = {
     "another rank": (request(x=np.zeros((64,), np.float32)), "has shape (64,), expected float32[b, 8, 8, 1]"),
     "no rows": (request(x=np.zeros((0, 8, 8, 1), np.float32)), "b must be at least 1"),
     "another output": ({**VALID, "outputs": [{"name": "y"}]}, "unknown output 'y'; expected output"),
+    "an unknown field": ({**VALID, "output": []}, "unknown field 'output'; expected id, parameters, inputs, outputs"),
+    "a priority": ({**VALID, "parameters": {"priority": 3}}, "'priority' of the request is not supported"),
+    "a sequence": ({**VALID, "parameters": {"sequence_id": 3, "sequence_end": True}}, "'sequence_id' of the request"),
+    "shared memory": ({**VALID, "outputs": [{"name": "output", "parameters": {"shared_memory_region": "a"}}]},
+                      "'shared_memory_region' of the output is not supported"),
+    "an unknown parameter of an input": (
+        {"inputs": [{**VALID["inputs"][0], "parameters": {"content_type": "np"}}]}, "'content_type' of the input"),
+    "parameters that are no object": ({**VALID, "parameters": [1]}, "expected the parameters of the request as a JSON"),
+    "binary_data": ({**VALID, "parameters": {"binary_data_output": "no"}}, "binary_data_output must be true or false"),
+    "an output twice": ({**VALID, "outputs": [{"name": "output"}] * 2}, "repeated output 'output'"),
+    "an output without a name": ({**VALID, "outputs": [{"name": ["a"]}]}, "unknown output"),
+    "negative classes": ({**VALID, "outputs": [{"name": "output", "parameters": {"classification": -1}}]},
+                         "classification is -1, expected the number of classes"),
+    "classes": ({**VALID, "outputs": [{"name": "output", "parameters": {"classification": True}}]},
+                "classification is True, expected the number of classes"),
     "few bytes": ({"inputs": [{"name": "x", "shape": [1, 8, 8, 1], "datatype": "FP32",
                                "parameters": {"binary_data_size": 256}}]}, "needs 256 bytes; binary_data_size is 256"),
 }
@@ -290,6 +317,10 @@ def test_text(client):
     ({"tokens": [1] * 10, "max_tokens": 8}, "the prompt and max_tokens have 18 tokens, expected at most 17"),
     ({"tokens": [1], "temperature": "hot"}, "temperature is hot, expected a number from 0 to 100"),
     ({"tokens": [1], "temprature": 1}, "unknown field 'temprature'"),
+    ({"tokens": [1], "stream": False}, "stream is False, but the path is that of generate_stream, which streams"),
+    ({"tokens": [1], "id": 3}, "id must be a string"),
+    ({"tokens": [1], "top_k": -1}, "top_k is -1, expected a number from 0 to"),
+    ({"tokens": [1], "temperature": float("nan")}, "temperature is nan, expected a number from 0 to 100"),
 ])
 def test_invalid_texts(client, body, error):
     status, response = client.json("/v2/models/gpt/generate_stream", {"max_tokens": 4, **body})

@@ -13,8 +13,9 @@ from checks import close
 from fnet import export
 from fnet import layers as nn
 from fnet.export import serve
-from fnet.export.serve import _page
+from fnet.export.serve import _page, _protocol
 from fnet.export.serve._batching import Batcher, Full
+from fnet.export.serve._generate import Request, _pick
 from fnet.export.serve._model import Model
 
 pytest.importorskip("starlette")
@@ -159,6 +160,43 @@ def test_numbers_without_json(path):
     outputs = json.loads(asked(app, "/v2/models/sums/infer", body)[2])["outputs"]
     assert {y["name"]: y["data"] for y in outputs} == {"output/sum": [None], "output/running": [3.0, None]}
     app.state.server.repository.close()
+
+
+@pytest.mark.parametrize("dtype, rows, want", [
+    ("float32", [[1, 5, 10, 4], [0.5, -1, np.nan, 0.5]], [["10.000000:2:c", "5.000000:1:b"],
+                                                         ["0.500000:0:a", "0.500000:3"]]),
+    ("int32", [[7, -7, 7, 2**31 - 1]], [["2147483647:3", "7:0:a"]]),
+    ("bfloat16", [[1, 2, 3, 4]], [["4.000000:3", "3.000000:2:c"]]),
+    ("uint8", [[0, 0, 0, 0]], [["0:0:a", "0:1:b"]]),
+])
+def test_classes(dtype, rows, want, tmp_path):
+    """As Triton's extension describes them; of equal elements the first, and NaN last."""
+    file = tmp_path / "same.fnet"
+    program = export.program(lambda params, x: x, {}, x=export.spec("b, 4", dtype))
+    program.entry("one", lambda params, x: x, x=export.spec("4", dtype)).save(file, labels=["a", "b", "c"])
+    outputs = [np.array(rows).astype(jnp.dtype(dtype))]
+    asked = lambda count: {"outputs": [{"name": "output", "parameters": {"classification": count}}]}
+    for entry, given, expected in ("predict", outputs, want), ("one", [outputs[0][0]], want[0]):
+        model = Model("same", "1", export.load(file), entry, 4, {})
+        output, = json.loads(_protocol.write(model, asked(2), given)[0])["outputs"]
+        assert output["datatype"] == "BYTES" and output["shape"] == list(np.shape(expected))
+        assert output["data"] == np.ravel(expected).tolist()
+        output, = json.loads(_protocol.write(model, asked(9), given)[0])["outputs"]
+        assert output["shape"][-1] == 4
+    with pytest.raises(_protocol.Invalid, match="has no numbers, but booleans"):
+        model.outputs = [("output", {"dtype": "bool", "shape": [4]})]
+        _protocol.check_outputs(model, asked(1))
+
+
+@pytest.mark.parametrize("logits, temperature, top_k, allowed", [
+    ([1, 3, 2], 1e-300, 0, {1}), ([1, 3, 3], 1e-30, 0, {1, 2}), ([1, 3, 2], 0.0, 0, {1}), ([1, 3, 2], 100.0, 1, {1}),
+    ([1, 1, 1], 1.0, 1, {0, 1, 2}), ([1, 3, 2], 100.0, 3, {0, 1, 2}), ([1, 3, 2], 100.0, 99, {0, 1, 2}),
+    ([-np.inf, 3, -np.inf], 100.0, 3, {1}), ([-np.inf, 3e38, -3e38], 1e-3, 0, {1}), ([np.inf, 3, 2], 1.0, 0, {0}),
+])
+def test_bounds_of_sampling(logits, temperature, top_k, allowed):
+    request = Request([0], 1, temperature, top_k, 0)
+    drawn = {_pick(np.array(logits, np.float32), request, np.random.default_rng(seed)) for seed in range(60)}
+    assert drawn == allowed
 
 
 def test_the_page_loads_nothing():

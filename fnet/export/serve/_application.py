@@ -239,37 +239,36 @@ class _Server:
         return Response(content, media_type="application/octet-stream", headers={_protocol.LENGTH: str(length)})
 
     async def generate(self, request):
-        generator, tokens, stop = await self._started(request)
+        generator, names, tokens, stop = await self._started(request)
         try:
             async with asyncio.timeout(self.options.timeout):
                 found = [token async for token in tokens]
         finally:
             stop()
-        return _json({"model_name": generator.name, "model_version": generator.version, "tokens": found,
-                      "text_output": "".join(map(generator.text, found))})
+        return _json({**names, "tokens": found, "text_output": "".join(map(generator.text, found))})
 
     async def generate_stream(self, request):
         from starlette.responses import StreamingResponse
 
-        generator, tokens, stop = await self._started(request)
+        generator, names, tokens, stop = await self._started(request, streamed=True)
 
         async def events():
             try:
                 async for token in tokens:
-                    yield _event({"model_name": generator.name, "model_version": generator.version, "token": token,
-                                  "text_output": generator.text(token)})
-                yield _event({"model_name": generator.name, "finished": True})
+                    yield _event({**names, "token": token, "text_output": generator.text(token)})
+                yield _event({**names, "finished": True})
             finally:
                 stop()
 
         return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
-    async def _started(self, request):
-        """Returns three values: the text generator, an asynchronous iterator over the generated tokens, and a function
-        that ends the generation. The first token is computed before `_started` returns."""
+    async def _started(self, request, streamed=False):
+        """Returns four values: the text generator, what every answer begins with, an asynchronous iterator over the
+        generated tokens, and a function that ends the generation. The first token is computed before `_started`
+        returns."""
         generator = self._found(request, "generators")
         self._check_ready()
-        asked = generator.read(_protocol.read_json(await self._body(request)))
+        asked = generator.read(_protocol.read_json(await self._body(request)), streamed=streamed)
         if self.streams >= self.options.max_streams:
             raise Full(f"{self.streams} texts are being generated; try again later")
         self.streams += 1
@@ -296,7 +295,8 @@ class _Server:
                 yield token
                 token = await following()
 
-        return generator, all_tokens(), stop
+        names = {"model_name": generator.name, "model_version": generator.version}
+        return generator, names | ({"id": asked.id} if asked.id else {}), all_tokens(), stop
 
 
 def _read(model, body, length):

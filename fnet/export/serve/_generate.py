@@ -26,6 +26,7 @@ class Request:
     temperature: float
     top_k: int
     seed: int
+    id: str = ""
 
 
 class Generator:
@@ -51,9 +52,10 @@ class Generator:
         if "characters.json" in files:
             self.characters = _characters(files["characters.json"])
 
-    def read(self, body: dict) -> Request:
+    def read(self, body: dict, *, streamed: bool = False) -> Request:
         """Returns the request that the JSON object `body` describes. The keys of `body` are text_input or tokens,
-        max_tokens, temperature, top_k and seed.
+        max_tokens, temperature, top_k (0: all tokens), seed, id, and stream, which must agree with the path of the
+        request, `streamed`.
 
         Raises:
             Invalid: a key or value of `body` is not valid, or the requested text is longer than the context of the
@@ -62,6 +64,11 @@ class Generator:
         known = {"text_input", "tokens", "max_tokens", "temperature", "top_k", "seed", "id", "stream"}
         if unknown := sorted(set(body) - known):
             raise Invalid(f"unknown field {unknown[0][:80]!r}; expected {', '.join(sorted(known))}")
+        if body.get("stream", streamed) is not streamed:
+            raise Invalid(f"stream is {str(body['stream'])[:20]}, but the path is that of "
+                          f"{'generate_stream, which streams' if streamed else 'generate, which does not stream'}")
+        if not isinstance(body.get("id", ""), str):
+            raise Invalid("id must be a string")
         tokens = body.get("tokens")
         if "text_input" in body:
             text = body["text_input"]
@@ -78,7 +85,8 @@ class Generator:
         number = lambda name, default, low, high, kinds: _number(body, name, default, low, high, kinds)
         request = Request(tokens, number("max_tokens", 64, 1, _LARGEST, (int,)),
                           float(number("temperature", 1.0, 0, 100, (int, float))),
-                          number("top_k", 0, 0, 1 << 20, (int,)), number("seed", 0, 0, (1 << 63) - 1, (int,)))
+                          number("top_k", 0, 0, 1 << 20, (int,)), number("seed", 0, 0, (1 << 63) - 1, (int,)),
+                          body.get("id", "")[:256])
         total = len(tokens) + request.max_tokens
         if self.context is not None and total > self.context + 1:      # the last token is not read by the model
             raise Invalid(f"the prompt and max_tokens have {total} tokens, expected at most {self.context + 1}")
@@ -126,10 +134,13 @@ def generates(bundle: Bundle) -> bool:
 def _pick(logits, request, draw) -> int:
     if request.temperature == 0:
         return int(logits.argmax())
-    logits = logits / request.temperature
     if 0 < request.top_k < len(logits):
         logits = np.where(logits >= np.partition(logits, -request.top_k)[-request.top_k], logits, -np.inf)
-    return int((logits + draw.gumbel(size=logits.shape)).argmax())
+    # The largest becomes 0, so that no temperature, however small, makes several logits infinite.
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = (logits.astype(np.float64) - logits.max()) / request.temperature
+    scaled = np.where(logits == logits.max(), 0, scaled)
+    return int((scaled + draw.gumbel(size=logits.shape)).argmax())
 
 
 def _mapped(function, tree) -> Any:

@@ -2,7 +2,9 @@
 bytes.
 
 The Open Inference Protocol is defined in https://github.com/kserve/open-inference-protocol. Triton's extension
-"binary_tensor_data" defines how requests and responses contain tensors as bytes.
+"binary_tensor_data" defines how requests and responses contain tensors as bytes, and its extension "classification" how
+an output becomes the names of its largest elements. A field or parameter that the server does not know is an error,
+because a client that sends it expects an effect.
 """
 
 from __future__ import annotations
@@ -14,12 +16,17 @@ import numpy as np
 
 from fnet.export.serve._model import Model
 
-EXTENSIONS = ("binary_tensor_data", "generate")
+EXTENSIONS = ("binary_tensor_data", "classification", "generate")
 LENGTH = "inference-header-content-length"
 _CODES = {"bool": "BOOL", "uint8": "UINT8", "uint16": "UINT16", "uint32": "UINT32", "uint64": "UINT64", "int8": "INT8",
           "int16": "INT16", "int32": "INT32", "int64": "INT64", "float16": "FP16", "float32": "FP32",
           "float64": "FP64", "bfloat16": "BF16"}
 _KINDS = {"b": "b", "u": "ui", "i": "ui", "f": "uif", "V": "uif"}      # kind of a dtype -> kinds of JSON data
+
+
+_FIELDS = ("id", "parameters", "inputs", "outputs")
+_SUPPORTED = {"request": ("binary_data_output",), "input": ("binary_data_size",),
+              "output": ("binary_data", "classification")}
 
 
 class Invalid(ValueError):
@@ -77,6 +84,9 @@ def read(model: Model, body: bytes, length: str | None) -> tuple[dict, list[np.n
                       "the body")
     end = len(body) if length is None else int(length)
     request, rest = read_json(body[:end]), memoryview(body)[end:]
+    if unknown := sorted(set(request) - set(_FIELDS)):
+        raise Invalid(f"unknown field {unknown[0][:80]!r}; expected {', '.join(_FIELDS)}")
+    _parameters("request", request)
     tensors = request.get("inputs")
     if not isinstance(tensors, list) or not all(isinstance(x, dict) for x in tensors):
         raise Invalid("expected \"inputs\", a list of {name, shape, datatype, data}")
@@ -95,6 +105,28 @@ def read(model: Model, body: bytes, length: str | None) -> tuple[dict, list[np.n
     return request, [held[name] for name, _ in model.inputs]
 
 
+def _parameters(what, held) -> dict:
+    """Returns the parameters of a request, an input or a requested output.
+
+    Raises:
+        Invalid: the server does not support one of them. Those of Triton's extensions that are zero, false or empty,
+            which is how clients state that they do not use an extension, are allowed.
+    """
+    parameters = held.get("parameters")
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, dict):
+        raise Invalid(f"expected the parameters of the {what} as a JSON object")
+    for name, value in parameters.items():
+        if name not in _SUPPORTED[what] and value not in (None, 0, False, ""):
+            raise Invalid(f"the parameter {name[:80]!r} of the {what} is not supported; expected "
+                          f"{' or '.join(_SUPPORTED[what])}")
+    for name in ("binary_data_output", "binary_data"):
+        if not isinstance(parameters.get(name, False), bool):
+            raise Invalid(f"{name} must be true or false")
+    return parameters
+
+
 def _tensor(name, tensor, dtype, rest):
     """Reads one input. Returns (array, the bytes of the body that follow the array)."""
     shape, code = tensor.get("shape"), tensor.get("datatype")
@@ -103,9 +135,10 @@ def _tensor(name, tensor, dtype, rest):
     if (not isinstance(shape, list) or len(shape) > 32
             or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape)):
         raise Invalid(f"the shape of the input {name!r} must be a list of sizes")
-    count, parameters = math.prod(shape), tensor.get("parameters") or {}
-    size = parameters.get("binary_data_size") if isinstance(parameters, dict) else None
+    count, size = math.prod(shape), _parameters("input", tensor).get("binary_data_size")
     if size is not None:
+        if "data" in tensor:
+            raise Invalid(f"the input {name!r} has data and binary_data_size; expected one of them")
         wanted = count * np.dtype(dtype).itemsize
         if type(size) is not int or size != wanted or size > len(rest):
             raise Invalid(f"the input {name!r} of shape {shape} needs {wanted} bytes; binary_data_size is "
@@ -133,19 +166,20 @@ def write(model: Model, request: dict, outputs: list[np.ndarray]) -> tuple[bytes
     Raises:
         Invalid: the request asks for outputs that do not exist.
     """
-    parameters = request.get("parameters")
-    everything = isinstance(parameters, dict) and bool(parameters.get("binary_data_output"))
-    binary = _wanted(model, request, everything)
-    tensors, parts = [], []
+    wanted, tensors, parts = _wanted(model, request), [], []
     for (name, leaf), array in zip(model.outputs, outputs):
-        if name not in binary:
+        if name not in wanted:
             continue
+        binary, count = wanted[name]
         tensor = {"name": name, "shape": list(array.shape), "datatype": _CODES[leaf["dtype"]]}
-        if binary[name]:
-            parts.append(np.ascontiguousarray(array).tobytes())
+        if count:
+            classes = _classes(model, array, count)
+            tensor |= {"shape": list(classes.shape), "datatype": "BYTES"}
+        if binary:
+            parts.append(_texts(classes) if count else np.ascontiguousarray(array).tobytes())
             tensor["parameters"] = {"binary_data_size": len(parts[-1])}
         else:
-            tensor["data"] = _numbers(array)
+            tensor["data"] = classes.ravel().tolist() if count else _numbers(array)
         tensors.append(tensor)
     response = {"model_name": model.name, "model_version": model.version, "outputs": tensors}
     if isinstance(request.get("id"), str):
@@ -155,25 +189,56 @@ def write(model: Model, request: dict, outputs: list[np.ndarray]) -> tuple[bytes
 
 
 def check_outputs(model: Model, request: dict) -> None:
-    """Raises Invalid if the request asks for outputs that do not exist."""
-    _wanted(model, request, False)
+    """Raises Invalid if the request asks for outputs that do not exist, or for classes of an output without numbers."""
+    _wanted(model, request)
 
 
-def _wanted(model, request, everything) -> dict[str, bool]:
-    """Returns {name of a requested output: whether it is requested as bytes}."""
+def _wanted(model, request) -> dict[str, tuple[bool, int]]:
+    """Returns {name of a requested output: (whether it is requested as bytes, the number of requested classes or 0)}"""
+    everything = bool(_parameters("request", request).get("binary_data_output"))
     asked = request.get("outputs")
     if not asked:
-        return {name: everything for name, _ in model.outputs}
+        return {name: (everything, 0) for name, _ in model.outputs}
     if not isinstance(asked, list) or not all(isinstance(x, dict) for x in asked):
         raise Invalid("expected \"outputs\", a list of {name}")
-    known, wanted = [name for name, _ in model.outputs], {}
+    known, wanted = dict(model.outputs), {}
     for output in asked:
-        if output.get("name") not in known:
-            raise Invalid(f"unknown output {str(output.get('name'))[:80]!r}; expected {', '.join(known)}")
-        parameters = output.get("parameters")
-        binary = parameters.get("binary_data", everything) if isinstance(parameters, dict) else everything
-        wanted[output["name"]] = bool(binary)
+        name = output.get("name")
+        if not isinstance(name, str) or name not in known or name in wanted:
+            what = "repeated" if isinstance(name, str) and name in wanted else "unknown"
+            raise Invalid(f"{what} output {str(name)[:80]!r}; expected {', '.join(known)}")
+        parameters = _parameters("output", output)
+        count = parameters.get("classification", 0)
+        if type(count) is not int or count < 0:
+            raise Invalid(f"classification is {str(count)[:20]}, expected the number of classes, an integer")
+        if count and known[name]["dtype"] == "bool":
+            raise Invalid(f"classification: the output {name!r} has no numbers, but booleans")
+        wanted[name] = bool(parameters.get("binary_data", everything)), count
     return wanted
+
+
+def _classes(model, array, count) -> np.ndarray:
+    """Returns the `count` largest elements of each row as strings "value:index" or "value:index:label", in Triton's
+    format: [rows, count], or [count] if the first axis of the model is not a batch. NaN is less than all numbers."""
+    rows = array.reshape(len(array), -1) if model.rows_name else array.reshape(1, -1)
+    exact = rows.dtype.kind in "ui"
+    numbers = rows if exact else np.where(np.isnan(rows.astype(np.float64)), -np.inf, rows.astype(np.float64))
+    # A stable sort in descending order: of equal elements, the first one is first.
+    order = rows.shape[1] - 1 - np.argsort(numbers[:, ::-1], axis=1, kind="stable")[:, ::-1][:, :count]
+    labels = model.bundle.labels or ()
+
+    def text(row, i):
+        value = str(row[i]) if exact else f"{float(row[i]):f}"
+        return f"{value}:{i}:{labels[i]}" if i < len(labels) else f"{value}:{i}"
+
+    found = np.array([[text(row, i) for i in indices] for row, indices in zip(rows, order)], object)
+    return found.reshape(order.shape) if model.rows_name else found.reshape(-1)
+
+
+def _texts(strings) -> bytes:
+    """Returns strings as bytes, each after its length in 4 bytes."""
+    encoded = [text.encode() for text in strings.ravel()]
+    return b"".join(len(text).to_bytes(4, "little") + text for text in encoded)
 
 
 def _numbers(array):
