@@ -140,7 +140,26 @@ def _fields_of(path: Path, config: Mapping, fields: Callable) -> dict[str, Any]:
         raise ValueError(f"{path} describes a preprocessing that fnet does not support: {error}") from None
 
 
-def _expect(config, supported):
+# Fields that do not change the pixels of one image: names of classes, layouts of results, labels, provenance.
+_IRRELEVANT = {
+    "transformers": frozenset("""
+        image_processor_type feature_extractor_type processor_class auto_map _processor_class _valid_processor_keys
+        data_format input_data_format return_tensors device disable_grouping do_reduce_labels reduce_labels
+        model_input_names name_or_path transformers_version
+    """.split()),
+    "timm": frozenset("""
+        url file state_dict hf_hub_id hf_hub_filename source architecture tag custom_load test_input_size min_input_size
+        test_crop_pct num_classes label_names label_descriptions pool_size test_pool_size first_conv classifier license
+        description origin_url paper_name paper_ids notes
+    """.split()),
+}
+
+
+def _expect(config, supported, used, kind):
+    known = {*supported, *used, *_IRRELEVANT[kind]}
+    for name, value in config.items():
+        if name not in known and value not in (None, False):
+            raise ValueError(f"the field {name!r} is {value!r:.100}, which may change the images")
     for name, values in supported.items():
         if name in config and not any(config[name] is each or config[name] == each for each in values):
             raise ValueError(f"{name!r} is {config[name]!r}, expected {' or '.join(map(repr, values))}")
@@ -168,7 +187,8 @@ def _resample(value):
 
 
 def _timm(config):
-    _expect(config, {"crop_mode": ("center",), "fixed_input_size": (True, False)})
+    _expect(config, {"crop_mode": ("center", None), "fixed_input_size": (True, False, None), "label_offset": (0, None)},
+            ("input_size", "crop_pct", "interpolation", "mean", "std"), "timm")
     channels, height, width = config["input_size"]
     if (channels, height) != (3, width):
         raise ValueError(f"'input_size' is {config['input_size']!r}, expected [3, size, size]")
@@ -188,7 +208,10 @@ def _square(value, name):
 
 def _transformers(config):
     _expect(config, {"do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,), "do_pad": (False, None),
-                     "rescale_offset": (False, None), "include_top": (False, None), "do_convert_rgb": (True, None)})
+                     "rescale_offset": (False, None), "include_top": (False, None), "do_convert_rgb": (True, None),
+                     "do_flip_channel_order": (False, None)},
+            ("resample", "image_mean", "image_std", "rescale_factor", "size", "do_center_crop", "crop_pct", "crop_size",
+             "default_to_square"), "transformers")
     fields = dict(resample=_resample(config.get("resample", 2)), mean=_channels(config, "image_mean"),
                   std=_channels(config, "image_std"), scale=config.get("rescale_factor", 1 / 255))
     size, crop = config["size"], config.get("do_center_crop", False)
@@ -200,6 +223,9 @@ def _transformers(config):
     if shortest is not None and not crop:
         raise ValueError("'size' is the shortest edge, expected do_center_crop true")
     if shortest is None and not crop:
+        if not isinstance(size, dict) and config.get("default_to_square") is False:
+            raise ValueError("'default_to_square' is False, so 'size' is the shortest edge, expected do_center_crop "
+                             "true")
         return fields | dict(size=_square(size, "size"), resize=None)
     if shortest is None:
         raise ValueError(f"'size' is {size!r} before a crop, expected the shortest_edge")

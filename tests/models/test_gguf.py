@@ -45,7 +45,7 @@ def write(file, model, arrays, kinds, **changes):
               "attention.head_count_kv": model.kv_heads, "rope.dimension_count": model.width // model.heads} | changes
     for name, value in fields.items():
         if value is not None:
-            writer.add_uint32(f"llama.{name}", value)
+            writer.add_uint32(name if name.startswith("adapter.") else f"llama.{name}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", model.epsilon)
     for name, array in arrays.items():
         kind = next((kind for part, kind in kinds.items() if part in name and array.ndim == 2), "F32")
@@ -95,6 +95,7 @@ def test_arrays_and_logits_are_those_of_the_package(model, kinds, quantized, tmp
 
 @pytest.mark.parametrize(("changes", "lacking", "message"), [
     ({"architecture": "qwen2"}, (), "expected the architecture 'llama'; got 'qwen2'"),
+    ({"adapter.lora.alpha": 8}, (), "has fields that fnet does not know: adapter.lora.alpha"),
     ({"expert_count": 8}, (), "llama.expert_count=8 is not supported; expected 0"),
     ({"rope.dimension_count": 8}, (), "llama.rope.dimension_count=8 is not supported; expected 16"),
     ({"attention.causal": 0}, (), "llama.attention.causal=0 is not supported"),

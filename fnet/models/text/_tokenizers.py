@@ -269,6 +269,7 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
         special_tokens=False)` adds no tokens before and after the text. The attribute `vocab_size` is the number of
         tokens, and `stop` contains the tokens that end a text. If `path` is a folder, `stop` includes the eos_token_id
         of generation_config.json, and the tokenizer also has the attribute `chat_template`, a `ChatTemplate` or None.
+        Other fields of generation_config.json, such as temperature, are not read: pass them to `generate`.
 
     Raises:
         FileNotFoundError: the file does not exist, or the folder contains no file of a tokenizer.

@@ -26,6 +26,8 @@ _FIELDS = {"block_count": "depth", "embedding_length": "width", "feed_forward_le
            "attention.layer_norm_rms_epsilon": "epsilon", "rope.freq_base": "rotary_base",
            "attention.key_length": "head_dim", "attention.sliding_window": "window"}
 _REQUIRED = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
+# Fields about the file, its origin and its tokenizer, which `load_gguf` does not read.
+_ASIDE = "GGUF.", "general.", "tokenizer.", "quantize.", "split."
 _FORMATS = {"Q8_0": Int8(32), "Q4_0": Int4(32)}
 
 
@@ -81,6 +83,8 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
               if name.startswith(("general.architecture", "llama."))}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     model = _model(file, fields, tensors)
+    if other := [name for name in reader.fields if not name.startswith(("llama.", *_ASIDE))]:
+        raise ValueError(f"{file} has fields that fnet does not know: {', '.join(other[:4])}")
     key_map = _key_map.key_map(_NAMES, "", _match.leaves_of(model)[1], "Decoder (gguf)")
     wanted = key_map.keys()
     for what, names in (("lacks", wanted.keys() - tensors.keys()), ("also contains", tensors.keys() - wanted.keys())):
