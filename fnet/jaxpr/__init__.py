@@ -15,9 +15,11 @@
 - `read`: a jaxpr as a flat list of operations, in which calls are inlined.
 - `cost`, `touched`, `nbytes`: `cost` returns the FLOPs of an equation, `touched` returns the bytes that an equation
   reads and writes, and `nbytes` returns the bytes of an array.
+- `misdivided`: the operations that XLA divides wrongly over several devices, and what avoids each of them.
 - `batch_axes`: the batch axes of an equation's outputs.
 """
 
+from fnet.jaxpr import _misdivided as misdivided
 from fnet.jaxpr import _mutable as mutable
 from fnet.jaxpr._batch_axes import batch_axes, before
 from fnet.jaxpr._calls import (
@@ -95,7 +97,7 @@ __all__ = ["ACTIVATIONS", "BILINEAR", "BLOCK", "CALLS", "CONVOLUTION", "DOT", "E
            "array_leaves", "batch_axes", "before", "bind", "bodies", "boxed", "call_name", "check_function", "cost",
            "describe", "description", "donated", "equations", "explicit", "find_sites", "flatten", "has_shardings",
            "implicit_dot", "inline", "inlined", "is_array", "is_implicit", "is_tag", "kept_bits", "lookup_mode",
-           "marks", "materialize", "may_differ", "mutable", "nbytes", "new_dtype", "observe", "opened", "overwritten",
+           "marks", "materialize", "may_differ", "misdivided", "mutable", "nbytes", "new_dtype", "observe", "opened", "overwritten",
            "permutation", "plain", "pooling_window", "producers", "product", "random_bits", "read",
            "remaining_indices", "restore", "results_boxed", "rewrite", "scan", "scope_of_operation", "scopes_in",
            "selects_largest", "stable", "stable_size", "static", "statics", "tag", "tagging", "touched", "traits",

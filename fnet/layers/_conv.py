@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fnet.jaxpr import misdivided
 from fnet.layers._core import Layer
 from fnet.layers._explicit import by_rows
 from fnet.layers._linear import align, floating, lecun_normal, zeros
@@ -186,12 +187,25 @@ def _convolved(layer, scope, x, kernel, strides, padding, **dilations) -> jax.Ar
     """Convolves the input, and adds the bias."""
     convolve = functools.partial(lax.conv_general_dilated, window_strides=strides, padding=padding,
                                  dimension_numbers=layout(x.ndim), feature_group_count=layer.groups, **dilations)
-    # If XLA partitions a grouped convolution, it gathers the batch, and the gradient of the kernel is wrong on a mesh
-    # with an axis over which the batch is not sharded (jaxlib 0.10 to 0.12).
+    x, kernel, held = _divided(x, kernel, layer.groups)
+    # XLA also gathers the batch of a grouped convolution.
     y = convolve(x, kernel) if layer.groups == 1 else by_rows(convolve, x, kernel)
     if layer.use_bias:
         y = y + align(scope.param("bias", (layer.features,), layer.bias_init, ("out",), roles=("out",)), y)
-    return y
+    return held(y)
+
+
+def _divided(x, kernel, groups):
+    """Returns the operands of a convolution, and a function for its output, divided so that XLA computes the results
+    and the gradients of one device (see `fnet.jaxpr.misdivided`)."""
+    mesh = misdivided.mesh_of(x, kernel)
+    if groups > 1 and misdivided.GROUPED.applies(mesh):
+        rows = functools.partial(misdivided.split_rows, mesh=mesh)
+        return rows(x), misdivided.unsplit(kernel, mesh, range(kernel.ndim)), rows
+    if misdivided.SPLIT_IMAGE.applies(mesh):
+        space = functools.partial(misdivided.unsplit, mesh=mesh, axes=range(1, x.ndim - 1))
+        return space(x), misdivided.unsplit(kernel, mesh, range(kernel.ndim - 2)), space
+    return x, kernel, lambda y: y
 
 
 def layout(ndim: int) -> lax.ConvDimensionNumbers:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fnet.jaxpr import misdivided
 from fnet.layers._conv import Padding, geometry, pads
 from fnet.layers._core import Layer
 from fnet.layers._linear import floating, wide
@@ -120,5 +121,9 @@ def _windows(pool, scope, x, start, reduce):
         raise ValueError(f"{who} at {scope}: padding {list(padding)} must be smaller than the window {window}")
     if any(low + size + high < k for k, size, (low, high) in zip(window, x.shape[1:-1], padding)):
         raise ValueError(f"{who} at {scope}: the window {window} is larger than the input {x.shape[1:-1]}")
-    y = lax.reduce_window(x, start, reduce, (1, *window, 1), (1, *strides, 1), ((0, 0), *padding, (0, 0)))
+    window_of = (1, *window, 1), (1, *strides, 1)
+    mesh = misdivided.mesh_of(x) if reduce is lax.max else None
+    whole = misdivided.overlapping(*window_of) if misdivided.MAX_POOL.applies(mesh) else ()
+    y = lax.reduce_window(misdivided.unsplit(x, mesh, whole), start, reduce, *window_of, ((0, 0), *padding, (0, 0)))
+    y = misdivided.unsplit(y, mesh, whole)
     return y, window, any(pad for pair in padding for pad in pair)

@@ -1,0 +1,137 @@
+"""The operations that XLA divides wrongly over several devices, and the smallest replication that avoids each of them.
+
+Under `jax.jit` with Auto axes, XLA decides how the operations of a program are divided over the devices. For a few
+operations and shardings, its results differ from those of one device, without an error. `TABLE` is the only list of
+them. `nn.Conv`, `nn.MaxPool` and the like read it for the mesh on which their input lies, and `parallel.plan` for each
+equation of a step. Both then state which axes must not be split, and XLA gathers these axes, if they were split at all.
+
+Each row has a script in `findings/`, which shows the error in plain JAX. `tests/parallel/test_misdivided.py` runs these
+programs, and says when a jaxlib no longer needs a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jaxlib
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fnet.jaxpr._costs import nbytes
+from fnet.jaxpr._equations import CONVOLUTION, product
+
+VERSION = tuple(int(part) for part in jaxlib.__version__.split(".")[:3])
+
+
+class Row(NamedTuple):
+    """An operation that XLA divides wrongly.
+
+    Attributes:
+        name: the script `findings/<name>.sh` shows the error.
+        operation: the operation.
+        sharding: the shardings for which its result is wrong.
+        axes: the number of mesh axes, each longer than 1, that the error needs.
+        repaired: the first jaxlib whose results are right, such as (0, 13, 0). None: no jaxlib yet, so the row applies
+            to each version, also to versions that are newer than those that were tested.
+    """
+
+    name: str
+    operation: str
+    sharding: str
+    axes: int
+    repaired: tuple[int, int, int] | None = None
+
+    def applies(self, mesh: Any) -> bool:
+        """Whether the results of the operation may be wrong on a mesh. `mesh` is a mesh, or None for one device."""
+        lengths = [] if mesh is None else [mesh.shape[name] for name in automatic_axes(mesh)]
+        many = sum(length > 1 for length in lengths) >= self.axes
+        return many and (self.repaired is None or VERSION < self.repaired)
+
+
+GROUPED = Row("grouped_convolution_gradient", "the gradient of a grouped convolution's kernel",
+              "the batch is split over some axes of the mesh, and not over the others", axes=2)
+SPLIT_IMAGE = Row("split_image_convolution", "a convolution, and the gradients of its input and kernel",
+                  "an image or time axis is split over some axes of the mesh, and not over the others", axes=2)
+SPLIT_KERNEL = Row("split_kernel_convolution", "a convolution",
+                   "an image axis and the kernel are split over different axes of the mesh", axes=2)
+MAX_POOL = Row("overlapping_max_pool_gradient", "the gradient of max pooling with overlapping windows",
+               "an image axis is split", axes=1)
+TABLE = (GROUPED, SPLIT_IMAGE, SPLIT_KERNEL, MAX_POOL)
+
+
+class Whole(NamedTuple):
+    """What avoids the error in one equation.
+
+    Attributes:
+        row: the row of the table.
+        inputs, outputs: for each array, its axes that must not be split.
+    """
+
+    row: Row
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+
+    def nbytes(self, eqn) -> int:
+        """The bytes of the arrays that have such axes: a device holds at most these."""
+        pairs = [*zip(eqn.invars, self.inputs), *zip(eqn.outvars, self.outputs)]
+        return sum(nbytes(v.aval) for v, axes in pairs if axes)
+
+
+def in_equation(eqn: Any, mesh: Any) -> Whole | None:
+    """Returns what avoids a wrong result of an equation on a mesh, or None for an equation that XLA divides rightly."""
+    found = product(eqn)
+    if found is not None and found.op is CONVOLUTION:
+        every = [tuple(range(v.aval.ndim)) for v in (*eqn.invars, *eqn.outvars)]
+        if found.groups[1] > 1:
+            return Whole(GROUPED, tuple(every[:-1]), ((),)) if GROUPED.applies(mesh) else None
+        numbers = found.dimensions
+        space = (numbers.lhs_spec[2:], numbers.rhs_spec[2:]), (numbers.out_spec[2:],)
+        return Whole(SPLIT_IMAGE, *space) if SPLIT_IMAGE.applies(mesh) and space[1][0] else None
+    if eqn.primitive.name == "select_and_scatter_add" and MAX_POOL.applies(mesh):
+        window, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
+        axes = overlapping(window, strides)
+        return Whole(MAX_POOL, (axes, axes), (axes,)) if axes else None
+    return None
+
+
+def overlapping(window: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Returns the axes of a pooling's windows if the windows overlap, and () otherwise."""
+    if all(size <= step for size, step in zip(window, strides)):
+        return ()
+    return tuple(i for i, size in enumerate(window) if size > 1)
+
+
+def mesh_of(*arrays: Any) -> Any:
+    """Returns the mesh on which one of the arrays lies, or the mesh of `jax.set_mesh`. Returns None if there is none,
+    or if the mesh has explicit axes, with which JAX's types state each sharding."""
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
+        if not mesh.empty and mesh.size > 1:
+            return None if AxisType.Explicit in mesh.axis_types else mesh
+    return None
+
+
+def automatic_axes(mesh: Any) -> tuple[str, ...]:
+    """The mesh axes over which XLA divides arrays. Inside of shard_map, these are not the axes that it maps."""
+    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto)
+
+
+def unsplit(x: jax.Array, mesh: Any, axes: Iterable[int]) -> jax.Array:
+    """Constrains `x`, and its cotangent, not to be split along some axes. The sharding of its other axes stays free."""
+    whole = {axis % x.ndim for axis in axes}
+    if not whole:
+        return x
+    spec = P(*(None if i in whole else P.UNCONSTRAINED for i in range(x.ndim)))
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def split_rows(x: jax.Array, mesh: Any) -> jax.Array:
+    """Constrains `x`, and its cotangent, to be split along its first axis only, over all axes of the mesh. If their
+    number does not divide its length, `x` is replicated."""
+    names = automatic_axes(mesh)
+    divides = x.shape[0] % math.prod(mesh.shape[name] for name in names) == 0
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, P(names if divides else None)))
