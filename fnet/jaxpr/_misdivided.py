@@ -21,7 +21,6 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet.jaxpr._costs import nbytes
 from fnet.jaxpr._equations import CONVOLUTION, product
 
 VERSION = tuple(int(part) for part in jaxlib.__version__.split(".")[:3])
@@ -60,7 +59,9 @@ SPLIT_KERNEL = Row("split_kernel_convolution", "a convolution",
                    "an image axis and the kernel are split over different axes of the mesh", axes=2)
 MAX_POOL = Row("overlapping_max_pool_gradient", "the gradient of max pooling with overlapping windows",
                "an image axis is split", axes=1)
-TABLE = (GROUPED, SPLIT_IMAGE, SPLIT_KERNEL, MAX_POOL)
+PADDING = Row("interior_padding", "padding between elements, as in the gradient of a strided slice",
+              "the padded axis is split", axes=1)
+TABLE = (GROUPED, SPLIT_IMAGE, SPLIT_KERNEL, MAX_POOL, PADDING)
 
 
 class Whole(NamedTuple):
@@ -75,11 +76,6 @@ class Whole(NamedTuple):
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
 
-    def nbytes(self, eqn) -> int:
-        """The bytes of the arrays that have such axes: a device holds at most these."""
-        pairs = [*zip(eqn.invars, self.inputs), *zip(eqn.outvars, self.outputs)]
-        return sum(nbytes(v.aval) for v, axes in pairs if axes)
-
 
 def in_equation(eqn: Any, mesh: Any) -> Whole | None:
     """Returns what avoids a wrong result of an equation on a mesh, or None for an equation that XLA divides rightly."""
@@ -90,11 +86,15 @@ def in_equation(eqn: Any, mesh: Any) -> Whole | None:
             return Whole(GROUPED, tuple(every[:-1]), ((),)) if GROUPED.applies(mesh) else None
         numbers = found.dimensions
         space = (numbers.lhs_spec[2:], numbers.rhs_spec[2:]), (numbers.out_spec[2:],)
-        return Whole(SPLIT_IMAGE, *space) if SPLIT_IMAGE.applies(mesh) and space[1][0] else None
+        applies = SPLIT_IMAGE.applies(mesh) or SPLIT_KERNEL.applies(mesh)
+        return Whole(SPLIT_IMAGE, *space) if applies and space[1][0] else None
     if eqn.primitive.name == "select_and_scatter_add" and MAX_POOL.applies(mesh):
         window, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
         axes = overlapping(window, strides)
         return Whole(MAX_POOL, (axes, axes), (axes,)) if axes else None
+    if eqn.primitive.name == "pad" and PADDING.applies(mesh):
+        axes = tuple(i for i, (_, _, between) in enumerate(eqn.params["padding_config"]) if between)
+        return Whole(PADDING, (axes, ()), (axes,)) if axes else None
     return None
 
 

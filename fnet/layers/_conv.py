@@ -202,7 +202,7 @@ def _divided(x, kernel, groups):
     if groups > 1 and misdivided.GROUPED.applies(mesh):
         rows = functools.partial(misdivided.split_rows, mesh=mesh)
         return rows(x), misdivided.unsplit(kernel, mesh, range(kernel.ndim)), rows
-    if misdivided.SPLIT_IMAGE.applies(mesh):
+    if misdivided.SPLIT_IMAGE.applies(mesh) or misdivided.SPLIT_KERNEL.applies(mesh):
         space = functools.partial(misdivided.unsplit, mesh=mesh, axes=range(1, x.ndim - 1))
         return space(x), misdivided.unsplit(kernel, mesh, range(kernel.ndim - 2)), space
     return x, kernel, lambda y: y

@@ -26,6 +26,7 @@ def table(plan) -> str:
     for name, size in plan.mesh.shape.items():
         if name not in working and size > 1:
             said += [f"no rule uses the mesh axis {name}, so the {size} devices along it do the same work"]
+    said += _avoided(plan)
     if plan.unused:
         said += [f"leaves of the batch that the step does not read: {', '.join(plan.unused)}"]
     said += _costs(plan)
@@ -78,6 +79,16 @@ def _sent(plan) -> list[str]:
             f"{each.compiled.arguments - each.arguments:+,} bytes from the prediction")
         lines.append(f"state and its part of the batch on each chip: {each.compiled.arguments / 2 ** 20:,.2f} MiB "
                      f"(compiled), {same}")
+    return lines
+
+
+def _avoided(plan) -> list[str]:
+    """Returns a line for each kind of operation that XLA would divide wrongly over the mesh of the plan."""
+    lines = []
+    for row in dict.fromkeys(each.row for each in plan.avoided):
+        sizes = [each.nbytes for each in plan.avoided if each.row is row]
+        lines.append(f"not left to XLA ({row.name}): {row.operation}, wrong where {row.sharding}: {len(sizes)} "
+                     f"{'equation' if len(sizes) == 1 else 'equations'}, {sum(sizes):,} bytes held unsplit by each chip")
     return lines
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import jaxpr
-from fnet.jaxpr import DOT, Interpreter, Value, batch_axes, before, restore, scan
+from fnet.jaxpr import DOT, Interpreter, Value, batch_axes, before, misdivided, nbytes, restore, scan
 from fnet.transforms._lowered import lowered
 
 PINNED = frozenset(("dot_general", "conv_general_dilated", "gather", "lowered", "attention", "attention_backward"))
@@ -51,11 +52,41 @@ def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, bat
 
     @jaxpr.wraps(step)
     def pinned(*args, **kwargs):
-        interpreter.given = [0 if i == batch and leaf.ndim else None for i, arg in enumerate((*args, kwargs))
-                             for leaf in jax.tree.leaves(arg) if jaxpr.is_array(leaf)]
+        interpreter.given = _rows((*args, kwargs), batch)
         return interpreter.run(step, args, kwargs)
 
     return pinned
+
+
+class Avoided(NamedTuple):
+    """An equation of a step that XLA would divide wrongly, and what each device holds because `plan` avoids this.
+
+    Attributes:
+        row: the row of the table `fnet.jaxpr.misdivided.TABLE`.
+        scope: the named scope of the equation.
+        nbytes: the bytes of the equation's arrays on each device, with the axes that must not be split.
+    """
+
+    row: misdivided.Row
+    scope: str
+    nbytes: int
+
+
+def avoided(closed: Any, mesh: Mesh, axis: str | tuple[str, ...], state: Any, batch: Any) -> tuple[Avoided, ...]:
+    """Returns the equations of a step `(state, batch) -> ...` that XLA would divide wrongly over the mesh. `closed` is
+    the jaxpr of the step."""
+    if not any(misdivided.in_equation(eqn, mesh) for eqn in jaxpr.equations(closed.jaxpr)):
+        return ()
+    interpreter = _Pins(mesh, axis, False)
+    interpreter.given = _rows((state, batch), 1)
+    jax.eval_shape(lambda arrays: interpreter.outputs(closed, arrays), jax.tree.leaves((state, batch)))
+    return tuple(interpreter.avoided.values())
+
+
+def _rows(args, batch) -> list[int | None]:
+    """Returns for each array of the arguments the index of its batch axis, which is 0 in argument number `batch`."""
+    return [0 if i == batch and leaf.ndim else None for i, arg in enumerate(args)
+            for leaf in jax.tree.leaves(arg) if jaxpr.is_array(leaf)]
 
 
 class _Pins(Interpreter):
@@ -70,6 +101,7 @@ class _Pins(Interpreter):
         self.chips = math.prod(mesh.shape[name] for name in names)
         self.alone = all(n == 1 for name, n in mesh.shape.items() if name not in names)
         self.late = False    # whether sums over the batch may stay partial
+        self.avoided: dict[int, Avoided] = {}    # by the id of the equation: a loop's body is evaluated several times
 
     def depends(self, at):
         return self.late
@@ -90,11 +122,19 @@ class _Pins(Interpreter):
             return [y if y.note == PARTIAL else Value(y.x, note) for y, note in zip(outputs, notes)]
         if (apart := self.apart(eqn, inputs, notes)) is not None:
             return apart
-        if not self.alone:
-            inputs = self.gathered(jaxpr.product(eqn), inputs)
+        whole = misdivided.in_equation(eqn, self.mesh)
+        if whole is not None and whole.row is misdivided.GROUPED and (summed := self.over_rows(eqn, at, inputs)):
+            return summed
+        if whole is not None:
+            self.avoided[id(eqn)] = Avoided(whole.row, at.path, self.held_bytes(eqn, whole, inputs, notes))
+            inputs = [Value(misdivided.unsplit(value.x, self.mesh, axes), value.note)
+                      for value, axes in zip(inputs, whole.inputs)]
         late, self.late = self.late, False
         outputs = self.default(eqn, at, inputs, self.wanted(plan, eqn))
         self.late = late
+        if whole is not None:
+            outputs = [Value(misdivided.unsplit(y.x, self.mesh, axes), y.note)
+                       for y, axes in zip(outputs, whole.outputs)]
         pins = name in PINNED and self.activations
         return [Value(self.held(y.x, note) if pins else y.x, note) for y, note in zip(outputs, notes)]
 
@@ -105,16 +145,29 @@ class _Pins(Interpreter):
         free[note] = self.axis
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*free)))
 
-    def gathered(self, product, inputs):
-        """Replicates the operands of a convolution with `batch_group_count` > 1, which computes the gradient of a
-        grouped convolution's kernel. If the operands are not replicated, XLA (jaxlib 0.10 to 0.12) also sums the
-        gradient of the kernel over mesh axes over which the batch is not split, so the gradient is wrong. XLA always
-        gathers the operands of convolutions with `batch_group_count` > 1, so replicating the operands causes no
-        additional transfers."""
-        if product is None or product.op is not jaxpr.CONVOLUTION or product.groups[1] == 1:
-            return inputs
-        whole = NamedSharding(self.mesh, P())
-        return [Value(lax.with_sharding_constraint(value.x, whole), value.note) for value in inputs]
+    def over_rows(self, eqn, at, inputs) -> list[Value] | None:
+        """Computes the gradient of a grouped convolution's kernel on the rows of each chip, and sums it over the chips.
+        Returns None if the rows are unknown, or not a multiple of the number of chips.
+
+        XLA would gather the batch, and also sum over the mesh axes over which the batch is not split.
+        """
+        numbers = jaxpr.product(eqn).dimensions
+        rows = numbers.lhs_spec[1], numbers.rhs_spec[1]    # the gradient contracts the batch, like a feature axis
+        if tuple(value.note for value in inputs) != rows or inputs[0].x.shape[rows[0]] % self.chips:
+            return None
+        arrays = [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)]
+        specs = tuple(P(*[None] * row, self.axis) for row in rows)
+        mapped = jax.shard_map(lambda *xs: lax.psum(jaxpr.bind(eqn, xs)[0].x, self.axis), mesh=self.mesh,
+                               in_specs=specs, out_specs=P(), check_vma=False)
+        self.avoided[id(eqn)] = Avoided(misdivided.GROUPED, at.path, nbytes(eqn.outvars[0].aval))
+        return [Value(mapped(*arrays))]
+
+    def held_bytes(self, eqn, whole, inputs, notes) -> int:
+        """The bytes on each chip of the arrays that have axes that must not be split."""
+        arrays = [*zip(eqn.invars, whole.inputs, (value.note for value in inputs)),
+                  *zip(eqn.outvars, whole.outputs, notes)]
+        spread = lambda note, axes: self.chips if note is not None and note not in axes else 1
+        return sum(nbytes(v.aval) // spread(note, axes) for v, axes, note in arrays if axes)
 
     def apart(self, eqn, inputs, notes) -> list[Value] | None:
         """Runs attention in a shard_map over the rows of the batch, because XLA cannot partition a TPU kernel."""

@@ -16,6 +16,7 @@ from fnet.jaxpr import Compiled
 from fnet.parallel import _check, _compile, _cost, _explain
 from fnet.parallel._estimate import Estimate
 from fnet.parallel._ledger import Ledger
+from fnet.parallel._pins import Avoided
 from fnet.parallel._strategies import Strategy
 from fnet.parallel._targets import Target
 
@@ -87,6 +88,9 @@ class Plan:
         shapes: the shapes and dtypes of the batch, a tree of `jax.ShapeDtypeStruct`s.
         axes: the names of the mesh axes over which the rows of the batch are split.
         unused: the paths of the batch's leaves that the step does not read.
+        avoided: an `Avoided` for each equation of the step that XLA would divide wrongly on this mesh, although
+            `plan.jit` makes it right: the row of the table of such operations, the scope, and the bytes of the arrays
+            that each device holds without splitting them.
         init_fn: the function `init` that was passed to `parallel.plan`.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
@@ -106,6 +110,7 @@ class Plan:
     unused: tuple[str, ...]
     init_fn: Callable = dataclasses.field(repr=False)
     candidates: tuple[Candidate, ...] = ()
+    avoided: tuple[Avoided, ...] = ()
     _find_largest: Callable | None = dataclasses.field(default=None, repr=False)
 
     @property

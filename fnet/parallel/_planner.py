@@ -16,6 +16,7 @@ from fnet.hardware._count import Count, count_jaxpr
 from fnet.hardware._tiles import Stored, stored
 from fnet.parallel import _check, _compile, _cost, _explain, _mesh
 from fnet.parallel._estimate import Estimate, Split, estimate
+from fnet.parallel._pins import avoided
 from fnet.parallel._plan import Candidate, Plan, rows_over
 from fnet.parallel._sharding_rules import applied, path_of
 from fnet.parallel._shardings import is_parameter, layout, scanned_leaves
@@ -143,7 +144,8 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
     verdicts = tuple(dataclasses.replace(each, verdict=each.verdict or _verdict(each, best, judged)) for each in judged)
     chosen = draft.plan(best.options)
     find = draft.largest_batches if chips.count == 1 else None
-    return dataclasses.replace(chosen, candidates=verdicts, _find_largest=find)
+    held = avoided(traced(best.options)[0], places, chosen.axes, state, batch) if chips.count > 1 else ()
+    return dataclasses.replace(chosen, candidates=verdicts, avoided=held, _find_largest=find)
 
 
 class Traced:
