@@ -4,6 +4,7 @@ Under `jax.jit` with Auto axes, XLA decides how the operations of a program are 
 operations and shardings, its results differ from those of one device, without an error. `TABLE` is the only list of
 them. `nn.Conv`, `nn.MaxPool` and the like read it for the mesh on which their input lies, and `parallel.plan` for each
 equation of a step. Both then state which axes must not be split, and XLA gathers these axes, if they were split at all.
+A layer cannot do better than that: with Auto axes, it sees the mesh of its input, and not how the input is split.
 
 Each row has a script in `findings/`, which shows the error in plain JAX. `tests/parallel/test_misdivided.py` runs these
 programs, and says when a jaxlib no longer needs a row.

@@ -87,8 +87,9 @@ def _avoided(plan) -> list[str]:
     lines = []
     for row in dict.fromkeys(each.row for each in plan.avoided):
         sizes = [each.nbytes for each in plan.avoided if each.row is row]
-        lines.append(f"not left to XLA ({row.name}): {row.operation}, wrong where {row.sharding}: {len(sizes)} "
-                     f"{'equation' if len(sizes) == 1 else 'equations'}, {sum(sizes):,} bytes held unsplit by each chip")
+        count = f"{len(sizes)} equation{'s' * (len(sizes) > 1)}"
+        lines.append(f"not left to XLA ({row.name}): {row.operation}, wrong where {row.sharding}: {count}, "
+                     f"{sum(sizes):,} bytes held unsplit by each chip")
     return lines
 
 

@@ -1,0 +1,246 @@
+"""What XLA divides wrongly over several devices: the table, layers on all shardings, and planned steps."""
+
+import contextlib
+import io
+import itertools
+import os
+import pathlib
+import random
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fnet import layers as nn
+from fnet import parallel
+from fnet.jaxpr import misdivided
+
+pytestmark = pytest.mark.usefixtures("quickly")
+FINDINGS = pathlib.Path(__file__).parents[2] / "findings"
+
+
+def mesh(*shape):
+    devices = np.array(jax.devices()[:int(np.prod(shape))]).reshape(shape)
+    return Mesh(devices, ("a", "b")[:len(shape)], axis_types=(AxisType.Auto,) * len(shape))
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("row", misdivided.TABLE, ids=lambda row: row.name)
+def test_jaxlib_still_needs_the_row(row):
+    """Runs the program of the row's script."""
+    script = FINDINGS / f"{row.name}.sh"
+    assert os.access(script, os.X_OK)
+    program = script.read_text().partition("<<'PYTHON'\n")[2].partition("\nPYTHON")[0]
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(compile(program, str(script), "exec"), {})
+    assert not ended.value.code, f"set `repaired` of {row.name!r} in fnet/jaxpr/_misdivided.py:\n{said.getvalue()}"
+
+
+def test_a_repaired_row_does_not_apply(monkeypatch):
+    row = misdivided.SPLIT_IMAGE._replace(repaired=(0, 13, 0))
+    for version, applies in (((0, 12, 0), True), ((0, 13, 0), False), ((0, 14, 1), False)):
+        monkeypatch.setattr(misdivided, "VERSION", version)
+        assert row.applies(mesh(2, 2)) == applies
+        assert misdivided.SPLIT_IMAGE.applies(mesh(2, 2))    # newer jaxlibs, too, as long as none is known to be right
+
+
+def test_meshes_to_which_a_row_applies():
+    for sizes, one, two in (((8,), True, False), ((4, 2), True, True), ((4, 1), True, False), ((1, 1), False, False)):
+        each = AbstractMesh(sizes, ("a", "b")[:len(sizes)])
+        assert (misdivided.MAX_POOL.applies(each), misdivided.GROUPED.applies(each)) == (one, two)
+    assert not misdivided.MAX_POOL.applies(None)
+
+
+CASES = {    # layer, shape of the input
+    "1d": (nn.Conv(8, 4), (8, 16, 8)),
+    "2d": (nn.Conv(8, 3), (8, 8, 8, 8)),
+    "even window": (nn.Conv(8, 4), (8, 8, 8, 8)),
+    "strided": (nn.Conv(8, 2, 2, padding="VALID"), (8, 8, 8, 8)),
+    "dilated": (nn.Conv(8, 3, dilation=2), (8, 8, 8, 8)),
+    "pointwise": (nn.Conv(8, 1), (8, 8, 8, 8)),
+    "grouped 1d": (nn.Conv(8, 4, groups=2), (8, 16, 8)),
+    "grouped": (nn.Conv(8, 3, groups=4), (8, 8, 8, 8)),
+    "few rows": (nn.Conv(8, 3, groups=2), (4, 8, 8, 8)),
+    "depthwise": (nn.DepthwiseConv(4, 2), (8, 8, 8, 8)),
+    "transposed": (nn.ConvTranspose(8, 4, 2), (8, 4, 4, 8)),
+    "transposed 1d": (nn.ConvTranspose(8, 3, 2, groups=4), (8, 8, 8)),
+    "max": (nn.MaxPool(2), (8, 8, 8, 8)),
+    "overlapping max": (nn.MaxPool(3, 1, padding="SAME"), (8, 8, 8, 8)),
+    "overlapping max, strided": (nn.MaxPool(3, 2, padding=1), (8, 8, 8, 8)),
+    "overlapping max 1d": (nn.MaxPool(3, 1, padding="SAME"), (8, 16, 8)),
+    "average": (nn.AvgPool(2), (8, 8, 8, 8)),
+    "overlapping average": (nn.AvgPool(3, 2, padding="SAME"), (8, 8, 8, 8)),
+}
+
+
+def shardings(shape, mesh):
+    """All shardings that divide an array: each axis of the mesh splits one axis of the array, or none."""
+    found = []
+    for places in itertools.product((None, *range(len(shape))), repeat=len(mesh.shape)):
+        split = [tuple(name for name, place in zip(mesh.shape, places) if place == i) for i in range(len(shape))]
+        parts = [int(np.prod([mesh.shape[name] for name in names])) for names in split]
+        if all(size % part == 0 for size, part in zip(shape, parts)):
+            found.append(NamedSharding(mesh, P(*(names or None for names in split))))
+    return found
+
+
+def prepared(name):
+    """(outputs and gradients of a layer, as a function of params, input and cotangent; these; the right results)."""
+    layer, shape = CASES[name]
+    draw = lambda shape: np.random.default_rng(len(shape)).integers(-3, 4, shape).astype(np.float32)    # sums are exact
+    x = np.random.default_rng(0).permutation(int(np.prod(shape))).reshape(shape).astype(np.float32)
+    x = x if isinstance(layer, nn.MaxPool) else x % 7 - 3
+    params = jax.tree.map(lambda leaf: draw(leaf.shape), layer.init(jax.random.key(0), jnp.asarray(x))[0])
+    cotangent = 36 * draw(jax.eval_shape(layer, params, x).shape)
+
+    def run(params, x, cotangent):
+        y, transpose = jax.vjp(layer, params, x)
+        return y, transpose(cotangent)
+
+    args = params, x, cotangent
+    return run, args, jax.tree.map(np.asarray, jax.jit(run)(*args))
+
+
+def check(drawn):
+    """Compares layers on several devices with one device, in one program. `drawn`: (case, shardings of its args)."""
+    cases = {name: prepared(name) for name in dict.fromkeys(name for name, _ in drawn)}
+    args = [jax.tree.map(jax.device_put, cases[name][1], places) for name, places in drawn]
+    runs = [cases[name][0] for name, _ in drawn]
+    results = jax.jit(lambda args: [run(*each) for run, each in zip(runs, args)])(args)
+    for (name, places), got in zip(drawn, results):
+        said = f"{name} {jax.tree.map(lambda place: place.spec, places)}"
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(cases[name][2])):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4, err_msg=said)
+
+
+def placed(name, mesh, choose):
+    return name, jax.tree.map(lambda x: choose(shardings(x.shape, mesh)), prepared(name)[1])
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 4)])
+def test_layers_on_drawn_shardings(sizes):
+    draw = random.Random(str(sizes))
+    names = [*draw.sample(sorted(CASES), 3), "grouped", "2d", "overlapping max"]
+    check([placed(name, mesh(*sizes), draw.choice) for name in names])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (4,), (8,)])
+@pytest.mark.parametrize("name", CASES)
+def test_layers_on_all_shardings(name, sizes):
+    """Each sharding of each argument, beside drawn shardings of the others."""
+    each, draw = mesh(*sizes), random.Random(f"{name} {sizes}")
+    drawn = []
+    leaves, structure = jax.tree.flatten(prepared(name)[1])
+    for i, leaf in enumerate(leaves):
+        for place in shardings(leaf.shape, each):
+            places = [place if j == i else draw.choice(shardings(x.shape, each)) for j, x in enumerate(leaves)]
+            drawn.append((name, jax.tree.unflatten(structure, places)))
+    for start in range(0, len(drawn), 40):
+        check(drawn[start:start + 40])
+
+
+def constraints(f, *args):
+    text = str(jax.make_jaxpr(f)(*args))
+    return len(re.findall(r"= sharding_constraint\[", text))
+
+
+def test_one_device_and_one_axis_get_no_constraints():
+    layer, x = nn.Sequential(nn.Conv(8, 3), nn.DepthwiseConv(3), nn.MaxPool(2)), jnp.ones((8, 8, 8, 8))
+    params = layer.init(jax.random.key(0), x)[0]
+    assert not constraints(layer, params, x)
+    assert not constraints(layer, params, jax.device_put(x, NamedSharding(mesh(8), P("a"))))
+    assert constraints(layer, params, jax.device_put(x, NamedSharding(mesh(2, 2), P("a")))) == 6
+    pool = nn.MaxPool(3, 1)
+    assert not constraints(pool, {}, x)
+    assert constraints(pool, {}, jax.device_put(x, NamedSharding(mesh(8), P("a")))) == 2
+    with jax.set_mesh(mesh(2, 2)):
+        assert constraints(layer, params, x) == 6
+
+
+def test_inside_shard_map_nothing_is_constrained():
+    each, layer = mesh(2, 2), nn.Conv(8, 3)
+    x = jnp.ones((8, 8, 8, 8))
+    params = layer.init(jax.random.key(0), x)[0]
+    mapped = jax.shard_map(layer, mesh=each, in_specs=(P(), P("a")), out_specs=P("a"))
+    np.testing.assert_allclose(jax.jit(mapped)(params, x), layer(params, x), rtol=1e-5, atol=1e-5)
+
+
+def test_the_batch_and_the_channels_stay_split():
+    each = mesh(2, 2)
+    x = jax.device_put(jnp.ones((8, 8, 8, 8)), NamedSharding(each, P("a")))
+    conv, depthwise = nn.Conv(8, 3, use_bias=False), nn.DepthwiseConv(3, use_bias=False)
+    params = conv.init(jax.random.key(0), x)[0]
+    kernel = jax.device_put(params["kernel"], NamedSharding(each, P(None, None, None, "b")))
+    y = jax.jit(conv)({"kernel": kernel}, x)
+    assert y.sharding.is_equivalent_to(NamedSharding(each, P("a", None, None, "b")), 4)
+    y = jax.jit(depthwise)(depthwise.init(jax.random.key(0), x)[0], x)
+    assert y.sharding.is_equivalent_to(NamedSharding(each, P(("a", "b"))), 4)    # each device has its own rows
+
+
+def planned(step, init, batch, **options):
+    plan = parallel.plan(step, init, batch, compile=False, **options)
+    return plan, plan.jit(step)(plan.init(jax.random.key(0)), batch)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 4, "tensor": 2}, {"data": 8}])
+def test_a_planned_step_and_what_its_plan_says(sizes):
+    model = nn.Sequential(nn.Conv(16, 3), nn.MaxPool(3, 2, padding=1), nn.DepthwiseConv(3), nn.GlobalAvgPool())
+    x = np.random.default_rng(0).normal(size=(16, 8, 8, 4)).astype(np.float32)
+
+    def step(params, x):
+        value, gradients = jax.value_and_grad(lambda params: jnp.square(model(params, x) - 1).mean())(params)
+        return gradients, {"loss": value}
+
+    init = lambda key: model.init(key, x[:1])[0]
+    plan, got = planned(step, init, x, strategy="fsdp+pins", mesh=sizes)
+    want = jax.jit(step)(init(jax.random.key(0)), x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
+    held = {each.row.name: each.nbytes for each in plan.avoided}
+    row = 2 * 8 * 8 * 16 + 4 * 4 * 16    # input, gradient and cotangent
+    pooled = row * 4 * 16 // sizes["data"]
+    assert held["overlapping_max_pool_gradient"] == pooled
+    assert ("grouped_convolution_gradient" in held) == (len(sizes) == 2)
+    if len(sizes) == 2:
+        assert held["grouped_convolution_gradient"] == 3 * 3 * 16 * 4    # the kernel
+    assert (f"not left to XLA (overlapping_max_pool_gradient): the gradient of max pooling with overlapping windows, "
+            f"wrong where an image axis is split: 1 equation, {pooled:,} bytes held unsplit by each chip"
+            ) in plan.explain()
+
+
+def test_rows_that_the_chips_cannot_share():
+    """The gradient of a grouped convolution that does not read the batch alone: its operands are gathered."""
+    kernel = np.ones((3, 3, 1, 8), np.float32)
+    x = np.random.default_rng(0).integers(-3, 4, (8, 4, 4, 8)).astype(np.float32)
+
+    def step(kernel, x):
+        def loss(kernel):
+            rows = jnp.concatenate([x[:2], x])    # 10 rows
+            y = lax.conv_general_dilated(rows, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                                         feature_group_count=8)
+            return jnp.square(y).sum()
+
+        return jax.grad(loss)(kernel), {}
+
+    plan, (got, _) = planned(step, lambda key: jnp.asarray(kernel), x, mesh={"data": 4, "tensor": 2}, strategy="data")
+    np.testing.assert_array_equal(got, jax.jit(step)(kernel, x)[0])
+    (grouped,) = [each for each in plan.avoided if each.row is misdivided.GROUPED]
+    assert grouped.nbytes == 2 * 10 * 4 * 4 * 8 * 4    # input and cotangent
+
+
+def test_a_strided_slice_over_split_features():
+    """Without the constraint, elements of the gradient are at other indices."""
+    def step(w, x):
+        return jax.grad(lambda w: (w[1::2] * x.mean(0)).sum())(w), {}
+
+    x = np.arange(8 * 2050, dtype=np.float32).reshape(8, 2050) % 7
+    init = lambda key: jnp.zeros((4100,))
+    plan, (got, _) = planned(step, init, x, strategy="fsdp", devices=jax.devices()[:4])
+    assert plan.state.spec == P("data")
+    np.testing.assert_allclose(got, jax.jit(step)(init(None), x)[0], rtol=1e-6)
+    assert [each.row for each in plan.avoided] == [misdivided.PADDING]
