@@ -185,27 +185,38 @@ def _kernel(who, layer, scope, x, window) -> jax.Array:
 
 def _convolved(layer, scope, x, kernel, strides, padding, **dilations) -> jax.Array:
     """Convolves the input, and adds the bias."""
-    convolve = functools.partial(lax.conv_general_dilated, window_strides=strides, padding=padding,
-                                 dimension_numbers=layout(x.ndim), feature_group_count=layer.groups, **dilations)
-    x, kernel, held = _divided(x, kernel, layer.groups)
-    # XLA also gathers the batch of a grouped convolution.
-    y = convolve(x, kernel) if layer.groups == 1 else by_rows(convolve, x, kernel)
+    padding = padding if isinstance(padding, str) else tuple(map(tuple, padding))
+    options = dict(window_strides=strides, padding=padding, dimension_numbers=layout(x.ndim),
+                   feature_group_count=layer.groups, **dilations)
+    bias = None
     if layer.use_bias:
-        y = y + align(scope.param("bias", (layer.features,), layer.bias_init, ("out",), roles=("out",)), y)
-    return held(y)
-
-
-def _divided(x, kernel, groups):
-    """Returns the operands of a convolution, and a function for its output, divided so that XLA computes the results
-    and the gradients of one device (see `fnet.jaxpr.misdivided`)."""
+        bias = scope.param("bias", (layer.features,), layer.bias_init, ("out",), roles=("out",))
     mesh = misdivided.mesh_of(x, kernel)
-    if groups > 1 and misdivided.GROUPED.applies(mesh):
-        rows = functools.partial(misdivided.split_rows, mesh=mesh)
-        return rows(x), misdivided.unsplit(kernel, mesh, range(kernel.ndim)), rows
-    if misdivided.SPLIT_IMAGE.applies(mesh) or misdivided.SPLIT_KERNEL.applies(mesh):
-        space = functools.partial(misdivided.unsplit, mesh=mesh, axes=range(1, x.ndim - 1))
-        return space(x), misdivided.unsplit(kernel, mesh, range(kernel.ndim - 2)), space
-    return x, kernel, lambda y: y
+    rows = [misdivided.GROUPED] if layer.groups > 1 else [misdivided.SPLIT_IMAGE, misdivided.SPLIT_KERNEL]
+    if any(row.applies(mesh) for row in rows):
+        return _divided(x, kernel, bias, mesh, tuple(options.items()))
+    return _affine(x, kernel, bias, options)
+
+
+# In eager mode, a sharding constraint needs a jitted function, which knows the devices of the mesh.
+@functools.partial(jax.jit, static_argnums=(3, 4), inline=True)
+def _divided(x, kernel, bias, mesh, options):
+    """As `_affine`, divided so that XLA computes the results and the gradients of one device (see
+    `fnet.jaxpr.misdivided`)."""
+    options = dict(options)
+    if options["feature_group_count"] > 1:
+        whole, divided = range(kernel.ndim), functools.partial(misdivided.split_rows, mesh=mesh)
+    else:
+        whole = range(kernel.ndim - 2)
+        divided = functools.partial(misdivided.unsplit, mesh=mesh, axes=range(1, x.ndim - 1))
+    return divided(_affine(divided(x), misdivided.unsplit(kernel, mesh, whole), bias, options))
+
+
+def _affine(x, kernel, bias, options):
+    convolve = functools.partial(lax.conv_general_dilated, **options)
+    # XLA gathers the batch of a grouped convolution.
+    y = convolve(x, kernel) if options["feature_group_count"] == 1 else by_rows(convolve, x, kernel)
+    return y if bias is None else y + align(bias, y)
 
 
 def layout(ndim: int) -> lax.ConvDimensionNumbers:

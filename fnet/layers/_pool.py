@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import KW_ONLY
 
@@ -121,9 +122,20 @@ def _windows(pool, scope, x, start, reduce):
         raise ValueError(f"{who} at {scope}: padding {list(padding)} must be smaller than the window {window}")
     if any(low + size + high < k for k, size, (low, high) in zip(window, x.shape[1:-1], padding)):
         raise ValueError(f"{who} at {scope}: the window {window} is larger than the input {x.shape[1:-1]}")
-    window_of = (1, *window, 1), (1, *strides, 1)
+    windows = (1, *window, 1), (1, *strides, 1), ((0, 0), *map(tuple, padding), (0, 0))
     mesh = misdivided.mesh_of(x) if reduce is lax.max else None
-    whole = misdivided.overlapping(*window_of) if misdivided.MAX_POOL.applies(mesh) else ()
-    y = lax.reduce_window(misdivided.unsplit(x, mesh, whole), start, reduce, *window_of, ((0, 0), *padding, (0, 0)))
-    y = misdivided.unsplit(y, mesh, whole)
+    whole = misdivided.overlapping(*windows[:2]) if misdivided.MAX_POOL.applies(mesh) else ()
+    if whole:
+        y = _unsplit_maxima(x, mesh, whole, start.item(), windows)
+    else:
+        y = lax.reduce_window(x, start, reduce, *windows)
     return y, window, any(pad for pair in padding for pad in pair)
+
+
+# In eager mode, a sharding constraint needs a jitted function, which knows the devices of the mesh.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), inline=True)
+def _unsplit_maxima(x, mesh, axes, start, windows):
+    """The maximum over each window. The axes of the windows are not split, because XLA computes another gradient if
+    windows overlap (see `fnet.jaxpr.misdivided`)."""
+    y = lax.reduce_window(misdivided.unsplit(x, mesh, axes), np.array(start, x.dtype), lax.max, *windows)
+    return misdivided.unsplit(y, mesh, axes)

@@ -163,6 +163,20 @@ def test_one_device_and_one_axis_get_no_constraints():
         assert constraints(layer, params, x) == 6
 
 
+@pytest.mark.parametrize("name", ["2d", "depthwise", "overlapping max"])
+def test_without_jit(name):
+    """The input alone lies on the mesh, or nothing does, and the mesh is set."""
+    layer, _ = CASES[name]
+    _, (params, x, _), (want, _) = prepared(name)
+    each = mesh(2, 2)
+    placed = jax.device_put(x, NamedSharding(each, P(None, "a")))
+    with jax.set_mesh(each):
+        results = [layer(params, x)]
+    results += [layer(params, placed), jax.vmap(lambda row: layer(params, row[None])[0])(placed)]
+    for got in results:
+        np.testing.assert_array_equal(got, want)
+
+
 def test_inside_shard_map_nothing_is_constrained():
     each, layer = mesh(2, 2), nn.Conv(8, 3)
     x = jnp.ones((8, 8, 8, 8))
