@@ -51,7 +51,7 @@ def test_a_repaired_row_does_not_apply(monkeypatch):
 
 def test_meshes_to_which_a_row_applies():
     for sizes, one, two in (((8,), True, False), ((4, 2), True, True), ((4, 1), True, False), ((1, 1), False, False)):
-        each = AbstractMesh(sizes, ("a", "b")[:len(sizes)])
+        each = AbstractMesh(sizes, ("a", "b")[:len(sizes)], axis_types=(AxisType.Auto,) * len(sizes))
         assert (misdivided.MAX_POOL.applies(each), misdivided.GROUPED.applies(each)) == (one, two)
     assert not misdivided.MAX_POOL.applies(None)
 
