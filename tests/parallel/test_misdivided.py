@@ -1,4 +1,4 @@
-"""What XLA divides wrongly over several devices: the table, layers on all shardings, and planned steps."""
+"""What XLA divides wrongly over several devices: the table, layers on many shardings, and planned steps."""
 
 import contextlib
 import io
@@ -132,7 +132,7 @@ def test_layers_on_drawn_shardings(sizes):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (4,), (8,)])
 @pytest.mark.parametrize("name", CASES)
-def test_layers_on_all_shardings(name, sizes):
+def test_layers_on_each_sharding_of_each_argument(name, sizes):
     """Each sharding of each argument, beside drawn shardings of the others."""
     each, draw = mesh(*sizes), random.Random(f"{name} {sizes}")
     drawn = []
