@@ -73,7 +73,7 @@ class Quantized(ImplicitArray):
         return self._values(self.dtype)
 
     def dot(self, x: jax.Array, axes: tuple[int, ...], dot: Callable) -> Any:
-        if any(self.scale.shape[i] != 1 for i in axes):    # scales differ along the contracted axes
+        if any(self.scale.shape[i] != 1 for i in axes) or self._may_overflow(x):
             return dot(x, self._values(x.dtype), axes)
         outputs = [n for i, n in enumerate(self.scale.shape) if i not in axes]
         scale = self.scale.reshape(*(1,) * (x.ndim - len(axes)), *outputs)
@@ -84,7 +84,8 @@ class Quantized(ImplicitArray):
         return y * scale.astype(y.dtype)
 
     def convolve(self, x: jax.Array, convolution: Convolution) -> Any:
-        if any(n != 1 for i, n in enumerate(self.scale.shape) if i != convolution.kernel_axis):
+        shared = all(n == 1 for i, n in enumerate(self.scale.shape) if i != convolution.kernel_axis)
+        if not shared or self._may_overflow(x):
             return convolution(x, self._values(x.dtype))
         scale = self.scale.reshape([-1 if i == convolution.out_axis else 1 for i in range(x.ndim)])
         if self._rounds_inputs:
@@ -102,6 +103,10 @@ class Quantized(ImplicitArray):
         known = take(jnp.ones((self.shape[0], *(1,) * (self.ndim - 1))))    # NaN for indices out of range
         scale = lax.expand_dims(self.scale.squeeze(0), range(codes.ndim - self.ndim + 1))
         return (self._scaled(codes, scale) * known).astype(self.dtype)
+
+    def _may_overflow(self, x) -> bool:
+        """Whether sums of x times codes, which are up to 448, may exceed 65504, the largest number of float16."""
+        return x.dtype == jnp.float16 and not self._rounds_inputs
 
     @property
     def _rounds_inputs(self):

@@ -106,8 +106,15 @@ def _is_view(value) -> bool:
 # Changes of layout and dtype.
 
 def _cast(self, eqn, at, inputs):
+    """Casts an implicit array to the dtype in which a product computes.
+
+    A second cast, as in `w.astype(bfloat16).astype(float32)`, and casts to 8 bits are for rounding the values, so the
+    array is materialized for them.
+    """
     view, dtype = inputs[0].x, eqn.params["new_dtype"]
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
+        return NotImplemented
+    if view.dtype not in (view.base.dtype, dtype):
         return NotImplemented
     return [Value(view.astype(dtype), inputs[0].note)]
 
@@ -302,7 +309,7 @@ _REASONS = {
     "shard_map": "shard_map takes plain arrays", "jit": "a jit with shardings or donation takes plain arrays",
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "a custom derivative takes plain arrays"),
     "dot_general": "no form for a product over these axes", "conv_general_dilated": "no form for this convolution",
-    "gather": "no form for this lookup", "reshape": "the reshape mixes its axes",
+    "gather": "no form for this lookup", "convert_element_type": "the cast rounds the values", "reshape": "the reshape mixes its axes",
 }
 _RULES = {
     "convert_element_type": _cast, "transpose": _transpose, "reshape": _reshape, "squeeze": _reshape,

@@ -129,6 +129,11 @@ PROGRAMS = {
     "depthwise": ("kernel", lambda p, x: lax.conv_general_dilated(
         IMAGE, p["kernel"][:, :, :1, :4], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
         feature_group_count=4)),
+    "rounded": ("w", lambda p, x: x @ p["w"].astype(jnp.bfloat16).astype(jnp.float32)),
+    "rounded to 8 bits": ("w", lambda p, x: x @ p["w"].astype(jnp.float8_e4m3fn).astype(jnp.float32)),
+    "rounded to fewer bits": ("w", lambda p, x: x @ lax.reduce_precision(p["w"], 5, 2)),
+    "rounded twice": ("w", lambda p, x: (x.astype(jnp.float16) @ p["w"].astype(jnp.bfloat16).astype(jnp.float16)
+                                         ).astype(jnp.float32)),
     "lookup": ("table", lambda p, x: p["table"][IDS]),
     "lookup, clipped": ("table", lambda p, x: jnp.take(p["table"], IDS, 0, mode="clip")),
     "lookup, filled": ("table", lambda p, x: jnp.take(p["table"], IDS, 0)),
@@ -147,6 +152,26 @@ def test_programs(name, kind):
     params = KINDS[kind]({leaf: W[leaf]})
     close(jax.jit(ft.use_implicit_arrays(f))(params, X), jax.jit(f)(compress.materialize(params), X), 1e-2 if (
         "bfloat16" in name or "wide" in name) else 2e-6)
+
+
+@pytest.mark.parametrize("name", ["rounded", "rounded to 8 bits", "rounded to fewer bits"])
+def test_rounding_is_not_dropped(name):
+    f, params = PROGRAMS[name][1], KINDS["int8"]({"w": W["w"]})
+    exact, w = X @ compress.materialize(params)["w"], compress.materialize(params)
+    expected = jax.jit(f)(w, X)
+    assert jnp.abs(expected - exact).max() > 1e-3
+    np.testing.assert_allclose(jax.jit(ft.use_implicit_arrays(f))(params, X), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("format", [compress.Int8(), compress.Float8()])
+def test_float16_sums_of_codes_do_not_overflow(format):
+    params, image = compress.quantize({"w": jnp.ones((3, 3, 64, 2))}, {"w": format}), jnp.ones((1, 3, 3, 64), "float16")
+    conv = lambda p, x: lax.conv_general_dilated(x, p["w"].astype(x.dtype), (1, 1), "VALID",
+                                                 dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    np.testing.assert_allclose(ft.use_implicit_arrays(conv)(params, image).ravel(), [576, 576])
+    params = compress.quantize({"w": jnp.ones((1024, 2))}, {"w": format})
+    f = ft.use_implicit_arrays(lambda p, x: x @ p["w"].astype(x.dtype))
+    np.testing.assert_allclose(f(params, jnp.ones((1, 1024), "float16")), [[1024, 1024]])
 
 
 OWN_FORM = ["product", "transposed", "left", "einsum", "batched", "heads", "heads, merged", "split", "bfloat16", "jit",
