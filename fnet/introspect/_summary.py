@@ -143,7 +143,7 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
         passes = _training(run)
         both, on, seconds = _cost(passes, params, inputs, chip)
         kept = kept_activations(run, params, *inputs)
-    except (TypeError, ValueError, NotImplementedError) as error:    # of the derivative: the function itself was traced above
+    except (TypeError, ValueError, NotImplementedError) as error:    # of the derivative
         passes = run
         both, on, seconds = _cost(run, params, inputs, chip)
         kept, missing = [], (f"no backward pass: {str(error).partition('. ')[0]}",)

@@ -309,7 +309,8 @@ _REASONS = {
     "shard_map": "shard_map takes plain arrays", "jit": "a jit with shardings or donation takes plain arrays",
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "a custom derivative takes plain arrays"),
     "dot_general": "no form for a product over these axes", "conv_general_dilated": "no form for this convolution",
-    "gather": "no form for this lookup", "convert_element_type": "the cast rounds the values", "reshape": "the reshape mixes its axes",
+    "gather": "no form for this lookup", "convert_element_type": "the cast rounds the values",
+    "reshape": "the reshape mixes its axes",
 }
 _RULES = {
     "convert_element_type": _cast, "transpose": _transpose, "reshape": _reshape, "squeeze": _reshape,

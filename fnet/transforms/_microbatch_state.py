@@ -97,8 +97,8 @@ def _undeclared(place, position, path) -> ValueError:
     carry = "carry= and its position, after you made it an argument of its own" if path else f"carry={position}"
     return ValueError(
         f"microbatch: the result{place.path} has the structure of argument {position}{path} and is computed from "
-        f"it. Is it the new value of state, such as statistics of a batch normalization? Then pass {carry}: each slice starts "
-        "with the state of the slice before. If it is a value to average or sum over the slices, pass carry=()")
+        f"it. Is it the new value of state, such as statistics of a batch normalization? Then pass {carry}: each slice "
+        "starts with the state of the slice before. If it is a value to average or sum over the slices, pass carry=()")
 
 
 def _check_counts(program, flow, claimed) -> None:

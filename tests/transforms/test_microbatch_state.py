@@ -150,7 +150,7 @@ def test_a_single_key_or_number_as_state():
         value, key, total = f(2.0, key, total, rows)
         mean += value / N
     same(got, (mean, key, total))
-    with pytest.raises(ValueError, match="got key<fry>.*pass carry= with the position of this argument"):
+    with pytest.raises(ValueError, match=r"got key<fry>.*pass carry= with the position of this argument"):
         ft.microbatch(f, N, argnums=3)(2.0, key, total, X)
 
 
