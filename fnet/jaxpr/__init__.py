@@ -97,8 +97,8 @@ __all__ = ["ACTIVATIONS", "BILINEAR", "BLOCK", "CALLS", "CONVOLUTION", "DOT", "E
            "array_leaves", "batch_axes", "before", "bind", "bodies", "boxed", "call_name", "check_function", "cost",
            "describe", "description", "donated", "equations", "explicit", "find_sites", "flatten", "has_shardings",
            "implicit_dot", "inline", "inlined", "is_array", "is_implicit", "is_tag", "kept_bits", "lookup_mode",
-           "marks", "materialize", "may_differ", "misdivided", "mutable", "nbytes", "new_dtype", "observe", "opened", "overwritten",
-           "permutation", "plain", "pooling_window", "producers", "product", "random_bits", "read",
+           "marks", "materialize", "may_differ", "misdivided", "mutable", "nbytes", "new_dtype", "observe", "opened",
+           "overwritten", "permutation", "plain", "pooling_window", "producers", "product", "random_bits", "read",
            "remaining_indices", "restore", "results_boxed", "rewrite", "scan", "scope_of_operation", "scopes_in",
            "selects_largest", "stable", "stable_size", "static", "statics", "tag", "tagging", "touched", "traits",
            "unboxed", "unrolled", "unsupported", "value_name", "wraps"]

@@ -200,7 +200,7 @@ class _Call:
 
     def state_of(self, program, shapes, declared) -> dict[int, tuple[int, ...]]:
         """Returns {position of an argument: indices of the results that are its new value}."""
-        sources = ["index", *((i, k) for i, leaves in self.start[0].items() for k in range(len(leaves))),
+        sources: list = ["index", *((i, k) for i, leaves in self.start[0].items() for k in range(len(leaves))),
                    *["module"] * len(self.start[1]), *["batch"] * len(self.batch)]
         sources += [None] * (len(program.jaxpr.invars) - len(sources))
         arguments = {i: rebuild(leaves) for i, (leaves, rebuild) in self._rest.items()
