@@ -62,18 +62,21 @@ MAX_POOL = Row("overlapping_max_pool_gradient", "the gradient of max pooling wit
                "an image axis is split", axes=1)
 PADDING = Row("interior_padding", "padding between elements, as in the gradient of a strided slice",
               "the padded axis is split", axes=1)
-TABLE = (GROUPED, SPLIT_IMAGE, SPLIT_KERNEL, MAX_POOL, PADDING)
+NEGATIVE = Row("negative_padding", "padding of negative width, as in the gradient of a cumulative product",
+               "the result is split along the padded axis, and the operand is not", axes=1)
+TABLE = (GROUPED, SPLIT_IMAGE, SPLIT_KERNEL, MAX_POOL, PADDING, NEGATIVE)
 
 
 class Whole(NamedTuple):
     """What avoids the error in one equation.
 
     Attributes:
-        row: the row of the table.
-        inputs, outputs: for each array, its axes that must not be split.
+        rows: the rows of the table. There may be several, because how XLA will split the arrays is not known.
+        inputs, outputs: for each array, its axes that must not be split. There are none for `NEGATIVE`, for which
+            `cropped` computes the same.
     """
 
-    row: Row
+    rows: tuple[Row, ...]
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
 
@@ -84,19 +87,30 @@ def in_equation(eqn: Any, mesh: Any) -> Whole | None:
     if found is not None and found.op is CONVOLUTION:
         every = [tuple(range(v.aval.ndim)) for v in (*eqn.invars, *eqn.outvars)]
         if found.groups[1] > 1:
-            return Whole(GROUPED, tuple(every[:-1]), ((),)) if GROUPED.applies(mesh) else None
+            return Whole((GROUPED,), tuple(every[:-1]), ((),)) if GROUPED.applies(mesh) else None
         numbers = found.dimensions
         space = (numbers.lhs_spec[2:], numbers.rhs_spec[2:]), (numbers.out_spec[2:],)
-        applies = SPLIT_IMAGE.applies(mesh) or SPLIT_KERNEL.applies(mesh)
-        return Whole(SPLIT_IMAGE, *space) if applies and space[1][0] else None
+        rows = tuple(row for row in (SPLIT_IMAGE, SPLIT_KERNEL) if row.applies(mesh))
+        return Whole(rows, *space) if rows and space[1][0] else None
     if eqn.primitive.name == "select_and_scatter_add" and MAX_POOL.applies(mesh):
         window, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
         axes = overlapping(window, strides)
-        return Whole(MAX_POOL, (axes, axes), (axes,)) if axes else None
-    if eqn.primitive.name == "pad" and PADDING.applies(mesh):
-        axes = tuple(i for i, (_, _, between) in enumerate(eqn.params["padding_config"]) if between)
-        return Whole(PADDING, (axes, ()), (axes,)) if axes else None
+        return Whole((MAX_POOL,), (axes, axes), (axes,)) if axes else None
+    if eqn.primitive.name == "pad":
+        config = eqn.params["padding_config"]
+        axes = tuple(i for i, (_, _, between) in enumerate(config) if between)
+        if axes and PADDING.applies(mesh):
+            return Whole((PADDING,), (axes, ()), (axes,))
+        if any(low < 0 or high < 0 for low, high, _ in config) and NEGATIVE.applies(mesh):
+            return Whole((NEGATIVE,), ((), ()), ((),))
     return None
+
+
+def cropped(x: jax.Array, value: jax.Array, config: Sequence[tuple[int, int, int]]) -> jax.Array:
+    """`lax.pad` that removes elements by a slice. XLA divides this rightly, without gathering an axis."""
+    padded = lax.pad(x, value, [(max(low, 0), max(high, 0), between) for low, high, between in config])
+    starts = [max(-low, 0) for low, _, _ in config]
+    return lax.slice(padded, starts, [size - max(-high, 0) for size, (_, high, _) in zip(padded.shape, config)])
 
 
 def overlapping(window: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:

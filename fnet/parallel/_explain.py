@@ -85,11 +85,12 @@ def _sent(plan) -> list[str]:
 def _avoided(plan) -> list[str]:
     """Returns a line for each kind of operation that XLA would divide wrongly over the mesh of the plan."""
     lines = []
-    for row in dict.fromkeys(each.row for each in plan.avoided):
-        sizes = [each.nbytes for each in plan.avoided if each.row is row]
+    for rows in dict.fromkeys(each.rows for each in plan.avoided):
+        sizes = [each.nbytes for each in plan.avoided if each.rows == rows]
+        names, wrong = ", ".join(row.name for row in rows), "; ".join(f"{row.operation}, wrong where {row.sharding}"
+                                                                      for row in rows)
         count = f"{len(sizes)} equation{'s' * (len(sizes) > 1)}"
-        lines.append(f"not left to XLA ({row.name}): {row.operation}, wrong where {row.sharding}: {count}, "
-                     f"{sum(sizes):,} bytes held unsplit by each chip")
+        lines.append(f"not left to XLA ({names}): {wrong}: {count}, {sum(sizes):,} bytes held unsplit by each chip")
     return lines
 
 

@@ -62,12 +62,12 @@ class Avoided(NamedTuple):
     """An equation of a step that XLA would divide wrongly, and what each device holds because `plan` avoids this.
 
     Attributes:
-        row: the row of the table `fnet.jaxpr.misdivided.TABLE`.
+        rows: the rows of the table `fnet.jaxpr.misdivided.TABLE` that may apply.
         scope: the named scope of the equation.
         nbytes: the bytes of the equation's arrays on each device, with the axes that must not be split.
     """
 
-    row: misdivided.Row
+    rows: tuple[misdivided.Row, ...]
     scope: str
     nbytes: int
 
@@ -123,10 +123,13 @@ class _Pins(Interpreter):
         if (apart := self.apart(eqn, inputs, notes)) is not None:
             return apart
         whole = misdivided.in_equation(eqn, self.mesh)
-        if whole is not None and whole.row is misdivided.GROUPED and (summed := self.over_rows(eqn, at, inputs)):
+        if whole is not None and misdivided.GROUPED in whole.rows and (summed := self.over_rows(eqn, at, inputs)):
             return summed
         if whole is not None:
-            self.avoided[id(eqn)] = Avoided(whole.row, at.path, self.held_bytes(eqn, whole, inputs, notes))
+            self.avoided[id(eqn)] = Avoided(whole.rows, at.path, self.held_bytes(eqn, whole, inputs, notes))
+            if misdivided.NEGATIVE in whole.rows:
+                arrays = [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)]
+                return [Value(misdivided.cropped(*arrays, eqn.params["padding_config"]), notes[0])]
             inputs = [Value(misdivided.unsplit(value.x, self.mesh, axes), value.note)
                       for value, axes in zip(inputs, whole.inputs)]
         late, self.late = self.late, False
@@ -159,7 +162,7 @@ class _Pins(Interpreter):
         specs = tuple(P(*[None] * row, self.axis) for row in rows)
         mapped = jax.shard_map(lambda *xs: lax.psum(jaxpr.bind(eqn, xs)[0].x, self.axis), mesh=self.mesh,
                                in_specs=specs, out_specs=P(), check_vma=False)
-        self.avoided[id(eqn)] = Avoided(misdivided.GROUPED, at.path, nbytes(eqn.outvars[0].aval))
+        self.avoided[id(eqn)] = Avoided((misdivided.GROUPED,), at.path, nbytes(eqn.outvars[0].aval))
         return [Value(mapped(*arrays))]
 
     def held_bytes(self, eqn, whole, inputs, notes) -> int:

@@ -89,7 +89,7 @@ class Plan:
         axes: the names of the mesh axes over which the rows of the batch are split.
         unused: the paths of the batch's leaves that the step does not read.
         avoided: an `Avoided` for each equation of the step that XLA would divide wrongly on this mesh, although
-            `plan.jit` makes it right: the row of the table of such operations, the scope, and the bytes of the arrays
+            `plan.jit` makes it right: the rows of the table of such operations, the scope, and the bytes of the arrays
             that each device holds without splitting them.
         init_fn: the function `init` that was passed to `parallel.plan`.
 

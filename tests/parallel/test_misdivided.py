@@ -215,7 +215,7 @@ def test_a_planned_step_and_what_its_plan_says(sizes):
     plan, got = planned(step, init, x, strategy="fsdp+pins", mesh=sizes)
     want = jax.jit(step)(init(jax.random.key(0)), x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
-    held = {each.row.name: each.nbytes for each in plan.avoided}
+    held = {row.name: each.nbytes for each in plan.avoided for row in each.rows}
     row = 2 * 8 * 8 * 16 + 4 * 4 * 16    # input, gradient and cotangent
     pooled = row * 4 * 16 // sizes["data"]
     assert held["overlapping_max_pool_gradient"] == pooled
@@ -225,6 +225,8 @@ def test_a_planned_step_and_what_its_plan_says(sizes):
     assert (f"not left to XLA (overlapping_max_pool_gradient): the gradient of max pooling with overlapping windows, "
             f"wrong where an image axis is split: 1 equation, {pooled:,} bytes held unsplit by each chip"
             ) in plan.explain()
+    assert ("not left to XLA (split_image_convolution, split_kernel_convolution): " in plan.explain()) == (
+        len(sizes) == 2)
 
 
 def test_rows_that_the_chips_cannot_share():
@@ -243,7 +245,7 @@ def test_rows_that_the_chips_cannot_share():
 
     plan, (got, _) = planned(step, lambda key: jnp.asarray(kernel), x, mesh={"data": 4, "tensor": 2}, strategy="data")
     np.testing.assert_array_equal(got, jax.jit(step)(kernel, x)[0])
-    (grouped,) = [each for each in plan.avoided if each.row is misdivided.GROUPED]
+    (grouped,) = [each for each in plan.avoided if each.rows == (misdivided.GROUPED,)]
     assert grouped.nbytes == 2 * 10 * 4 * 4 * 8 * 4    # input and cotangent
 
 
@@ -257,4 +259,30 @@ def test_a_strided_slice_over_split_features():
     plan, (got, _) = planned(step, init, x, strategy="fsdp", devices=jax.devices()[:4])
     assert plan.state.spec == P("data")
     np.testing.assert_allclose(got, jax.jit(step)(init(None), x)[0], rtol=1e-6)
-    assert [each.row for each in plan.avoided] == [misdivided.PADDING]
+    assert [each.rows for each in plan.avoided] == [(misdivided.PADDING,)]
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("scanned", [
+    lambda x: jnp.cumprod(x, 0), lax.cummax, lambda x: lax.cumlogsumexp(x, reverse=True),
+    lambda x: lax.associative_scan(jnp.multiply, x),
+    lambda x: lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (x, 1 - x))[1],
+], ids=["cumprod", "cummax", "cumlogsumexp", "products", "recurrence"])
+@pytest.mark.parametrize("size", [8, 12])
+def test_gradients_of_scans_over_a_split_axis(scanned, size):
+    """Without the plan, XLA returns other gradients of products and recurrences."""
+    def step(state, batch):
+        y, transpose = jax.vjp(scanned, state["params"]["x"])
+        return {**state, "params": {"x": y}}, {"gradient": transpose(state["cotangent"])[0] + 0 * batch.sum()}
+
+    draw = np.random.default_rng(size)
+    x = (2.0 ** draw.integers(-1, 2, (size, 4)) * draw.choice([-1, 1], (size, 4))).astype(np.float32)
+    batch = np.ones((4, 2), np.float32)
+    cotangent = np.broadcast_to(draw.permutation(size)[:, None] + 1, x.shape).astype(np.float32)
+    init = lambda key: {"params": {"x": jnp.asarray(x)}, "cotangent": jnp.asarray(cotangent)}
+    plan, got = planned(step, init, batch, strategy="data", mesh={"data": 2, "tensor": 2}, rules={"x": ("tensor",)},
+                        devices=jax.devices()[:4])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, jax.jit(step)(init(None), batch))
+    assert plan.state["params"]["x"].spec == P("tensor")
+    held = [each for each in plan.avoided if each.rows == (misdivided.NEGATIVE,)]
+    assert held and not any(each.nbytes for each in held)
