@@ -177,6 +177,25 @@ def test_without_jit(name):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("name", ["2d", "grouped", "transposed"])
+def test_several_kernels_for_one_input(name):
+    """`vmap` over the kernels makes one convolution of them, with more features."""
+    layer, _ = CASES[name]
+    _, (params, x, cotangent), _ = prepared(name)
+    several = lambda leaf: np.stack([leaf, 2 * leaf])
+    params, cotangent, each = jax.tree.map(several, params), several(cotangent), mesh(2, 2)
+
+    def run(params, x, cotangent):
+        y, transpose = jax.vjp(jax.vmap(layer, (0, None)), params, x)
+        return y, transpose(cotangent)
+
+    draw = lambda leaf: random.Random(name).choice(shardings(leaf.shape, each))
+    args = params, x, cotangent
+    got = jax.jit(run)(*jax.tree.map(jax.device_put, args, jax.tree.map(draw, args)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), got, jax.jit(run)(*args))
+
+
 def test_inside_shard_map_nothing_is_constrained():
     each, layer = mesh(2, 2), nn.Conv(8, 3)
     x = jnp.ones((8, 8, 8, 8))
