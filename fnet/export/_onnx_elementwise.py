@@ -34,7 +34,7 @@ def _not_equal(e, x, y):
 # Functions of (equation, *names) whose operands broadcast.
 ELEMENTWISE: dict[str, Callable] = {
     **{name: _op(kind) for name, kind in {
-        "floor": "Floor", "ceil": "Ceil", "abs": "Abs", "exp": "Exp", "log": "Log", "tanh": "Tanh", "sin": "Sin",
+        "floor": "Floor", "ceil": "Ceil", "abs": "Abs", "exp": "Exp", "log": "Log", "sin": "Sin",
         "cos": "Cos", "tan": "Tan", "asin": "Asin", "acos": "Acos", "atan": "Atan", "sinh": "Sinh", "cosh": "Cosh",
         "asinh": "Asinh", "acosh": "Acosh", "atanh": "Atanh", "sqrt": "Sqrt", "erf": "Erf", "add": "Add", "sub": "Sub",
         "eq": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater",
@@ -46,6 +46,7 @@ ELEMENTWISE: dict[str, Callable] = {
     "mul": _onnx_functions.multiply, "neg": _onnx_functions.neg, "sign": _onnx_functions.sign,
     "logistic": _onnx_functions.logistic,
     "expm1": _onnx_functions.expm1, "log1p": _onnx_functions.log1p, "erfc": _onnx_functions.erfc,
+    "tanh": _onnx_functions.tanh,
     "cbrt": _onnx_functions.cbrt, "atan2": _onnx_functions.atan2, "round": _onnx_functions.round_,
     "is_finite": _onnx_functions.is_finite, "power": _onnx_functions.power, "pow": _onnx_functions.pow_,
     "max": _onnx_functions.maximum, "min": _onnx_functions.minimum, "clamp": _onnx_functions.clamp,

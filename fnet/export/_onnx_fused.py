@@ -1,6 +1,6 @@
 """Finds normalizations, GELUs and attentions in a program, and replaces them by operators of ONNX.
 
-The search for a normalization starts at rsqrt, the search for a GELU at erf or tanh, and the search for an attention at
+The search for a normalization starts at rsqrt, the search for a GELU at erf or erfc, and the search for an attention at
 exp. A candidate for the replacement by an ONNX operator is a group of equations that contains the operation at which
 the search starts. NumPy evaluates the candidate and the definition of the operator in float64 on the same inputs, and
 the group is replaced only if every element agrees. Because numbers are compared, not equations, different
@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from fnet.export import _interpret, _sizes
+from fnet.export import _interpret, _onnx_functions, _sizes
 from fnet.export._choices import choices
 
-_SINCE = {"layer_norm": 18, "gelu": 20, "rms_norm": 23, "attention": 23}      # opsets
+_SINCE = {"layer_norm": 18, "erfc_gelu": 18, "gelu": 20, "rms_norm": 23, "attention": 23}      # opsets
 _REACH, _LIMIT = 12, 120      # the maximum number of equations up to an input, and in a candidate
 _CLIMB = {"mul", "div", "add", "sub", "broadcast", "reshape", "transpose", "convert", "select"}
 _VALUES = 1 << 24             # elements of the largest value that is evaluated
@@ -253,39 +253,34 @@ def _rows(draw, shape, epsilon, i):
 
 @_attempt
 def _gelu(c, kinds):
-    """Finds a GELU: x times the cumulative normal distribution of x, or its approximation by tanh."""
-    start, = c.equations[c.start][2]
-    if "gelu" not in kinds or not _floating(c, start):
+    """Finds an exact GELU, x times the cumulative normal distribution of x. onnxruntime's Gelu computes 1 + erf, as a
+    program with erf does. Below x = -5.5, this has no correct digit. A program with erfc has all, so erfc remains. A
+    GELU with tanh is not replaced: onnxruntime's Gelu does not round 1 + tanh like XLA, but its Tanh does."""
+    kind, (start,) = {"erf": "gelu", "erfc": "erfc_gelu"}[c.equations[c.start][0]], c.equations[c.start][2]
+    if kind not in kinds or not _floating(c, start):
         return None
     shape = c.shape(start)
     for source in reversed([v for v in c.before(start, reach=6) if c.shape(v) == shape]):
         for root in list(c.after(start))[:0:-1]:
             if c.shape(root) != shape or c.region(root, {source})[1]:
                 continue
-            for form, function in _GELUS.items():
-                def equal(c, i, draw, root=root, source=source, function=function):
-                    x = draw.uniform(-8, 8, c.shape(source)) * (1e-4, 1, 1e3)[i]
-                    flat = x.reshape(-1)
-                    special = (np.nan, 0.0, np.inf, -np.inf)[:flat.size // 2]
-                    flat[:len(special)] = special
-                    with np.errstate(all="ignore"):
-                        wanted = function(x)
-                    return _equal(c.evaluate(root, {source: x}), wanted, 1e-4)
 
-                if c.proven(equal, 3):
-                    return c.replaced(root, "gelu", [source], {"form": form})
+            def equal(c, i, draw, root=root, source=source):
+                x = draw.uniform(-8, 8, c.shape(source)) * (1e-4, 1, 1e3)[i]
+                flat = x.reshape(-1)
+                special = (np.nan, 0.0, np.inf, -np.inf)[:flat.size // 2]
+                flat[:len(special)] = special
+                with np.errstate(all="ignore"):
+                    wanted = _exact_gelu(x)
+                return _equal(c.evaluate(root, {source: x}), wanted, 1e-4)
+
+            if c.proven(equal, 3):
+                return c.replaced(root, kind, [source], {})
     return None
 
 
 def _exact_gelu(x):
     return x / 2 * _interpret.OPERATIONS["erfc"](None, {}, None, -x / np.sqrt(2))[0]
-
-
-def _tanh_gelu(x):
-    return x / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x ** 3)))
-
-
-_GELUS = {"none": _exact_gelu, "tanh": _tanh_gelu}
 
 
 @_attempt
@@ -409,7 +404,7 @@ def _attended(q, k, v, mask, scale):
     return weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300) @ v      # then the output is 0, too
 
 
-_PATTERNS = {"rsqrt": _norm, "erf": _gelu, "erfc": _gelu, "tanh": _gelu, "exp": _attention}
+_PATTERNS = {"rsqrt": _norm, "erf": _gelu, "erfc": _gelu, "exp": _attention}
 
 
 def _norm_node(kind):
@@ -420,10 +415,6 @@ def _norm_node(kind):
         bias = [flat(options["bias"])] if options["bias"] else []
         return [e.g.op(kind, e.x(0), scale, *bias, axis=-1, epsilon=options["epsilon"])]
     return convert
-
-
-def _gelu_node(e):
-    return [e.g.op("Gelu", e.x(0), approximate=e.options["form"])]
 
 
 def _attention_node(e):
@@ -445,4 +436,5 @@ def _attention_node(e):
 
 
 OPERATIONS = {"layer_norm": _norm_node("LayerNormalization"), "rms_norm": _norm_node("RMSNormalization"),
-              "gelu": _gelu_node, "attention": _attention_node}
+              "gelu": lambda e: [e.g.op("Gelu", e.x(0))], "erfc_gelu": lambda e: [_onnx_functions.gelu(e, e.x(0))],
+              "attention": _attention_node}

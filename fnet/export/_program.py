@@ -153,8 +153,8 @@ class Program:
             entry: the name of the entry point. Default "predict".
             opset: the version of ONNX's operators, an integer of at least 18. Default 20.
             fused: whether groups of operations are replaced by single operators that compute the same. The operators
-                are LayerNormalization, Gelu (with opset 20 or later), and RMSNormalization and Attention (with opset 23
-                or later). Default True.
+                are LayerNormalization, Gelu (of a program with erf, with opset 20 or later), and RMSNormalization and
+                Attention (with opset 23 or later). An exact GELU with erfc becomes fewer operators. Default True.
             external: whether the weights are written to a separate file, path + ".data". Default None: the weights are
                 written to a separate file only if they exceed 1.9 GB.
             check: whether to run the model in onnxruntime and compare the outputs, with drawn inputs as for `save`.

@@ -28,8 +28,8 @@ _SUMS = {"dot", "convolution", "reduce_sum", "cumsum", "window_sum", "scatter", 
          "cumprod"}
 
 
-def spread(stable: Mapping[str, Any], constants: Sequence[Any], weights: Sequence[Any], sizes: Mapping[str, int],
-           absolute: frozenset = frozenset()) -> Callable[[Sequence[Any]], list]:
+def spread(stable: Mapping[str, Any], constants: Sequence[Any], weights: Sequence[Any],
+           sizes: Mapping[str, int]) -> Callable[[Sequence[Any]], list]:
     """Returns a function of inputs that returns, for each output, by how much rounding may change each element.
 
     An element that is an integer, NaN or Inf has the spread Inf if it differs between the runs, and otherwise 0.
@@ -38,11 +38,10 @@ def spread(stable: Mapping[str, Any], constants: Sequence[Any], weights: Sequenc
         stable, constants: the program, see `jaxpr.stable`.
         weights: the first inputs of the program.
         sizes: the values of its symbolic sizes.
-        absolute: operations whose results are computed with an absolute error, such as the erfc in a fused GELU.
     """
     @jax.jit
     def run(seed, weights, inputs):
-        noise = _Noise(seed, absolute)
+        noise = _Noise(seed)
         return _rebuild.sized(stable, constants, sizes, noise.operations()).body(stable, [*weights, *inputs])
 
     def measured(inputs):
@@ -97,8 +96,8 @@ def _last_place(draw, x):
 class _Noise:
     """Operations of the stable form whose operands and results are changed by about one unit in the last place."""
 
-    def __init__(self, seed, absolute):
-        self.seed, self.absolute, self.count = seed, absolute, 0
+    def __init__(self, seed):
+        self.seed, self.count = seed, 0
 
     def operations(self) -> dict[str, Callable]:
         return {name: function if name in _EXACT else self._noisy(name, function)
@@ -112,7 +111,7 @@ class _Noise:
             results = results if isinstance(results, (list, tuple)) else [results]
             if name == "convert" and not _narrows(arrays[0].dtype, types[0][0]):
                 return results
-            return [self._changed(y, dtype, absolute=name in self.absolute) for y, (dtype, _) in zip(results, types)]
+            return [self._changed(y, dtype) for y, (dtype, _) in zip(results, types)]
         return operation
 
     def _operands(self, arrays, types):
@@ -125,7 +124,7 @@ class _Noise:
         changed = self._changed(arrays[i], arrays[i].dtype, 1 + min(terms, 1e6) ** 0.5 / 8)
         return [changed if j == i else x for j, x in enumerate(arrays)]
 
-    def _changed(self, x, dtype, factor=1.0, absolute=False):
+    def _changed(self, x, dtype, factor=1.0):
         if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating) or not x.size:
             return x
         self.count += 1
@@ -133,5 +132,4 @@ class _Noise:
         place = jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape)
         angle = place * np.float32(12.9898) + self.seed * np.float32(78.233 + 37.719 * self.count)
         step = (jnp.cos(angle) * np.float32(factor * float(jnp.finfo(dtype).eps))).astype(wide.dtype)
-        changed = wide + step if absolute else wide + wide * step
-        return jnp.where(jnp.isfinite(wide), changed, wide).astype(x.dtype)
+        return jnp.where(jnp.isfinite(wide), wide + wide * step, wide).astype(x.dtype)
