@@ -794,6 +794,9 @@ def difference(results: list, right: list, other: list | None = None) -> str | N
         same = _same(y, x)
         if other is not None and other[i].shape == x.shape and other[i].dtype == x.dtype:
             same = same | _same(y, other[i])
+            if x.dtype.kind == "f":      # where XLA has flushed to 0, a subnormal number with few digits led to y
+                with np.errstate(all="ignore"):
+                    same = same | (x == 0) & (np.abs(y - other[i]) <= 1e-4 * np.abs(other[i]))
         if not same.all():
             at = tuple(int(a) for a in np.argwhere(~same)[0])
             count = f"{int((~same).sum())} of {same.size} elements"
