@@ -17,7 +17,7 @@ endef
 # tritonclient excludes the tested version of ml_dtypes, which it uses for bfloat16 alone.
 triton = $(1) -m pip install --quiet --disable-pip-version-check --no-deps tritonclient==2.73.0
 
-.PHONY: demo test test-exhaustive test-all numerical test-isa torture verify-pretrained verify-programs verify-export mutation pods lint docs dist bench clean
+.PHONY: demo test test-exhaustive test-all numerical test-isa torture verify-pretrained verify-programs verify-export special-values mutation pods lint docs dist bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -81,6 +81,12 @@ verify-programs: .venv-programs/.installed
 # set, so they have their own environment, where they are installed without the packages that they declare.
 verify-export: .venv-export/.installed
 	FNET_ONNXRUNTIME_WEB=.venv-export/node_modules/onnxruntime-web .venv-export/bin/python -m pytest -rs $(addprefix tests/export/,test_litert.py test_record.py test_serve.py::test_kserve test_web.py) $(ARGS)
+
+# Every exported operation on special values (NaN, infinities, -0.0, overflows, indices out of range, ...), compared with
+# JAX: an hour for ONNX, and half an hour for the stable form. LiteRT: .venv-export/bin/python ... litert, see the file.
+special-values: $(STAMP)
+	$(BIN)/python -W ignore -m tests.export.special_values onnx --columns $(ARGS)
+	$(BIN)/python -W ignore tests/export/stable_values.py numpy,jax
 
 # Plants faults in fnet and reports which of them the tests detect, in about 40 minutes, after one run of all tests that
 # records which lines each of them runs (Python 3.12).

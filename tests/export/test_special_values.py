@@ -1,5 +1,7 @@
 """What ONNX models compute for special values equals JAX, see `special_values`."""
 
+import random
+
 import pytest
 import special_values
 
@@ -37,7 +39,8 @@ def test_quick(program):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("operation", sorted({program.operation for program in TABLE}))
-def test_every_program_of_an_operation(operation):
-    for program in TABLE:
-        if program.operation == operation:
-            equals_jax(program)
+def test_drawn_programs_of_an_operation(operation):
+    """`make special-values` tests all programs, which takes an hour."""
+    every = [program for program in TABLE if program.operation == operation]
+    for program in random.Random(operation).sample(every, min(2, len(every))):
+        equals_jax(program)

@@ -1,6 +1,7 @@
 """The stable form on special values, in JAX (bit for bit) and in NumPy; no parameter of a primitive is dropped."""
 
 import functools
+import random
 import warnings
 
 import jax
@@ -15,7 +16,8 @@ from fnet.export import _interpret, _rebuild
 from fnet.jaxpr import _stable
 
 pytestmark = pytest.mark.usefixtures("quickly")
-CASES = [pytest.param(key, id=" ".join(key)) for key in stable_values.CASES]
+# `make special-values` tests all 2,100 cases.
+CASES = [pytest.param(key, id=" ".join(key)) for key in random.Random(0).sample(sorted(stable_values.CASES), 350)]
 
 
 @pytest.fixture(autouse=True)

@@ -130,8 +130,9 @@ def test_layers_on_drawn_shardings(sizes):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (4,), (8,)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "sizes"), [
+    (name, sizes) for sizes in [(2, 2), (2, 4), (4,), (8,)] for name, (layer, _) in CASES.items()
+    if len(sizes) == 2 or isinstance(layer, nn.MaxPool)])    # one axis is enough for the error of max pooling alone
 def test_layers_on_each_sharding_of_each_argument(name, sizes):
     """Each sharding of each argument, beside drawn shardings of the others."""
     each, draw = mesh(*sizes), random.Random(f"{name} {sizes}")
