@@ -21,6 +21,7 @@ class Wrapped(ImplicitArray):
     """
 
     array: Any
+    only_observes = True
 
     @property
     def shape(self) -> tuple[int, ...]:

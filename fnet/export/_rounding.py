@@ -56,9 +56,9 @@ def _deviation(runs) -> np.ndarray:
     same = np.all([np.equal(y, runs[0]) | ((y != y) & (runs[0] != runs[0])) for y in runs], 0)
     if runs[0].dtype.kind in "iub":
         return np.where(same, 0.0, np.inf)
-    runs = np.stack([y.astype(np.float64) for y in runs])
+    runs = np.stack([y.astype(np.promote_types(y.dtype, np.float64)) for y in runs])
     with np.errstate(invalid="ignore"):
-        apart = runs.max(0) - runs.min(0)
+        apart = np.ptp(runs.real, 0) + np.ptp(runs.imag, 0)
     return np.where(same, 0.0, np.where(np.isfinite(apart), _MARGIN * apart, np.inf))
 
 
@@ -70,7 +70,7 @@ def _narrows(old, new) -> bool:
 def perturbed(run: Callable[[Mapping[str, Any], Sequence[Any]], list], weights: Mapping[str, Any],
               inputs: Sequence[Any], wanted: Sequence[Any]) -> list[np.ndarray]:
     """Returns by how much the outputs `wanted` of `run(weights, inputs)` change if the last place of each weight and
-    input does. This is coarser than `spread`, but compiles nothing."""
+    input does. This is coarser than `spread`, but compiles nothing. It shows nothing for programs of integers."""
     runs = [list(map(np.asarray, wanted))]
     for seed in range(_RUNS if sum(x.size for x in weights.values()) < _MANY else 2):
         draw = np.random.default_rng(seed)

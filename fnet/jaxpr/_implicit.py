@@ -114,6 +114,9 @@ class ImplicitArray:
         """
         return NotImplemented
 
+    only_observes: ClassVar[bool] = False
+    """Whether the array records how a program uses it. It is then followed through casts that round its values."""
+
     @property
     def has_leading_axis(self) -> bool:
         """Whether the implicit array can be sliced along axis 0 by slicing axis 0 of its leaves, such as scales.

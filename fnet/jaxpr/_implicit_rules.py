@@ -112,9 +112,10 @@ def _cast(self, eqn, at, inputs):
     array is materialized for them.
     """
     view, dtype = inputs[0].x, eqn.params["new_dtype"]
-    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
+    if not jnp.issubdtype(dtype, jnp.floating):
         return NotImplemented
-    if view.dtype not in (view.base.dtype, dtype):
+    rounds = jnp.finfo(dtype).bits < 16 or view.dtype not in (view.base.dtype, dtype)
+    if rounds and not view.base.only_observes:
         return NotImplemented
     return [Value(view.astype(dtype), inputs[0].note)]
 

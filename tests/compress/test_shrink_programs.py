@@ -61,11 +61,6 @@ def looked_up(p, x):
     return jnp.take(p["a"], jnp.array([0, 2, 2]), axis=0) @ p["b"]
 
 
-def dropped(p, x):
-    hidden = x @ p["a"]
-    return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, hidden.shape), hidden, 0) @ p["b"]
-
-
 def gram(p, x):
     hidden = x @ p["a"]
     return jnp.square(hidden.T @ hidden).sum()
@@ -98,7 +93,6 @@ CASES = {f.__name__: (f, params, x, shapes) for f, params, x, shapes in [
     (gated, draw(a=(6, 2 * H), b=(H, 3)), X, {"a": (6, H), "b": (4, 3)}),
     (joined, draw(a=(6, H), b=(6, H), c=(2 * H, 3)), X, {"a": (6, 4), "b": (6, 4), "c": (H, 3)}),
     (looked_up, draw(a=(5, H), b=(H, 3)), X, {"a": (5, 4), "b": (4, 3)}),
-    (dropped, draw(a=(6, H), b=(H, 3)), X, {"a": (6, 4), "b": (4, 3)}),
     (gram, draw(a=(6, H)), X, {"a": (6, 4)}),
     (mapped, draw(a=(6, H), b=(H, 3)), X, {"a": (6, 4), "b": (4, 3)}),
     (images, draw(a=(3, 3, 3, H), b=(3, 3, H, 4), c=(36, 4, 3)), IMAGES,

@@ -367,7 +367,7 @@ def test_a_program_that_jax_no_longer_reads(path, tmp_path):
     _write.write(tmp_path / "f", {**manifest, "read_until": "2020-01-01"}, files, tensors)
     bundle, x = export.load(tmp_path / "f"), np.ones((2, 8, 8, 1), np.float32)
     with pytest.raises(export.BundleError, match=r"cannot read programs/predict.portable.jax .* until 2020-01-01. "
-                       r"Bundle.interpret runs the program with NumPy, and fnet bundle renew FILE writes a new one"):
+                       r"fnet bundle renew .* for the installed version, and Bundle.interpret runs it with NumPy"):
         bundle(x)
     close(bundle.interpret("predict", x), export.load(path)(x), 1e-5)
 

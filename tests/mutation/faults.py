@@ -52,7 +52,7 @@ FAULTS = (
     Fault("hardware", "work / (vector * share)", "work / vector", "elementwise work runs at the peak of all chips"),
     Fault("transforms", "grown = jnp.where(good >= interval,", "grown = jnp.where(good > interval,",
           "the loss scale grows one step late"),
-    Fault("transforms", "jnp.where(live, weigh(*slice_, gate), 0)", "weigh(*slice_, gate)",
+    Fault("transforms", "jnp.where(live, weigh(i, (every, rows), gate), 0)", "weigh(i, (every, rows), gate)",
           "NaN in the weight of a slice without rows reaches the result"),
     Fault("transforms", "stays = first >= tile", "stays = first > tile",
           "ties in a pooling send the gradient to the last element"),
