@@ -16,6 +16,8 @@ _LONGEST_WINDOW = 512      # elements of a window along an axis that are combine
 def dot(e):
     (x_type, xs), (y_type, ys) = e.in_types
     (cx, cy), (bx, by) = e.options["contract"], e.options["batch"]
+    if 0 in xs or 0 in ys:    # onnxruntime's MatMul refuses some empty operands
+        return [e.g.expand(e.number(0), e.shape)]
     x, y = e.x(0), e.x(1)
     fx, fy = ([i for i in range(len(s)) if i not in (*c, *b)] for s, c, b in ((xs, cx, bx), (ys, cy, by)))
     x = e.g.transpose(x, [*bx, *fx, *cx])
