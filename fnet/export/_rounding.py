@@ -105,6 +105,8 @@ class _Noise:
 
     def _noisy(self, name, function):
         def operation(run, options, types, *arrays):
+            if options.get("kind") == "apply":    # JAX accepts no function there that uses `seed`
+                run = _rebuild.Run(run.values, run.known, run.shape)
             if name in _SUMS:
                 arrays = self._operands(arrays, types)
             results = function(run, options, types, *arrays)
@@ -128,7 +130,7 @@ class _Noise:
         if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating) or not x.size:
             return x
         self.count += 1
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x.astype(np.float64 if x.dtype == np.float64 else np.float32)
         place = jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape)
         angle = place * np.float32(12.9898) + self.seed * np.float32(78.233 + 37.719 * self.count)
         step = (jnp.cos(angle) * np.float32(factor * float(jnp.finfo(dtype).eps))).astype(wide.dtype)

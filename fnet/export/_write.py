@@ -151,7 +151,7 @@ def _test(program, entry, number, inputs, stable) -> dict[str, np.ndarray]:
         traced = program.entries[entry]
         description = {"inputs": traced.inputs, "constraints": traced.constraints}
         _, sizes = _signature.bound("program", entry, description, (), _signature.named(description, inputs))
-        spread = _rounding.spread(*stable, list(weights.values()), sizes)(inputs)
+        spread = _rounding.spread(*stable, [weights[name] for name in names], sizes)(inputs)    # a name may repeat
     parts = {"inputs": map(_data, inputs), "outputs": map(_data, outputs), "spread": (x.astype(np.float32)
                                                                                     for x in spread)}
     return {f"{_reader.test_name(entry, number)}/{part}/{i}": x for part, arrays in parts.items()
