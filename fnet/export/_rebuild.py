@@ -48,7 +48,7 @@ def renew(path: str | os.PathLike, output: str | os.PathLike | None = None) -> N
     (2, 3)
     """
     bundle = _loaded.load(path)
-    wide = any(_wide(bundle.stable(name)) for name in bundle.entries)
+    wide = any(_signature.is_wide(bundle.stable(name)) for name in bundle.entries)
     with jax.enable_x64(wide or jax.config.jax_enable_x64):    # otherwise, JAX would trace them as types of 32 bits
         _renewed(bundle, path, output)
 
@@ -70,11 +70,6 @@ def _renewed(bundle, path, output):
     tokenizer = {f"tokenizer/{name}": data for name, data in bundle.files("tokenizer").items()}
     _write.save(program, output or path, labels=bundle.labels, tests=tests, about=provenance,
                 differentiable=manifest["differentiable"], files=tokenizer)
-
-
-def _wide(stable) -> bool:
-    """Whether a program computes in dtypes of 64 bits, which JAX traces as dtypes of 32 bits without jax_enable_x64."""
-    return any(dtype in _signature.WIDE for dtype, _ in stable["values"])
 
 
 def _entry(bundle, name) -> Entry:
@@ -105,7 +100,7 @@ def function(bundle: _loaded.Bundle, name: str, sizes: Mapping[str, int]) -> Cal
             dtypes of 64 bits and jax_enable_x64 is not set.
     """
     description, stable = bundle.manifest["entries"][name], bundle.stable(name)
-    if _wide(stable) and not jax.config.jax_enable_x64:
+    if _signature.is_wide(stable) and not jax.config.jax_enable_x64:
         program = bundle._program(name)     # contains its dtypes, which JAX would narrow if it traced them
         return lambda weights, inputs: program({name: weights[name] for name in description["weights"]}, inputs)
 

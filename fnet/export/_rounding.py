@@ -40,13 +40,13 @@ def spread(stable: Mapping[str, Any], constants: Sequence[Any], weights: Sequenc
         sizes: the values of its symbolic sizes.
     """
     @jax.jit
-    def run(seed, weights, inputs):
+    def run(seed, constants, weights, inputs):
         noise = _Noise(seed)
         return _rebuild.sized(stable, constants, sizes, noise.operations()).body(stable, [*weights, *inputs])
 
     def measured(inputs):
         inputs = [jnp.asarray(x) for x in inputs]
-        runs = [run(jnp.float32(i + 1), list(weights), inputs) for i in range(_RUNS)]
+        runs = [run(jnp.float32(i + 1), list(constants), list(weights), inputs) for i in range(_RUNS)]
         return [_deviation([np.asarray(y) for y in ys]) for ys in zip(*runs)]
 
     return measured
@@ -70,7 +70,8 @@ def _narrows(old, new) -> bool:
 def perturbed(run: Callable[[Mapping[str, Any], Sequence[Any]], list], weights: Mapping[str, Any],
               inputs: Sequence[Any], wanted: Sequence[Any]) -> list[np.ndarray]:
     """Returns by how much the outputs `wanted` of `run(weights, inputs)` change if the last place of each weight and
-    input does. This is coarser than `spread`, but compiles nothing. It shows nothing for programs of integers."""
+    input does. This is coarser than `spread`, but needs no stable form. It shows nothing for programs of integers, and
+    nothing of what a long sum loses inside of the program."""
     runs = [list(map(np.asarray, wanted))]
     for seed in range(_RUNS if sum(x.size for x in weights.values()) < _MANY else 2):
         draw = np.random.default_rng(seed)

@@ -20,6 +20,11 @@ _CONSECUTIVE = {1: 8, 2: 1 << 8, 4: 1 << 24, 8: 1 << 53}     # floating-point nu
 KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
+def is_wide(stable):
+    """Whether a program computes in dtypes of 64 bits, which JAX traces as dtypes of 32 bits without jax_enable_x64."""
+    return any(dtype in WIDE for dtype, _ in stable["values"])
+
+
 def bound(path, entry, description, inputs, named):
     """Checks the inputs of a call. Returns two values: the list of the input arrays, in the order of the program's
     inputs, and the values of the symbolic sizes, {name: value}.

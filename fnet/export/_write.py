@@ -143,19 +143,24 @@ def _data(x) -> np.ndarray:
 def _test(program, entry, number, inputs, stable) -> dict[str, np.ndarray]:
     """Returns the arrays of a test: the inputs, the outputs, and by how much rounding may change them. `stable` is
     the stable form of the entry and its constants, or None."""
-    outputs, names = program.call(entry, *inputs), program.entries[entry].weights
-    weights = {name: program.weights[name] for name in names}
-    spread = _rounding.perturbed(lambda weights, inputs: program.call(entry, *inputs, weights=weights), weights, inputs,
-                                 outputs)
-    if stable and not any(x.any() for x in spread):    # for example of pixels, whose last place is not a rounding error
-        traced = program.entries[entry]
-        description = {"inputs": traced.inputs, "constraints": traced.constraints}
-        _, sizes = _signature.bound("program", entry, description, (), _signature.named(description, inputs))
-        spread = _rounding.spread(*stable, [weights[name] for name in names], sizes)(inputs)    # a name may repeat
+    outputs = program.call(entry, *inputs)
+    spread = _spread(program, entry, inputs, outputs, stable)
     parts = {"inputs": map(_data, inputs), "outputs": map(_data, outputs), "spread": (x.astype(np.float32)
                                                                                     for x in spread)}
     return {f"{_reader.test_name(entry, number)}/{part}/{i}": x for part, arrays in parts.items()
             for i, x in enumerate(arrays)}
+
+
+def _spread(program, entry, inputs, outputs, stable) -> list[np.ndarray]:
+    """Returns, for each output, by how much rounding may change each element."""
+    traced = program.entries[entry]
+    if stable is None or (_signature.is_wide(stable[0]) and not jax.config.jax_enable_x64):
+        weights = {name: program.weights[name] for name in traced.weights}
+        run = lambda weights, inputs: program.call(entry, *inputs, weights=weights)
+        return _rounding.perturbed(run, weights, inputs, outputs)
+    description = {"inputs": traced.inputs, "constraints": traced.constraints}
+    _, sizes = _signature.bound("program", entry, description, (), _signature.named(description, inputs))
+    return _rounding.spread(*stable, [program.weights[name] for name in traced.weights], sizes)(inputs)
 
 
 def _tokenizer_files(tokenizer) -> list[Path]:

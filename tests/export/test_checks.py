@@ -169,9 +169,7 @@ LEGAL = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.xfail(
-    reason="JAX 0.12 sums in another order than the interpreter; the check allows 1e-5 and 8 roundings", strict=False)]
-    if name == "a long sum" else []) for name in LEGAL])
+@pytest.mark.parametrize("name", LEGAL)
 def test_a_legal_program(name, tmp_path):
     f, specs = LEGAL[name]
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
