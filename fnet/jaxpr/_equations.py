@@ -166,6 +166,8 @@ def overwritten(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         correspond, in order, to the axes of the operand that are not indexed.
     """
     params, (x, _, updates) = eqn.params, (v.aval for v in eqn.invars)
+    if params["update_jaxpr"] is not None:    # x.at[i].apply(f), which is a scatter with a function of its own
+        return None
     numbers = params["dimension_numbers"]
     axes, window = tuple(numbers.scatter_dims_to_operand_dims), tuple(numbers.update_window_dims)
     complete = tuple(x.shape[i] for i in range(x.ndim) if i not in axes) == tuple(updates.shape[i] for i in window)

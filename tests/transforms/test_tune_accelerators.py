@@ -194,7 +194,8 @@ def test_statistics_of_bfloat16_arrays_without_a_shift_on_tpus(mean):
     (lambda x, new, at: x.at[:, :, at[:, 0]].set(new[0, 0][None, :, None], mode="drop"), True),
     (lambda x, new, at: x.at[jnp.arange(4)[:, None], :, at].add(new, mode="drop"), False),
     (lambda x, new, at: x.at[jnp.arange(4)[:, None], :, at].set(new, mode="clip"), False),
-    (lambda x, new, at: x.at[jnp.arange(1)[:, None], :, at[:1]].set(new[:1], mode="drop"), False)])
+    (lambda x, new, at: x.at[jnp.arange(1)[:, None], :, at[:1]].set(new[:1], mode="drop"), False),
+    (lambda x, new, at: x.at[jnp.arange(4)[:, None], :, at].apply(jnp.exp), False)])    # the same primitive
 def test_a_few_slices_are_overwritten_by_selection_on_tpus(monkeypatch, write, fires):
     monkeypatch.setattr(rules, "LARGE", 1)
     x, new = (jnp.asarray(RANDOM.normal(size=shape), jnp.float32) for shape in ((4, 3, 7, 5), (4, 1, 3, 5)))
