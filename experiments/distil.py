@@ -103,7 +103,9 @@ def train(config, workdir, policy, **fit_options):
     teacher = base.make_model(taught, classes, shape[0])
     student = base.make_model(dataclasses.replace(taught, width=config.width, dropout=0.0), classes, shape[0])
     rate = tr.schedule(config.schedule, config.learning_rate, steps, warmup=config.warmup)
-    axes = student.spec(jax.ShapeDtypeStruct((1, *shape), jnp.float32))
+    axes = {"student": student.spec(jax.ShapeDtypeStruct((1, *shape), jnp.float32))}
+    if config.hidden:
+        axes["projection"] = "in out"
     tx = tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay, axes=axes)
     if config.swa:
         first = max(1, math.ceil(steps * (1 - config.swa)))
