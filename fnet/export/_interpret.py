@@ -7,6 +7,7 @@ This module uses NumPy instead of JAX. Therefore, the module can run a program t
 read. If JAX can read a program, the results of this module can be compared with those of JAX. This module is slow.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -22,7 +23,7 @@ except ImportError:
     pass
 
 
-def run(program, constants, inputs, sizes):
+def run(program, constants, inputs, sizes, around=None):
     """Evaluates a program.
 
     Args:
@@ -30,18 +31,20 @@ def run(program, constants, inputs, sizes):
         constants, inputs: the values of the constants and of the inputs, two lists of arrays in the order of the lists
             "constants" and "inputs" in `program`.
         sizes: the values of the size variables (symbolic sizes), {name: integer}.
+        around: a function (name of an operation, its function of arrays, the arrays, types of the results) that is
+            called in place of the operation's function, see rounding.py. Default None: the function itself is called.
 
     Returns:
         The list of outputs.
     """
     known = dict(zip(program["constants"], map(np.asarray, constants)))
     with np.errstate(all="ignore"):
-        return _Run(program["values"], known, sizes).body(program, [np.asarray(x) for x in inputs])
+        return _Run(program["values"], known, sizes, around).body(program, [np.asarray(x) for x in inputs])
 
 
 class _Run:
-    def __init__(self, values, known, sizes):
-        self.values, self.known, self.sizes = values, known, sizes
+    def __init__(self, values, known, sizes, around=None):
+        self.values, self.known, self.sizes, self.around = values, known, sizes, around
 
     def body(self, body, inputs):
         values = {**self.known, **dict(zip(body["inputs"], inputs))}
@@ -51,7 +54,8 @@ class _Run:
             if operation not in OPERATIONS:
                 raise NotImplementedError(f"unknown operation {operation!r} at {path!r}: this file was written by a "
                                           "later version of fnet")
-            results = OPERATIONS[operation](self, options, types, *arrays)
+            compute = functools.partial(OPERATIONS[operation], self, options, types)
+            results = compute(*arrays) if self.around is None else self.around(operation, compute, arrays, types)
             for i, x, (dtype, shape) in zip(outs, results, types):
                 x = np.asarray(x)
                 if x.shape != shape:

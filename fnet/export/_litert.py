@@ -10,7 +10,6 @@ that can be called.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import io
 import itertools
@@ -180,17 +179,19 @@ def compare(program: Any, path: str | os.PathLike, entry: str = "predict", sizes
     traced = program.entries[entry]
     stable, constants = jaxpr.stable(traced.closed)
     ranges, rounded = _examples.Ranges(stable), tolerance > TOLERANCE["float32"]
-    weights = [program.weights[name] for name in traced.weights]
-    spread = functools.cache(lambda sizes: _rounding.spread(stable, constants, weights, dict(sizes)))
+    weights = {name: program.weights[name] for name in traced.weights}
     names = [name for name, _ in described_leaves([("output", traced.output)])]
 
     def differ(inputs, kind):
         results = _run(path, signature, traced, inputs)
         description = {"inputs": traced.inputs, "constraints": traced.constraints}
         _, chosen = _signature.bound(path, entry, description, (), _signature.named(description, inputs))
+        run = lambda weights, inputs: program.call(entry, *inputs, weights=weights)
+        spreads = [lambda: _rounding.perturbed(run, weights, inputs),
+                   lambda: _rounding.spread(stable, constants, [*map(weights.get, traced.weights), *inputs], chosen)]
         return _outputs.compare(f"{path}: in LiteRT with {kind} inputs", names, [results[name] for name in names],
                                 program.call(entry, *inputs), tolerance,
-                                None if rounded else lambda: spread(tuple(chosen.items()))(inputs), largest=rounded)
+                                () if rounded else spreads, largest=rounded)
 
     if inputs is not None:
         return differ(inputs, "your")

@@ -19,11 +19,15 @@ import numpy as np
 
 if __package__:
     from fnet.export import _interpret as interpret
+    from fnet.export import _outputs as outputs
     from fnet.export import _reader as reader
+    from fnet.export import _rounding as rounding
     from fnet.export import _signature as signature
 else:
     import interpret
+    import outputs
     import reader
+    import rounding
     import signature
 
 BundleError = reader.BundleError
@@ -144,8 +148,8 @@ class Bundle:
         def f(weights, *inputs, **named):
             self._check_wide(entry)
             flat, _ = signature.bound(self.path, entry, description, inputs, named)
-            outputs = self._run(entry, program, signature.chosen(description, weights, self.arrays), flat)
-            return signature.unflatten(description["output"], iter(outputs))
+            leaves = self._run(entry, program, signature.chosen(description, weights, self.arrays), flat)
+            return signature.unflatten(description["output"], iter(leaves))
 
         f.__name__ = entry
         return f
@@ -200,48 +204,77 @@ class Bundle:
         Raises:
             BundleError: an element of an output differs too much from the stored one: by more than 1e-5 of its value
                 (2e-3 if the program computes in float16, 2e-2 in bfloat16, 1e-10 if all is float64) and more than
-                rounding explains. In a bundle of an earlier version, which does not state how much that is, the
-                difference is relative to the largest element of the output.
+                rounding explains, which NumPy measures if it has to.
         """
         lines = []
         for entry in self.entries:
             if not self.cases(entry):
                 lines.append(f"{entry}: not checked, because the bundle contains no input for it")
                 continue
-            line = f"{entry}: JAX {self._checked(entry, 'JAX', self.call)}"
+            runs = {"JAX": self.call}
             if not self._entry(entry).get("not_stable"):
-                line += f", NumPy {self._checked(entry, 'NumPy', self.interpret)}"
-            lines.append(line)
+                runs["NumPy"] = self.interpret
+            lines.append(f"{entry}: {self._checked(entry, runs)}")
         return lines
 
-    def checked_by_numpy(self, entry, inputs, wanted, spread=None):
-        """Checks one entry point (a function of the bundle) with NumPy, which is possible without JAX. The arguments
-        after `entry` are a test of `cases`."""
-        description = self._entry(entry)
-        output = self.interpret(entry, **signature.named(description, inputs))
-        return _worst(compared(self.path, entry, "NumPy", description, output, wanted, spread))
+    def checked_by_numpy(self, entry):
+        """Checks one entry point (a function of the bundle) with NumPy, which is possible without JAX."""
+        return self._checked(entry, {"NumPy": self.interpret})
 
-    def _checked(self, entry, name, run):
-        description, worst = self._entry(entry), 0.0
-        for inputs, wanted, spread in self.cases(entry):
-            output = run(entry, **signature.named(description, inputs))
-            worst = max(worst, compared(self.path, entry, name, description, output, wanted, spread))
-        return _worst(worst)
+    def _checked(self, entry, runs):
+        worst, description = dict.fromkeys(runs, 0.0), self._entry(entry)
+        for inputs, wanted in self.cases(entry):
+            spreads = self.spreads(entry, inputs, "JAX" in runs)
+            for name, run in runs.items():
+                output = run(entry, **signature.named(description, inputs))
+                worst[name] = max(worst[name], self.compare(entry, f"computed with {name}", output, wanted, spreads))
+        return ", ".join(f"{name} {error:.1e}" if error else f"{name} equal" for name, error in worst.items())
+
+    def compare(self, entry, how, output, wanted, spreads):
+        """Compares an output with that of a test in `cases`. Returns the largest relative difference of an element.
+
+        Raises:
+            BundleError: an element differs by more than the tolerance of the bundle and more than rounding explains.
+        """
+        description, leaves = self._entry(entry), []
+        signature.flatten(str(self.path), entry, description["output"], output, leaves, [])
+        try:
+            return outputs.compare(f"{self.path}: {entry!r} {how}", map(str, range(len(leaves))), map(_data, leaves),
+                                   wanted, description["tolerance"], spreads)
+        except outputs.Different as error:
+            raise BundleError(str(error)) from None
+
+    def spreads(self, entry, inputs, jax):
+        """Returns functions that measure, for each output of a test in `cases`, by how much rounding may change each
+        element: with JAX, if it can read the program, and with NumPy, if there is a stable form."""
+        description, held = self._entry(entry), self.weights
+        flat, sizes = signature.bound(self.path, entry, description, (), signature.named(description, inputs))
+        constants, weights = ({name: held[name] for name in description[kind]} for kind in ("constants", "weights"))
+
+        @functools.cache
+        def perturbed():
+            program = self._program(entry)
+            return rounding.perturbed(lambda weights, inputs: map(_data, program(weights, inputs)), weights, flat)
+
+        @functools.cache
+        def spread():
+            held = [weights[name] for name in description["weights"]]
+            return rounding.spread(self.stable(entry), list(constants.values()), [*held, *flat], sizes)
+
+        return [perturbed] * jax + [spread] * (not description.get("not_stable"))
 
     def tests(self):
         """Returns the first test of each program, {function: (leaves of the inputs, leaves of the outputs)}. If a
         function of the bundle has no test, its lists of input leaves and output leaves are empty."""
-        return {entry: self.cases(entry)[0][:2] if self.cases(entry) else ([], []) for entry in self.entries}
+        return {entry: self.cases(entry)[0] if self.cases(entry) else ([], []) for entry in self.entries}
 
     def cases(self, entry):
         """Returns the tests of an entry point (a function of the bundle), a list of (leaves of the inputs, leaves of
-        the outputs, by how much rounding may change each element of the outputs). Bundles of earlier versions do not
-        contain the last, which is None then."""
+        the outputs)."""
         stored, found = self._archive.tensors(reader.TESTS), []
         while f"{(name := reader.test_name(entry, len(found)))}/outputs/0" in stored:
-            part = lambda kind: [stored[f"{name}/{kind}/{i}"] for i in range(sum(
-                key.startswith(f"{name}/{kind}/") for key in stored))]
-            found.append((part("inputs"), part("outputs"), part("spread") or None))
+            found.append(tuple([stored[f"{name}/{kind}/{i}"] for i in range(sum(
+                key.startswith(f"{name}/{kind}/") for key in stored))] for kind in ("inputs", "outputs")))
         return found
 
     @functools.cached_property
@@ -337,49 +370,13 @@ def _platforms():
     return ("cuda", "rocm") if platform == "gpu" else (platform,)
 
 
-def _worst(error):
-    return f"{error:.1e}" if error else "equal"
+def _data(x):
+    """The array of a leaf, also of a random key."""
+    if str(getattr(x, "dtype", "")) in signature.KEYS:
+        import jax
 
-
-def compared(path, entry, name, description, output, wanted, spread=None):
-    """Compares the elements of an output with those that a bundle contains. Returns the largest difference, relative to
-    the element (without `spread`, to the largest element of the output).
-
-    Raises:
-        BundleError: an element differs by more than the tolerance of the bundle, and by more than `spread`.
-    """
-    leaves, worst, tolerance = [], 0.0, description["tolerance"]
-    signature.flatten(str(path), entry, description["output"], output, leaves, [])
-    for i, (got, want) in enumerate(zip(leaves, wanted)):
-        if str(getattr(got, "dtype", "")) in signature.KEYS:
-            import jax
-
-            got = jax.random.key_data(got)
-        got, want = np.asarray(got), np.asarray(want)
-        rounding = None if spread is None else np.asarray(spread[i], np.float64) / tolerance
-        error = _errors(got, want, rounding)
-        if not (error <= tolerance).all():
-            at = np.unravel_index(np.argmax(error), error.shape)
-            element = f"[{', '.join(map(str, at))}] " if at else ""
-            raise BundleError(f"{path}: output {i} of {entry!r}, computed with {name}, differs from the bundle's: "
-                              f"{element}is {got[at]}, expected {want[at]}; {int((error > tolerance).sum())} of "
-                              f"{error.size} elements differ by more than {tolerance:.0e} and than rounding explains")
-        worst = max(worst, float(error.max(initial=0.0)))
-    return worst
-
-
-def _errors(got, want, rounding):
-    if got.dtype.kind in "iub":
-        return np.where((got == want) | (rounding is not None and np.isinf(rounding)), 0.0, np.inf)
-    tiny = float(np.finfo(want.dtype).tiny) if want.dtype.kind == "f" else 1e-37
-    got, want = (x.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for x in (got, want))
-    finite = np.isfinite(want)
-    scale = np.abs(want[finite]).max(initial=0.0) if rounding is None else np.abs(want) + np.where(
-        np.isfinite(rounding), rounding, 0.0)
-    with np.errstate(all="ignore"):
-        error = np.abs(got - want) / (scale + 1e5 * tiny)
-    same = (got == want) | ((got != got) & (want != want)) | (rounding is not None and np.isinf(rounding))
-    return np.where(same, 0.0, np.where(finite & (error == error), error, np.inf))
+        x = jax.random.key_data(x)
+    return np.asarray(x)
 
 
 def main(arguments=None):

@@ -116,7 +116,7 @@ class _Check:
             raise ImportError(_MISSING.format("onnxruntime") + ", or write the model with check=False") from None
         self.program, self.path, self.entry, self.traced = program, path, entry, program.entries[entry]
         self.stable, self.constants = jaxpr.stable(self.traced.closed)
-        self.ranges, self._spreads = _examples.Ranges(self.stable), {}
+        self.ranges = _examples.Ranges(self.stable)
         self.tolerance = _outputs.tolerance(dtype for dtype, _ in self.stable["values"])
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
@@ -133,7 +133,7 @@ class _Check:
         names = [name for name, _ in described_leaves([("output", self.traced.output)])]
         return _outputs.compare(f"{self.path}: in onnxruntime with {kind}", names, self._results(inputs),
                                 self.program.call(self.entry, *inputs), self.tolerance,
-                                lambda: self._spread(inputs))
+                                [lambda: self._perturbed(inputs), lambda: self._spread(inputs)])
 
     def _results(self, inputs):
         known = {value.name for value in self.session.get_inputs()}
@@ -146,14 +146,15 @@ class _Check:
             raise Unsupported(f"ONNX: onnxruntime cannot run {self.path}{f' at {node[1]!r}' if node else ''}: "
                               f"{_last_words(error)}") from error
 
+    def _perturbed(self, inputs):
+        run = lambda weights, inputs: self.program.call(self.entry, *inputs, weights=weights)
+        return _rounding.perturbed(run, {name: self.program.weights[name] for name in self.traced.weights}, inputs)
+
     def _spread(self, inputs):
         description = {"inputs": self.traced.inputs, "constraints": self.traced.constraints}
         _, sizes = _signature.bound(self.path, self.entry, description, (), _signature.named(description, inputs))
-        key = tuple(sorted(sizes.items()))
-        if key not in self._spreads:
-            weights = [self.program.weights[name] for name in self.traced.weights]
-            self._spreads[key] = _rounding.spread(self.stable, self.constants, weights, sizes)
-        return self._spreads[key](inputs)
+        weights = [self.program.weights[name] for name in self.traced.weights]
+        return _rounding.spread(self.stable, self.constants, [*weights, *inputs], sizes)
 
 
 def _last_words(error) -> str:

@@ -60,10 +60,10 @@ def _renewed(bundle, path, output):
     tests: dict[str, Any] = {}
     for name in bundle.entries:
         description = manifest["entries"][name]
-        for inputs, wanted, spread in bundle.cases(name):
+        for inputs, wanted in bundle.cases(name):
             flat, _ = _signature.bound(path, name, description, (), _signature.named(description, inputs))
             tree = _signature.unflatten(description["output"], iter(program.call(name, *flat)))
-            _loaded.compared(path, name, "the renewed program", description, tree, wanted, spread)
+            bundle.compare(name, "renewed", tree, wanted, bundle.spreads(name, inputs, jax=False))
             tests.setdefault(name, []).append(flat)
     provenance = {**manifest["provenance"], "renewed": {"on": datetime.date.today().isoformat(),
                                                         "from": manifest["versions"], "written": manifest["created"]}}

@@ -4,122 +4,113 @@ No two runtimes round alike, and how far their results may be apart depends on t
 difference of large sums, and a deep network with random weights may amplify the last bit to a visible change. Monte
 Carlo arithmetic measures this (Parker, 1997): the program runs several times, and each time the operands and the result
 of each operation that rounds are changed by about one unit in the last place.
+
+Every bundle (file of an exported model) contains a copy of this module as rounding.py.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from fnet.export import _rebuild
+if __package__:
+    from fnet.export import _interpret as interpret
+else:
+    import interpret
 
 _RUNS = 6
-_MANY = 1 << 26
 _MARGIN = 8.0      # the allowed difference, in units of the largest that the runs show
 _EXACT = set("""neg abs sign floor ceil is_finite not max min and or xor eq ne lt le gt ge select round broadcast
 reshape iota transpose reverse concatenate pad slice dynamic_slice dynamic_update_slice gather sort top_k argmax argmin
 reduce_max reduce_min reduce_and reduce_or reduce_xor cummax cummin window_max window_min size scan while cond clamp
 real imag population_count shift_left shift_right_logical shift_right_arithmetic nextafter""".split())
 _SUMS = {"dot", "convolution", "reduce_sum", "cumsum", "window_sum", "scatter", "window_select_add", "reduce_prod",
-         "cumprod"}
+         "cumprod", "fft"}
 
 
-def spread(stable: Mapping[str, Any], constants: Sequence[Any], weights: Sequence[Any],
-           sizes: Mapping[str, int]) -> Callable[[Sequence[Any]], list]:
-    """Returns a function of inputs that returns, for each output, by how much rounding may change each element.
+def spread(program, constants, inputs, sizes):
+    """Returns, for each output of a program, by how much rounding may change each element.
 
-    An element that is an integer, NaN or Inf has the spread Inf if it differs between the runs, and otherwise 0.
-
-    Args:
-        stable, constants: the program, see `jaxpr.stable`.
-        weights: the first inputs of the program.
-        sizes: the values of its symbolic sizes.
+    An element that is an integer, NaN or Inf has the spread Inf if it differs between the runs, and otherwise 0. The
+    arguments are those of `interpret.run`.
     """
-    @jax.jit
-    def run(seed, constants, weights, inputs):
-        noise = _Noise(seed)
-        return _rebuild.sized(stable, constants, sizes, noise.operations()).body(stable, [*weights, *inputs])
-
-    def measured(inputs):
-        inputs = [jnp.asarray(x) for x in inputs]
-        runs = [run(jnp.float32(i + 1), list(constants), list(weights), inputs) for i in range(_RUNS)]
-        return [_deviation([np.asarray(y) for y in ys]) for ys in zip(*runs)]
-
-    return measured
+    runs = [interpret.run(program, constants, inputs, sizes, _Noisy(seed)) for seed in range(_RUNS)]
+    return [_deviation(outputs) for outputs in zip(*runs)]
 
 
-def _deviation(runs) -> np.ndarray:
+def perturbed(run, weights, inputs):
+    """Returns by how much the outputs of `run(weights, inputs)` change if the last place of each weight and input does.
+
+    This is coarser than `spread`, but as fast as `run`. It shows nothing for programs of integers, and nothing of what
+    a long sum loses inside of the program.
+    """
+    runs = []
+    for seed in range(_RUNS):
+        draw = np.random.default_rng(seed)
+        runs.append(list(map(np.asarray, run({name: _last_place(draw, x) for name, x in weights.items()},
+                                             [_last_place(draw, x) for x in inputs]))))
+    return [_deviation(outputs) for outputs in zip(*runs)]
+
+
+def _deviation(runs):
     same = np.all([np.equal(y, runs[0]) | ((y != y) & (runs[0] != runs[0])) for y in runs], 0)
     if runs[0].dtype.kind in "iub":
         return np.where(same, 0.0, np.inf)
-    runs = np.stack([y.astype(np.promote_types(y.dtype, np.float64)) for y in runs])
+    runs = np.stack([y.astype(np.complex128 if y.dtype.kind == "c" else np.float64) for y in runs])
     with np.errstate(invalid="ignore"):
         apart = np.ptp(runs.real, 0) + np.ptp(runs.imag, 0)
     return np.where(same, 0.0, np.where(np.isfinite(apart), _MARGIN * apart, np.inf))
 
 
-def _narrows(old, new) -> bool:
-    both = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new))
-    return both and jnp.finfo(new).nmant < jnp.finfo(old).nmant
-
-
-def perturbed(run: Callable[[Mapping[str, Any], Sequence[Any]], list], weights: Mapping[str, Any],
-              inputs: Sequence[Any], wanted: Sequence[Any]) -> list[np.ndarray]:
-    """Returns by how much the outputs `wanted` of `run(weights, inputs)` change if the last place of each weight and
-    input does. This is coarser than `spread`, but needs no stable form. It shows nothing for programs of integers, and
-    nothing of what a long sum loses inside of the program."""
-    runs = [list(map(np.asarray, wanted))]
-    for seed in range(_RUNS if sum(x.size for x in weights.values()) < _MANY else 2):
-        draw = np.random.default_rng(seed)
-        runs.append(list(map(np.asarray, run({name: _last_place(draw, x) for name, x in weights.items()},
-                                             [_last_place(draw, x) for x in inputs]))))
-    return [_deviation(ys) for ys in zip(*runs)]
-
-
 def _last_place(draw, x):
     """Changes the last place of numbers, except of those with few digits, such as 0.5. These are meant to be exact, as
     where a program rounds."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
     x = np.asarray(x)
-    step = draw.choice(np.array([-1, 0, 1], np.int8), x.shape)
+    if not _floating(x.dtype) or x.dtype.kind == "c":
+        return x
+    unit, wide = _unit(x.dtype), _wide(x.dtype)
+    digits = round(-np.log2(unit))
+    unused = (1 << digits - min(digits // 2, 11)) - 1      # the bits that are 0 in numbers with few digits
+    # A prime number of steps, repeated, is drawn much faster than one for each of 10^8 weights.
+    steps = np.resize(draw.choice(np.array([-1, 0, 1]), 65537).astype(wide) * wide.type(unit), x.shape)
     with np.errstate(all="ignore"):
-        wide = x.astype(np.promote_types(x.dtype, np.float32) if x.dtype.kind == "f" else np.float32)
-        digits = np.frexp(wide)[0] * min(2 ** (jnp.finfo(x.dtype).nmant // 2), 2 ** 11)
-        changed = (wide + wide * (step * wide.dtype.type(jnp.finfo(x.dtype).eps))).astype(x.dtype)
-        return np.where(digits == np.rint(digits), x, changed)
+        return np.where(x.view(f"u{x.itemsize}") & unused == 0, x, (x * (1 + steps)).astype(x.dtype))
 
 
-class _Noise:
-    """Operations of the stable form whose operands and results are changed by about one unit in the last place."""
+def _floating(dtype):
+    return dtype.kind in "fc" or (dtype.kind == "V" and "float" in dtype.name)
+
+
+def _wide(dtype):
+    """The dtype in which numbers are changed."""
+    return dtype if dtype.kind in "fc" and dtype.itemsize > 2 else np.dtype(np.float32)
+
+
+def _unit(dtype):
+    """The distance of 1 and the next larger number."""
+    if dtype.kind in "fc":
+        return float(np.finfo(dtype).eps)
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(dtype).eps)
+
+
+class _Noisy:
+    """Computes operations whose operands and results are changed by about one unit in the last place."""
 
     def __init__(self, seed):
-        self.seed, self.count = seed, 0
+        self.draw = np.random.default_rng(seed)
 
-    def operations(self) -> dict[str, Callable]:
-        return {name: function if name in _EXACT else self._noisy(name, function)
-                for name, function in _rebuild.OPERATIONS.items()}
-
-    def _noisy(self, name, function):
-        def operation(run, options, types, *arrays):
-            if options.get("kind") == "apply":    # JAX accepts no function there that uses `seed`
-                run = _rebuild.Run(run.values, run.known, run.shape)
-            if name in _SUMS:
-                arrays = self._operands(arrays, types)
-            results = function(run, options, types, *arrays)
-            results = results if isinstance(results, (list, tuple)) else [results]
-            if name == "convert" and not _narrows(arrays[0].dtype, types[0][0]):
-                return results
-            return [self._changed(y, dtype) for y, (dtype, _) in zip(results, types)]
-        return operation
+    def __call__(self, operation, compute, arrays, types):
+        if operation in _EXACT:
+            return compute(*arrays)
+        if operation in _SUMS:
+            arrays = self._operands(arrays, types)
+        results = compute(*arrays)
+        if operation == "convert" and not _narrows(arrays[0].dtype, types[0][0]):
+            return results
+        return [self._changed(np.asarray(y), dtype) for y, (dtype, _) in zip(results, types)]
 
     def _operands(self, arrays, types):
         """Changes the smallest operand of a sum, which is enough. The error of a sum grows with its number of terms."""
-        floating = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+        floating = [i for i, x in enumerate(arrays) if _floating(x.dtype)]
         if not floating:
             return arrays
         i = min(floating, key=lambda i: arrays[i].size)
@@ -128,11 +119,12 @@ class _Noise:
         return [changed if j == i else x for j, x in enumerate(arrays)]
 
     def _changed(self, x, dtype, factor=1.0):
-        if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating) or not x.size:
+        if not _floating(dtype):
             return x
-        self.count += 1
-        wide = x.astype(np.float64 if x.dtype == np.float64 else np.float32)
-        place = jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape)
-        angle = place * np.float32(12.9898) + self.seed * np.float32(78.233 + 37.719 * self.count)
-        step = (jnp.cos(angle) * np.float32(factor * float(jnp.finfo(dtype).eps))).astype(wide.dtype)
-        return jnp.where(jnp.isfinite(wide), wide + wide * step, wide).astype(x.dtype)
+        wide = x.astype(_wide(x.dtype), copy=False)
+        step = self.draw.uniform(-1, 1, x.shape) * (factor * _unit(dtype))
+        return np.where(np.isfinite(wide), wide + wide * step.astype(wide.dtype), wide).astype(x.dtype)
+
+
+def _narrows(old, new):
+    return _floating(old) and _floating(new) and _unit(new) > _unit(old)

@@ -70,7 +70,7 @@ def save(program: Any, path: str | os.PathLike, *, labels: Iterable[Any] | None 
                  else given if isinstance(given, list) else [_signature.bound(path, name, description, (), given)[0]])
         for i, inputs in enumerate(cases):
             if given is not None or sum(x.size for x in inputs) <= _LARGEST_TEST:
-                checks |= _test(program, name, i, inputs, stable and (stable, constants))
+                checks |= _test(program, name, i, inputs)
     files |= {f"tokenizer/{file.name}": file.read_bytes() for file in _tokenizer_files(tokenizer)} | _readers()
     today = datetime.date.today()
     manifest = {
@@ -140,27 +140,11 @@ def _data(x) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else x)
 
 
-def _test(program, entry, number, inputs, stable) -> dict[str, np.ndarray]:
-    """Returns the arrays of a test: the inputs, the outputs, and by how much rounding may change them. `stable` is
-    the stable form of the entry and its constants, or None."""
-    outputs = program.call(entry, *inputs)
-    spread = _spread(program, entry, inputs, outputs, stable)
-    parts = {"inputs": map(_data, inputs), "outputs": map(_data, outputs), "spread": (x.astype(np.float32)
-                                                                                    for x in spread)}
+def _test(program, entry, number, inputs) -> dict[str, np.ndarray]:
+    """Returns the arrays of a test: the inputs and the outputs."""
+    parts = {"inputs": map(_data, inputs), "outputs": map(_data, program.call(entry, *inputs))}
     return {f"{_reader.test_name(entry, number)}/{part}/{i}": x for part, arrays in parts.items()
             for i, x in enumerate(arrays)}
-
-
-def _spread(program, entry, inputs, outputs, stable) -> list[np.ndarray]:
-    """Returns, for each output, by how much rounding may change each element."""
-    traced = program.entries[entry]
-    if stable is None or (_signature.is_wide(stable[0]) and not jax.config.jax_enable_x64):
-        weights = {name: program.weights[name] for name in traced.weights}
-        run = lambda weights, inputs: program.call(entry, *inputs, weights=weights)
-        return _rounding.perturbed(run, weights, inputs, outputs)
-    description = {"inputs": traced.inputs, "constraints": traced.constraints}
-    _, sizes = _signature.bound("program", entry, description, (), _signature.named(description, inputs))
-    return _rounding.spread(*stable, [program.weights[name] for name in traced.weights], sizes)(inputs)
 
 
 def _tokenizer_files(tokenizer) -> list[Path]:
@@ -182,8 +166,8 @@ def _readers() -> dict[str, bytes]:
     """Returns {name: content} of the Python files that load the bundle without fnet."""
     import flatbuffers
 
-    ours = {"load.py": _loaded, "reader.py": _reader, "interpret.py": _interpret, "signature.py": _signature,
-            "sizes.py": _sizes}
+    ours = {"load.py": _loaded, "reader.py": _reader, "interpret.py": _interpret, "outputs.py": _outputs,
+            "rounding.py": _rounding, "signature.py": _signature, "sizes.py": _sizes}
     files = {name: Path(module.__file__).read_bytes() for name, module in ours.items()}
     files["__main__.py"] = b'"""Describes and checks this bundle: python FILE."""\n\nimport load\n\nload.main()\n'
     # JAX reads its programs with flatbuffers (Apache License 2.0) and does not install it.

@@ -139,7 +139,7 @@ def test_a_planted_fault_in_a_bundle(name, monkeypatch, tmp_path):
     FAULTS[name][2].save(tmp_path / "f.fnet")
     bundle = export.load(tmp_path / "f.fnet", check=True)
     monkeypatch.setitem(_interpret.OPERATIONS, operation, lambda run, options, types, *arrays: [function(*arrays)])
-    with pytest.raises(export.BundleError, match="output 0 of 'predict', computed with NumPy, differs"):
+    with pytest.raises(export.BundleError, match="'predict' computed with NumPy, the output '0' differs"):
         bundle.check()
 
 
@@ -248,7 +248,7 @@ def test_comparisons():
     with pytest.raises(_outputs.Different, match=r"y\[1\] is .* \(1 of 2 elements differ\)"):
         compare(large * np.array([1, 1.1], np.float32), large)      # small beside the largest element
     assert compare(large * np.array([1, 1.1], np.float32), large, largest=True) < 1e-5
-    assert compare(large + 0.1, large, spread=lambda: [np.array([1.0, 1.0])]) <= 1e-5
+    assert compare(large + 0.1, large, spreads=[lambda: [np.array([1.0, 1.0])]]) <= 1e-5
     nan = np.array([np.nan, np.inf, -np.inf, 0], np.float32)
     assert compare(nan, nan) == 0
     for i in range(4):

@@ -186,8 +186,7 @@ def test_the_golden_bundle():
     assert GOLDEN.stat().st_size < 1_000_000
     bundle = export.load(GOLDEN)
     assert bundle.manifest["versions"]["jax"] == "0.10.2"
-    inputs, wanted = bundle.tests()["predict"]
-    bundle.checked_by_numpy("predict", inputs, wanted)
+    bundle.checked_by_numpy("predict")
     if bundle.read_until >= "2026-12-31":      # JAX may refuse it afterwards
         assert len(bundle.check()) == 2
 
