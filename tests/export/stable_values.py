@@ -415,7 +415,7 @@ def _indexing():
             u,
             i,
         )
-        # XLA reads indices of gathers and scatters as numbers of 32 bits: x.at[2**32 + 1].get(mode="fill") is x[1].
+        # JAX converts indices to int32 before it tests the bounds: x.at[2**32 + 1].get(mode="fill") is x[1].
         i = i[:-2] if i.itemsize == 8 else i
         for mode in "clip", "fill", "promise_in_bounds":
             inside = i if mode != "promise_in_bounds" else np.arange(5).astype(dtype)
