@@ -201,5 +201,6 @@ def primitives():
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_cases_have_every_primitive():
     assert set(_stable._OPTIONS) - set(primitives()) == {"dim_as_value"}
