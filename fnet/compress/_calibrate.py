@@ -96,22 +96,30 @@ class InputStatistics:
         return np.minimum(found, largest).astype(np.float32)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["leaf", "original", "gram"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "rows"],
+                   meta_fields=["leaf", "original", "gram"])
 @dataclasses.dataclass(frozen=True)
 class _Observed(Wrapped):
     """A wrapper of a parameter that computes statistics of the activations that are multiplied by the parameter. `tag`
     gives the statistics a name, so that `ft.capture` can record them.
 
     Attributes:
+        rows: an integer array with the number of each row (along the last axis) of the whole parameter. A scan slices
+            it together with the parameter, so it tells which layer the parameter is.
         leaf: the index of the parameter among the leaves of the tree.
         original: the number of axes of the whole parameter, before a scan slices it. Inside a scan over stacked layers,
             the wrapped parameter has fewer axes, because it lacks the axes over which the scan iterates.
         gram: whether to compute x^T x.
     """
 
+    rows: Any
     leaf: int
     original: int
     gram: bool
+
+    @property
+    def has_leading_axis(self) -> bool:
+        return bool(jnp.shape(self.rows))
 
     def dot(self, x, axes, dot):
         self._record(x.reshape(-1, math.prod(x.shape[x.ndim - len(axes):])), axes, self.gram)
@@ -126,7 +134,7 @@ class _Observed(Wrapped):
         x = x.astype(jnp.float32)
         size, bins = jnp.abs(x), _LOWEST * _PER_OCTAVE
         at = jnp.floor(jnp.log2(jnp.maximum(size, 2.0 ** _LOWEST)) * _PER_OCTAVE).astype(int) - bins
-        found = {"largest": size.max(), "magnitude": size.sum(0),
+        found = {"row": self.rows.ravel()[0], "largest": size.max(), "magnitude": size.sum(0),
                  "histogram": jnp.zeros(_BINS).at[jnp.clip(at, 0, _BINS - 1)].add(1)}
         if gram:
             found["gram"] = jnp.matmul(x.T, x, precision="highest")
@@ -156,7 +164,8 @@ def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = 
         Matrix products and convolutions inside while loops and inside branches of `lax.cond` are not recorded.
 
     Raises:
-        ValueError: `batches` is empty, or f has no matrix product or convolution with a parameter.
+        ValueError: `batches` is empty, f has no matrix product or convolution with a parameter, or a recorded
+            activation, or a sum of x^T x, is NaN or infinite.
 
     >>> from fnet import compress
     >>> params = {"kernel": jnp.ones((2, 3))}
@@ -170,19 +179,23 @@ def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = 
 
     def observe(path, x):
         number = next(count)
-        return _Observed(jnp.asarray(x), number, jnp.ndim(x), gram) if is_kernel(path, x) and not is_implicit(x) else x
+        if not is_kernel(path, x) or is_implicit(x):
+            return x
+        rows = jnp.arange(math.prod(x.shape[:-1]), dtype=jnp.int32).reshape(x.shape[:-1])
+        return _Observed(jnp.asarray(x), rows, number, jnp.ndim(x), gram)
 
     observed = tree_map_with_path(observe, params, is_leaf=is_implicit)
     evaluate, compiled, total = use_implicit_arrays(f), {}, {}
-    for batch in batches:
+    for number, batch in enumerate(batches):
         batch = batch if isinstance(batch, tuple) else (batch,)
-        key = str(jax.tree.map(jax.typeof, batch))
+        leaves, structure = jax.tree.flatten(batch)
+        key = structure, tuple(map(jax.typeof, leaves))
         if key not in compiled:
             names = [site.name for site in sites(evaluate)(observed, *batch)
                      if _NAME.fullmatch(site.name) and site.inside is None]
             compiled[key] = jax.jit(_recorder(evaluate, names))
         for name, found in compiled[key](observed, *batch).items():
-            _add(total, paths, _NAME.fullmatch(name), jax.device_get(found))
+            _add(total, paths, _NAME.fullmatch(name), jax.device_get(found), number)
     if not compiled:
         raise ValueError("calibrate: expected at least one batch; got none")
     if not total:
@@ -192,7 +205,8 @@ def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = 
 
 def _finished(magnitude, histogram, **found):
     rows = histogram.sum(-1) / magnitude.shape[-1]
-    return InputStatistics(rows=rows, magnitude=magnitude / rows[..., None], histogram=histogram, **found)
+    return InputStatistics(rows=rows, magnitude=magnitude / np.maximum(rows, 1)[..., None], histogram=histogram,
+                           **found)
 
 
 def _recorder(evaluate, names):
@@ -202,15 +216,19 @@ def _recorder(evaluate, names):
     return lambda *arguments: captured(*arguments)[1]
 
 
-def _add(total, paths, match, found) -> None:
-    """Adds the statistics of one matrix product or convolution on one batch to `total`, {path of a parameter:
+def _add(total, paths, match, found, number) -> None:
+    """Adds the statistics of one matrix product or convolution on batch `number` to `total`, {path of a parameter:
     statistics}."""
     path, leaf = paths[int(match["leaf"])]
-    lead = leaf.shape[:int(match["lead"])]
+    if wrong := [name for name, x in found.items() if not np.isfinite(x).all()]:
+        what = "the sum of x^T x over the inputs x" if wrong == ["gram"] else "an input"
+        raise ValueError(f"calibrate: batch {number}: {what} of {path} is NaN or infinite; pass batches on which the "
+                         "function is finite")
+    count = int(match["lead"])
+    lead, inside = leaf.shape[:count], math.prod(leaf.shape[count:-1])
     axes = tuple(map(int, match["axes"].split()))
-    trailing = {"largest": 0, "magnitude": 1, "histogram": 1, "gram": 2}
-    found = {name: _reduced(x, trailing[name], lead, np.max if name == "largest" else np.sum)
-             for name, x in found.items()}
+    layers = np.asarray(found.pop("row")) // inside    # for each iteration of the enclosing scans
+    found = {name: _reduced(x, layers, lead, np.maximum if name == "largest" else np.add) for name, x in found.items()}
     old = total.setdefault(path, {**dict.fromkeys(found, 0), "axes": axes, "gram": 0 if "gram" in found else None})
     if old["axes"] != axes:
         old["conflict"] = f"products contract it over axes {old['axes']} and over axes {axes}"
@@ -219,14 +237,15 @@ def _add(total, paths, match, found) -> None:
         old[name] = np.maximum(old[name], x) if name == "largest" else old[name] + x
 
 
-def _reduced(x, trailing, lead, reduce):
-    """Reduces captured statistics x over the axes of enclosing scans and vmaps, with the function `reduce`. The last
-    `trailing` axes of x, and the axes of a scan that slices the parameter, are not reduced. `lead` contains the sizes
-    of the axes over which a scan slices the parameter."""
-    x = np.asarray(x, np.float64 if reduce is np.sum else np.float32)
-    outer, kept, start = x.shape[:x.ndim - trailing], [], 0
-    for n in lead:
-        start = outer.index(n, start)
-        kept.append(start)
-        start += 1
-    return reduce(x, tuple(i for i in range(len(outer)) if i not in kept))
+def _reduced(x, layers, lead, operation):
+    """Combines captured statistics x [*iterations, ...] of one layer by `operation`. The result is [*lead, ...].
+
+    `layers` [*iterations] is the layer of the parameter that each iteration used. The sizes of scans do not tell: a
+    scan over time steps may be as long as the scan over layers inside it.
+    """
+    x = np.asarray(x, np.float32 if operation is np.maximum else np.float64)
+    trailing = x.shape[layers.ndim:]
+    result = np.zeros((math.prod(lead), *trailing), x.dtype)
+    for layer, own in zip(layers.ravel(), x.reshape(-1, *trailing)):
+        result[layer] = operation(result[layer], own)
+    return result.reshape((*lead, *trailing))

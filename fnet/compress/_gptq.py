@@ -28,7 +28,8 @@ def gptq(rounded: Callable, values: Any, scale: Any, gram: Any) -> jax.Array:
         gram: [stack, n, n], the sum of x^T x over the calibration batches.
 
     Returns:
-        The rounded scaled values, [stack, n, outputs].
+        The rounded scaled values, [stack, n, outputs]. If the inverse of `gram` cannot be computed in float32, each
+        value is rounded to the nearest one.
 
     Source: Frantar et al. (2023), GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers,
     algorithm 1, with its damping of 1 %.
@@ -47,4 +48,5 @@ def gptq(rounded: Callable, values: Any, scale: Any, gram: Any) -> jax.Array:
         return values - jnp.outer(later, error), codes.at[i].set(code)
 
     codes = jax.lax.fori_loop(0, n, one, (values[order], jnp.zeros_like(values)))[1]
-    return jnp.zeros_like(values).at[order].set(codes)
+    codes = jnp.zeros_like(values).at[order].set(codes)
+    return jnp.where(jnp.isfinite(lower).all(), codes, rounded(values / scale))    # a code of NaN would be a number

@@ -227,7 +227,8 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
     Raises:
         ValueError: a pattern matches no parameter that can be quantized, or the size of an axis is not a multiple of
             `group`. A ValueError is also raised if a format needs statistics of activations that `stats` does not
-            contain. If GPTQ rounds a parameter, every matrix product that `calibrate` recorded for this parameter must
+            contain, or if matrix products sum over different axes of a parameter whose activations have one scale. If
+            GPTQ rounds a parameter, every matrix product that `calibrate` recorded for this parameter must
             sum over the axes that the format specifies (`axes` or the default axes). Otherwise, a ValueError is raised.
         TypeError: a format is not `Int8`, `Int4`, `NF4` or `Float8`.
 
@@ -272,6 +273,12 @@ def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> j
     if found is None:
         raise ValueError(f"quantize: {path} needs statistics of its inputs for activations={method!r}; pass "
                          "stats=compress.calibrate(...), or use activations='dynamic'")
+    if found.conflict:    # the statistics describe the inputs of some products only; those of others would be clipped
+        raise ValueError(f"quantize: {path} has no single scale for its inputs: {found.conflict}; use "
+                         "activations='dynamic'")
+    if not np.all(np.asarray(found.rows)):
+        raise ValueError(f"quantize: {path}: no inputs of some of its layers were recorded; pass batches to calibrate "
+                         "that use every layer, or use activations='dynamic'")
     bound = jnp.maximum(found.bound(method), jnp.finfo(jnp.float32).tiny * 127)
     return bound.reshape(*bound.shape, *(1,) * (array.ndim - bound.ndim)) / 127
 

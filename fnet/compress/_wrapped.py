@@ -14,7 +14,7 @@ from fnet.jaxpr import ImplicitArray
 class Wrapped(ImplicitArray):
     """Represents the array `array`.
 
-    Subclasses of `Wrapped` are registered pytrees with `array` as their only data field.
+    Subclasses of `Wrapped` are registered pytrees with `array` as a data field.
 
     Attributes:
         array: the parameter.

@@ -10,6 +10,7 @@ from jax import lax
 from fnet import compress, models
 from fnet import layers as nn
 from fnet import transforms as ft
+from fnet.compress._gptq import gptq
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(6, 4)).astype(np.float32)
@@ -86,6 +87,31 @@ def test_the_correction_minimizes_the_error_of_the_products(f, shape, axes):
         return np.einsum("...ij,...io,...jo->...", gram, wrong, wrong).sum()
 
     assert error(stats=stats) < 0.97 * error()
+
+
+@pytest.mark.parametrize("steps", [2, 3, 5])
+def test_layers_are_told_apart_by_the_parameter_not_by_the_lengths_of_scans(steps):
+    """An outer scan may be as long as the stack, which is the inner one. The layers multiply by 2, 3 and 5."""
+    def f(p, x):
+        stack = lambda x: lax.scan(lambda h, w: (h @ w, None), x, p["w"])[0]
+        both = lambda x: stack(lax.scan(lambda h, w: (h @ w, None), x, p["w"][:2])[0])    # a part of the stack, too
+        return lax.scan(lambda c, x: (c, both(x)), 0.0, x)[1]
+
+    scale = np.array([2, 3, 5], np.float32)
+    x = np.random.default_rng(1).normal(size=(steps, 5, 4)).astype(np.float32)
+    stats = only(compress.calibrate(f, {"w": jnp.asarray(scale[:, None, None] * np.eye(4, dtype=np.float32))}, [x]))
+    inputs = [[1, 6], [2, 12], [36]]    # the factors of the inputs of each layer
+    np.testing.assert_allclose(stats.largest, [max(each) * np.abs(x).max() for each in inputs], rtol=1e-5)
+    np.testing.assert_array_equal(stats.rows, [5 * steps * len(each) for each in inputs])
+    gram = np.einsum("sbi,sbj->ij", x, x)
+    np.testing.assert_allclose(stats.gram, [sum(n * n for n in each) * gram for each in inputs], rtol=1e-4, atol=1e-2)
+
+
+def test_the_correction_of_a_singular_sum_rounds_to_the_nearest_code():
+    """Without a finite inverse, codes would be those of NaN, which are finite numbers."""
+    w = jnp.asarray(W)[None]
+    got = gptq(compress.Int4().rounded, w, jnp.full_like(w, 0.3), jnp.full((1, 6, 6), 1e38))
+    np.testing.assert_array_equal(got[0], np.clip(np.round(W / np.float32(0.3)), -8, 7))
 
 
 def sequential(w, scale, gram):
@@ -185,6 +211,16 @@ def test_models():
      r"w has scales for axes \(-1,\), but products contract it over axes \(-2,\); set `axes`"),
     (lambda p: compress.quantize(p, {"w": compress.Int8()}, stats=compress.calibrate(
         lambda p, x: x @ p["w"] @ p["w"].T, p, [X])), r"products contract it over axes \(-[12],\) and over axes"),
+    (lambda p: compress.quantize(p, {"w": compress.Int8(activations="mse")}, stats=compress.calibrate(
+        lambda p, x: x @ p["w"] @ p["w"].T, p, [X], gram=False)), "w has no single scale for its inputs: products"),
+    (lambda p: compress.quantize({"w": jnp.ones((3, 2, 2))}, {"w": compress.Int8(activations="mse")},
+                                 stats=compress.calibrate(lambda p, x: lax.scan(
+                                     lambda h, w: (h @ w, None), x, p["w"][:2])[0], {"w": jnp.ones((3, 2, 2))},
+                                     [X[:, :2]])), "w: no inputs of some of its layers were recorded"),
+    (lambda p: compress.calibrate(lambda p, x: x @ p["w"], p, [X, np.where(X == X[0, 0], np.nan, X)]),
+     "calibrate: batch 1: an input of w is NaN or infinite"),
+    (lambda p: compress.calibrate(lambda p, x: x @ p["w"], p, [1e25 * X]),
+     r"calibrate: batch 0: the sum of x\^T x over the inputs x of w is NaN or infinite"),
     (lambda p: compress.Int8(activations="max"), "Int8: activations must be None, 'dynamic', 'absmax'"),
 ])
 def test_errors(call, message):
