@@ -25,7 +25,8 @@ def batch_statistics(f: Callable, params: Any, state: Any, batches: Iterable[Any
     The function works for any model whose state contains running averages `new = m * old + (1 - m) * statistic`, and
     for averages that are divided by `1 - m ** counter`, either when they are updated (Haiku's BatchNorm) or when they
     are used (Equinox's BatchNorm with mode="batch"). It finds m, and which arrays are averages, by calling the model
-    with several states.
+    with several states. m may differ from element to element and from batch to batch: a mean of each class, for
+    example, that a batch without the class does not change (m = 1) is the mean over the batches with the class.
 
     Args:
         f: the model, a function that is called as `f(params, *batch, state=state, key=key, train=True)` and returns
@@ -42,8 +43,8 @@ def batch_statistics(f: Callable, params: Any, state: Any, batches: Iterable[Any
         The state of the model with the new statistics.
 
     Raises:
-        ValueError: `batches` is empty, a statistic of the first batch is not finite, the new state has another
-            structure than `state`, or an array of the state is neither a running average nor independent of the others.
+        ValueError: `batches` is empty, a statistic of a batch is not finite, the new state has another structure than
+            `state`, or an array of the state is neither a running average nor independent of the others.
 
     Source: Izmailov et al. (2018), section 3.2; PyTorch's `torch.optim.swa_utils.update_bn`.
 
@@ -53,17 +54,17 @@ def batch_statistics(f: Callable, params: Any, state: Any, batches: Iterable[Any
     >>> tr.batch_statistics(model, params, state, batches)["mean"].round(3).tolist()
     [4.0]
     """
-    probe, total, count = None, None, 0
-    for batch in batches:
+    probe, total, share = None, None, None
+    for number, batch in enumerate(batches):
         batch = batch if isinstance(batch, tuple) else (batch,)
         if probe is None:
             probe = _Probe(f, params, state, batch, {} if key is None else {"key": key})
-            total = [jnp.zeros_like(x) for x in probe.zeros]
-        total = list(map(jnp.add, total, probe.updated(probe.zeros, batch)))
-        count += 1
-    if not count:
+            total = share = [np.zeros(x.shape) for x in probe.zeros]
+        new, weights = probe.update(batch, number)
+        total, share = list(map(np.add, total, new)), [old + 1 - weight for old, weight in zip(share, weights)]
+    if probe is None:
         raise ValueError("batch_statistics: expected at least one batch; got none")
-    return probe.state([x / count for x in total])
+    return probe.state(total, share)
 
 
 class _Probe:
@@ -80,13 +81,38 @@ class _Probe:
         self.leaves = [leaf for _, leaf in paths]
         self.floats = [i for i, leaf in enumerate(self.leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
         self.zeros = [jnp.zeros_like(widened(self.leaves[i])) for i in self.floats]
-        self._update = jax.jit(self._updated)
-        after, self.others = self._update(self.zeros, batch)
-        self.base = [np.asarray(x, np.float64) for x in after]
-        for path, x in zip((self.paths[i] for i in self.floats), self.base):
+        self._update, self._derive = jax.jit(self._updated), jax.jit(self._derived)
+        new, self.others, exact = self._derive(batch)
+        self.base = self._finite(new, 0)
+        self._measure(exact)
+
+    def update(self, batch, number):
+        """Returns the new values of zeros after batch `number`, and the weights of the old values."""
+        new, _, exact = self._derive(batch)
+        new, weights = self._finite(new, number), [np.asarray(x, np.float64) for x in exact]
+        if not all(self.exact):                             # for example, if the model stops the gradient of its state
+            fills = [self._level(i) for i in range(len(self.zeros))]
+            runs = self._run(fills, batch)
+            weights = [weight if exact else (run - base) / fill
+                       for weight, exact, run, base, fill in zip(weights, self.exact, runs, new, fills)]
+        for i, (kind, weight) in enumerate(zip(self.kinds, weights)):
+            if isinstance(kind, float | np.ndarray):        # what is near is equal, but for rounding errors
+                weights[i] = np.where(np.abs(weight - kind) < _NEAR, kind, weight)
+                if (weights[i] < -_NEAR).any() or (weights[i] > 1 + _NEAR).any():
+                    raise ValueError(f"batch_statistics: batch {number} changes '{self._path(i)}' in another way than "
+                                     "batch 0: expected running averages, new = m * old + (1 - m) * statistic")
+        return new, weights
+
+    def _path(self, i):
+        return self.paths[self.floats[i]]
+
+    def _finite(self, arrays, number):
+        arrays = [np.asarray(x, np.float64) for x in arrays]
+        for i, x in enumerate(arrays):
             if not np.isfinite(x).all():
-                raise ValueError(f"batch_statistics: the statistics '{path}' of the first batch are not finite")
-        self._measure()
+                raise ValueError(f"batch_statistics: the statistics '{self._path(i)}' of "
+                                 f"{f'batch {number}' if number else 'the first batch'} are not finite")
+        return arrays
 
     def _whole(self, floats, leaves=None):
         leaves = list(self.leaves if leaves is None else leaves)
@@ -103,41 +129,44 @@ class _Probe:
         others = {i: x for i, x in enumerate(leaves) if i not in self.floats}
         return [leaves[i].astype(zero.dtype) for i, zero in zip(self.floats, self.zeros)], others
 
-    def updated(self, floats, batch):
-        return self._update(floats, batch)[0]
+    def _derived(self, batch):
+        """Returns the new values of zeros, the other arrays, and the derivatives of the new values with respect to the
+        old ones, which have no rounding errors of the statistics."""
+        ones = [jnp.ones_like(x) for x in self.zeros]
+        new, weights, others = jax.jvp(lambda floats: self._updated(floats, batch), (self.zeros,), (ones,),
+                                       has_aux=True)
+        return new, others, weights
 
-    def _measure(self):
-        """Finds the kind of each array: its weight m if it is an average, (array, c) if it is c times an average, None
-        if it depends on itself alone, in another way."""
+    def _run(self, fills, batch):
+        floats = [jnp.broadcast_to(jnp.asarray(fill, x.dtype), x.shape) for x, fill in zip(self.zeros, fills)]
+        return [np.asarray(x, np.float64) for x in self._update(floats, batch)[0]]
+
+    def _measure(self, exact):
+        """Finds the kind of each array: its weights m if it is an average (a float if they are equal), (array, c) if
+        it is c times an average, None if it depends on itself alone, in another way."""
         fills = [[self._level(i) * draw for i, draw in enumerate(draws)] for draws in
                  np.random.default_rng(0).uniform(1, 2, (2, len(self.zeros)))]
-        runs = [self.updated([jnp.full_like(x, fill) for x, fill in zip(self.zeros, each)], self.batch)
-                for each in fills]
-        runs = [[np.asarray(x, np.float64) for x in run] for run in runs]
-        exact = self._derivatives(fills[0])
-        self.kinds = []
+        runs = [self._run(each, self.batch) for each in fills]
+        self.kinds, self.exact = [], []
         for i, base in enumerate(self.base):
-            weights = np.stack([(run[i] - base) / fill[i] for run, fill in zip(runs, fills)])
-            middle = float(np.median(weights)) if weights.size else 1.0
-            average = not (np.abs(weights - middle) > _NEAR).any()
-            near = average and weights.size and (np.abs(exact[i] - middle) < _NEAR).all()
-            self.kinds.append(float(exact[i].ravel()[0]) if near else middle if average else None)
+            first, second = ((run[i] - base) / fill[i] for run, fill in zip(runs, fills))
+            derivative = np.asarray(exact[i], np.float64)
+            self.exact.append(bool((np.abs(derivative - first) < _NEAR).all()))
+            weights = derivative if self.exact[i] else first
+            self.kinds.append(_kind(weights, base) if (np.abs(first - second) < _NEAR).all() else None)
         for i, kind in enumerate(self.kinds):
             if kind is None and self._depends_on_others(i, fills[0][i], runs[0][i]):
                 self.kinds[i] = self._multiple(i, [self.base, *runs])
 
     def _level(self, i):
-        return 2.0 ** np.ceil(np.log2(max(1.0, np.abs(self.base[i]).max(initial=0.0))))
-
-    def _derivatives(self, fills):
-        """The derivatives of the new values with respect to the old ones: without the rounding errors of statistics."""
-        tangents = [jnp.full_like(x, fill) for x, fill in zip(self.zeros, fills)]
-        moved = jax.jvp(lambda floats: self.updated(floats, self.batch), (self.zeros,), (tangents,))[1]
-        return [np.asarray(x, np.float64) / fill for x, fill in zip(moved, fills)]
+        """A value of each element that is of the size of its statistic, so that none is lost beside the other."""
+        base = np.abs(self.base[i])
+        sizes = np.where(base > 0, base, base.max(initial=0.0) or 1.0)
+        return np.maximum(2.0 ** np.ceil(np.log2(sizes)), 2.0**-100)
 
     def _depends_on_others(self, i, fill, full):
-        alone = [jnp.full_like(x, fill) if i == j else x for j, x in enumerate(self.zeros)]
-        return not np.allclose(self.updated(alone, self.batch)[i], full, rtol=1e-5, atol=1e-5 * self._level(i))
+        alone = [fill if i == j else 0.0 for j in range(len(self.zeros))]
+        return not np.isclose(self._run(alone, self.batch)[i], full, rtol=1e-5, atol=1e-5 * self._level(i)).all()
 
     def _multiple(self, i, runs):
         """Returns (j, c) if the new value of array i is c times the new value of the average j in all runs."""
@@ -148,18 +177,20 @@ class _Probe:
             factor = sums[0] / sums[1] if sums[1] else 0.0
             if factor and all(np.allclose(run[i], factor * run[j], rtol=1e-4, atol=1e-5) for run in runs):
                 return j, factor
-        raise ValueError(f"batch_statistics: '{self.paths[self.floats[i]]}' depends on other arrays of the state, and "
-                         "is not a debiased average of one of them: expected running averages, new = m * old + "
+        raise ValueError(f"batch_statistics: '{self._path(i)}' depends on other arrays of the state, and is "
+                         "not a debiased average of one of them: expected running averages, new = m * old + "
                          "(1 - m) * statistic, of statistics that do not depend on the state")
 
-    def state(self, means):
-        """Returns the state whose averages are those that `means`, the means of the updates of zeros, imply."""
+    def state(self, total, share):
+        """Returns the state with the averages, from the sums of the updates of zeros and of 1 - m over the batches."""
         values = [widened(self.leaves[i]) for i in self.floats]
         biased = list(values)                               # for a model that divides averages by 1 - m ** counter
         for i, kind in enumerate(self.kinds):
-            if isinstance(kind, float) and kind < _NO_AVERAGE:
-                values[i] = means[i] / (1 - kind)
-                biased[i] = values[i] * (1 - kind ** self._counter())
+            if isinstance(kind, float | np.ndarray):
+                moves = share[i] > 1 - _NO_AVERAGE
+                new = total[i] / np.where(moves, share[i], 1.0)
+                values[i] = jnp.asarray(np.where(moves, new, np.asarray(values[i], np.float64)), values[i].dtype)
+                biased[i] = values[i] * jnp.asarray(1 - kind ** self._counter(), values[i].dtype)
         for i, kind in enumerate(self.kinds):
             if isinstance(kind, tuple):                     # factor = 1 / (1 - m ** (counter + 1)), see Haiku
                 j, factor = kind
@@ -194,3 +225,12 @@ class _Probe:
                    for each in ((floats, leaves), (averages, many))]
         pairs = zip(*(jax.tree.leaves(each[0] if isinstance(each, tuple) else each) for each in outputs))
         return all(np.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True) for a, b in pairs)
+
+
+def _kind(weights, base):
+    """Returns the weights of the old values of an array if it is an average. `base` is the update of zeros."""
+    middle = float(np.median(weights)) if weights.size else 1.0
+    if not (np.abs(weights - middle) > _NEAR).any():
+        return float(weights.ravel()[0]) if weights.size else 1.0
+    moves = weights < _NO_AVERAGE
+    return weights if (weights > -_NEAR).all() and (weights < 1 + _NEAR).all() and (base[moves] != 0).any() else None

@@ -116,6 +116,37 @@ def test_what_is_no_average():
     assert float(new["largest"]) == 1.5 and bool(new["seen"])
 
 
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_weights_that_differ_between_elements_and_batches(order, stop):
+    """The mean of each class, which a batch without the class leaves as it is; no batch has class 3."""
+    old = jax.lax.stop_gradient if stop else lambda x: x
+
+    def f(params, x, y, *, state, train):
+        one_hot = jax.nn.one_hot(y, 4)
+        count = one_hot.sum(0)
+        m = jnp.where(count > 0, jnp.array([0.9, 0.99, 0.5, 0.9]), 1.0)
+        return x, {"mean": m * old(state["mean"]) + (1 - m) * (one_hot.T @ x) / jnp.maximum(count, 1)}
+
+    x = np.random.default_rng(0).normal(5, 2, (3, 12)).astype(np.float32)
+    y = np.stack([np.arange(12) % 3, np.arange(12) % 2, np.full(12, 2)])
+    want = [np.mean([x[b][y[b] == c].mean() for b in range(3) if (y[b] == c).any()]) for c in range(3)]
+    got = tr.batch_statistics(f, {}, {"mean": jnp.full(4, 77.0)}, [(x[b], y[b]) for b in order])["mean"]
+    np.testing.assert_allclose(got, [*want, 77], rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 1e6])
+def test_what_is_no_average_is_kept_at_any_size(size):
+    def f(params, x, *, state, train):
+        return x, {"mean": 0.9 * state["mean"] + 0.1 * x.mean(0), "largest": jnp.maximum(state["largest"], x.max(0)),
+                   "decay": jnp.array([0.5, 0.9, 1.0]) * state["decay"]}
+
+    state = {"mean": jnp.zeros(3), "largest": jnp.ones(3), "decay": jnp.ones(3)}
+    new = tr.batch_statistics(f, {}, state, [size * x for x in BATCHES])
+    np.testing.assert_allclose(new["mean"], size * MEAN, rtol=1e-4)
+    assert new["largest"].tolist() == new["decay"].tolist() == [1, 1, 1]
+
+
 def test_errors():
     def mixed(params, x, *, state, train):
         mean = 0.9 * state["mean"] + 0.1 * x.mean()
@@ -133,6 +164,13 @@ def test_errors():
     with pytest.raises(ValueError, match="the statistics 'mean' of the first batch are not finite"):
         tr.batch_statistics(nn.BatchNorm(), {"scale": jnp.ones(3), "bias": jnp.ones(3)},
                             {"mean": jnp.ones(3), "var": jnp.ones(3)}, [np.full((2, 3), np.nan, np.float32)])
+    with pytest.raises(ValueError, match="the statistics 'mean' of batch 1 are not finite"):
+        tr.batch_statistics(nn.BatchNorm(), {"scale": jnp.ones(3), "bias": jnp.ones(3)},
+                            {"mean": jnp.ones(3), "var": jnp.ones(3)}, [BATCHES[0], BATCHES[0] * np.float32(np.inf)])
+    with pytest.raises(ValueError, match="batch 1 changes 'mean' in another way than batch 0"):
+        tr.batch_statistics(lambda p, x, *, state, train: (x, {"mean": jnp.where(
+            x.mean() > 0, 0.9 * state["mean"] + 0.1 * x.mean(), 3 * state["mean"])}), {}, {"mean": jnp.ones(())},
+            [BATCHES[0], -BATCHES[0]])
     with pytest.raises(ValueError, match=r"expected f to return \(output, new state\) with the structure"):
         tr.batch_statistics(lambda p, x, *, state, train: (x, {}), {}, state, BATCHES)
     with pytest.raises(ValueError, match="batch_statistics: expected at least one batch; got none"):
