@@ -14,7 +14,7 @@ from flax import struct
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet.training.data._arrays import as_arrays
+from fnet.training.data._arrays import as_arrays, rows_of
 from fnet.training.loop._signals import poll
 
 
@@ -312,7 +312,7 @@ def evaluator(
         size = -(-min(batch_size, length) // chips) * chips
         for start in range(0, length, size):
             rows = np.arange(start, start + size)
-            batch = jax.tree.map(lambda array, rows=rows: array[np.minimum(rows, length - 1)], data)
+            batch = rows_of(data, np.minimum(rows, length - 1), "evaluator")
             yield _weighted(batch, (rows < length).astype(np.float32))
 
     def evaluate(state):

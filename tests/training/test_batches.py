@@ -49,3 +49,30 @@ def test_unshuffled():
 def test_wrong_batches(data, size, text):
     with pytest.raises(ValueError, match=text):
         tr.Batches(data, batch_size=size)
+
+
+@pytest.mark.parametrize("read", ["Batches", "evaluator", "from_iterator"])
+def test_integers_of_memory_mapped_files_are_checked_when_they_are_read(tmp_path, read):
+    """JAX would wrap around 64-bit integers without an error."""
+    values = np.arange(8)
+    values[6] = 1_700_000_000_000                          # milliseconds
+    np.save(tmp_path / "time.npy", values)
+    times = np.load(tmp_path / "time.npy", mmap_mode="r")
+    with pytest.raises(TypeError, match=r"holds 1700000000000, which does not fit into 32 bits"):
+        if read == "Batches":
+            batches = tr.Batches({"time": times}, 4, shuffle=False)
+            assert batches(0)["time"].tolist() == [0, 1, 2, 3]
+            batches(1)
+        elif read == "evaluator":
+            tr.evaluator(lambda state, batch: {"n": tr.mean(batch["weight"], batch["weight"])}, {"time": times}, 4)(0)
+        else:
+            tr.from_iterator(lambda: ({"time": times[i:i + 4]} for i in (0, 4)))(1)
+
+
+def test_the_range_of_memory_mapped_float64(tmp_path):
+    np.save(tmp_path / "time.npy", 1.7e9 + 1e-3 * np.arange(10_000))
+    times = np.load(tmp_path / "time.npy", mmap_mode="r")
+    with pytest.raises(TypeError, match="which float32 rounds to multiples of their difference"):
+        tr.Batches({"time": times}, 4)
+    np.save(tmp_path / "ok.npy", np.linspace(0, 1, 10_000))
+    assert tr.Batches({"x": np.load(tmp_path / "ok.npy", mmap_mode="r")}, 4)(0)["x"].shape == (4,)

@@ -78,6 +78,30 @@ def test_files_of_wider_tokens(tmp_path, dtype):
             tr.read_tokens(path)
 
 
+IDS = np.random.default_rng(0).integers(0, 50257, 20_000)
+WIDE = {
+    "zeros first": np.concatenate([np.zeros(70_000, int), IDS[:50]]), "small ids first": np.concatenate([IDS % 4, IDS]),
+    "separators of -1": np.where(np.arange(20_000) % 100 == 0, -1, IDS), "few": IDS[:8], "small ids": IDS % 5,
+    "a large vocabulary": 20 * IDS, "one large number": np.where(np.arange(20_000) == 7, 2**31 - 1, IDS),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_wider_tokens_are_found_anywhere_in_the_file(tmp_path, name, dtype):
+    path = tmp_path / "train.bin"
+    WIDE[name].astype(dtype).tofile(path)
+    with pytest.raises(ValueError, match="every second 16-bit number is 0 or small"):
+        tr.read_tokens(path)
+
+
+@pytest.mark.parametrize("tokens", [IDS, np.concatenate([np.zeros(70_000, int), IDS]), IDS % 5, IDS % 65, IDS // 2000,
+                                    np.sort(IDS), np.zeros(100), np.arange(16), IDS[:2], IDS[:3]])
+def test_files_of_16_bit_tokens_of_all_kinds(tmp_path, tokens):
+    tokens.astype(np.uint16).tofile(tmp_path / "train.bin")
+    np.testing.assert_array_equal(tr.read_tokens(tmp_path / "train.bin"), tokens)
+
+
 def test_files_that_only_seem_to_have_wider_tokens(tmp_path):
     path, ids = tmp_path / "train.bin", np.stack([np.arange(100), np.zeros(100)], 1).astype(np.uint16).ravel()
     ids.tofile(path)

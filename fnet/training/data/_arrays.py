@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 INT32 = np.iinfo(np.int32)
+_SOME = 4096    # rows of a file from which the range of float64 values is estimated
 
 
 def is_frame(data: Any) -> bool:
@@ -30,7 +31,8 @@ def is_leaf(data: Any) -> bool:
 def as_arrays(data: Any, what: str) -> tuple[Any, int]:
     """Converts a data set to a tree of NumPy arrays. Returns the tree and the number of examples.
 
-    Memory-mapped arrays stay memory-mapped.
+    Memory-mapped arrays stay memory-mapped. Their integers are checked when `rows_of` reads them, and the range of
+    their float64 values is estimated from 4,096 rows.
 
     Args:
       data: an array, a data frame, or a tree of arrays and data frames (nested dicts, tuples and lists). A data frame
@@ -58,8 +60,11 @@ def as_arrays(data: Any, what: str) -> tuple[Any, int]:
 
     def keep(name, array):
         wide = array.dtype == np.float64 and not jax.config.jax_enable_x64
-        if wide and not isinstance(array.base, np.memmap) and narrowed(array, 1e-3):
-            raise TypeError(f"{what}: '{name}' holds values from {np.nanmin(array)!r} to {np.nanmax(array)!r}, which "
+        some = array
+        if wide and array.ndim and _is_file(array):
+            some = array[np.linspace(0, len(array) - 1, min(len(array), _SOME)).astype(int)]
+        if wide and narrowed(some, 1e-3):
+            raise TypeError(f"{what}: '{name}' holds values from {np.nanmin(some)!r} to {np.nanmax(some)!r}, which "
                             "float32 rounds to multiples of their difference: subtract their mean, or set "
                             "jax.config.update('jax_enable_x64', True)")
         names.append(name)
@@ -76,6 +81,17 @@ def as_arrays(data: Any, what: str) -> tuple[Any, int]:
     return tree, len(arrays[0])
 
 
+def rows_of(data: Any, rows: np.ndarray, what: str) -> Any:
+    """Returns rows of a tree from `as_arrays`, which must be numbers that JAX can represent. `what` names the data in
+    error messages."""
+    def chosen(path, array):
+        part = array[rows]
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return numbers_of(part, what, name) if _is_file(array) else part
+
+    return jax.tree_util.tree_map_with_path(chosen, data)
+
+
 def take(data: Any, rows: np.ndarray) -> Any:
     """Returns the examples of `data` at the indices `rows`, in the order of `rows`."""
     pick = lambda leaf: leaf.iloc[rows] if is_frame(leaf) or is_series(leaf) else np.asarray(leaf)[rows]
@@ -85,7 +101,12 @@ def take(data: Any, rows: np.ndarray) -> Any:
 def _array(leaf: Any, what: str, name: str) -> np.ndarray:
     if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
         raise TypeError(f"{what}: '{name}' has masked values: fill them, array.filled(value)")
-    return numbers_of(np.asarray(leaf), what, name)
+    return numbers_of(array := np.asarray(leaf), what, name, values=not _is_file(array))
+
+
+def _is_file(array: np.ndarray) -> bool:
+    """Whether an array is memory-mapped, so that it may be larger than memory."""
+    return isinstance(array, np.memmap) or isinstance(array.base, np.memmap)
 
 
 def _column(series: Any, what: str, name: str) -> np.ndarray:
@@ -121,8 +142,8 @@ def narrowed(array: np.ndarray, tolerance: float) -> bool:
     return bool((error > tolerance * (spread[suspect] if array.ndim > 1 else spread)).any())
 
 
-def numbers_of(array: np.ndarray, what: str, name: str) -> np.ndarray:
-    """Returns `array`. Raises TypeError if a JAX array cannot represent the values of `array`."""
+def numbers_of(array: np.ndarray, what: str, name: str, *, values: bool = True) -> np.ndarray:
+    """Returns `array`. Raises TypeError if a JAX array cannot represent its dtype or, if `values`, its values."""
     if array.dtype.names:
         raise TypeError(f"{what}: '{name}' is an array of records: pass its fields as a dict, "
                         "{name: array[name] for name in array.dtype.names}")
@@ -133,7 +154,7 @@ def numbers_of(array: np.ndarray, what: str, name: str) -> np.ndarray:
         raise TypeError(f"{what}: '{name}' holds dates or durations ({array.dtype}): pass numbers, for example "
                         "(values - values.min()) / np.timedelta64(1, 'D')")
     wide = array.dtype in (np.int64, np.uint64) and not jax.config.jax_enable_x64
-    if wide and array.size and not isinstance(array.base, np.memmap):      # a file may be large
+    if wide and array.size and values:
         for value in (int(array.min()), int(array.max())):
             if not INT32.min <= value <= (INT32.max if array.dtype == np.int64 else 2 * INT32.max + 1):
                 raise TypeError(f"{what}: '{name}' holds {value}, which does not fit into 32 bits: leave the array "

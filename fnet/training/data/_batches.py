@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
 
-from fnet.training.data._arrays import as_arrays
+from fnet.training.data._arrays import as_arrays, rows_of
 
 
 class Batches:
@@ -51,8 +50,7 @@ class Batches:
 
     def __call__(self, step: int) -> Any:
         """Returns the batch of step `step`. The first step has the number 0."""
-        index = self.index(step)
-        return jax.tree.map(lambda array: array[index], self.data)
+        return rows_of(self.data, self.index(step), f"batch {step}")
 
     def index(self, step: int) -> np.ndarray:
         """Returns the indices of the examples in batch `step`, an integer array [batch_size]."""

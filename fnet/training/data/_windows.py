@@ -10,6 +10,9 @@ import numpy as np
 from fnet.training.data._arrays import INT32
 from fnet.training.data._cache import local
 
+_PAIRS, _FEW = 4096, 8    # pairs of 16-bit numbers from which their width is told, and the fewest that tell it
+_BLOCK = 1 << 16          # pairs that are read at a time
+
 
 class Windows:
     """Batches of windows, which are sequences of consecutive tokens at random positions of an array.
@@ -149,18 +152,33 @@ def read_tokens(path: str | os.PathLike, dtype: Any = None) -> np.ndarray:
             raise ValueError(f"{path} is a .npy file, which has a header: read it with np.load(path, mmap_mode='r')")
     tokens = np.memmap(file, kind if kind.byteorder == ">" else kind.newbyteorder("<"), "r")
     if dtype is None and _looks_wider(tokens):
-        raise ValueError(f"{path}: every second 16-bit number is at most 3, so these are tokens of 32 or 64 bits: pass "
-                         "dtype='uint32' (or the dtype with which the file was written), or dtype='uint16' if the "
+        raise ValueError(f"{path}: every second 16-bit number is 0 or small, so these are tokens of 32 or 64 bits: "
+                         "pass dtype='uint32' (or the dtype with which the file was written), or dtype='uint16' if the "
                          "tokens are what they seem")
     return tokens
 
 
 def _looks_wider(tokens: np.ndarray) -> bool:
-    """Whether 16-bit numbers are the halves of 32-bit tokens below 2^18, as those of all common vocabularies."""
-    first = tokens[:4096]
-    if len(tokens) % 2 or len(first) < 64:
+    """Whether 16-bit numbers are the halves of tokens of 32 or 64 bits.
+
+    In a file of 16-bit tokens, both numbers of a pair are alike. In one of wider tokens, the second number is 0, small,
+    or the sign of a negative token such as -1. Pairs of zeros tell nothing, and a file may begin with many of them.
+    """
+    if len(tokens) % 2:
         return False
-    return first[1::2].max() <= 3 and first[::2].max() > 3
+    pairs, found = tokens.reshape(-1, 2), np.zeros((0, 2), tokens.dtype)
+    for start in range(0, len(pairs), _BLOCK):
+        block = pairs[start:start + _BLOCK]
+        found = np.concatenate([found, block[block.any(1)]])[:_PAIRS]
+        if len(found) == _PAIRS:
+            break
+    if len(found) < _FEW:
+        return False
+    low, high = found[:, 0], found[:, 1]
+    negative = (high == 0xFFFF) & (low >= 0x8000)
+    if ((high == 0) | negative).all():
+        return True
+    return bool(((high < 16) | negative).mean() > 0.95 and (low >= 16).mean() > 0.5)
 
 
 def _check(tokens, length):
