@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from fnet import jaxpr
 from fnet.training import ConfigError
@@ -38,9 +40,36 @@ def digest(tree: Any, most: int | None = None) -> str:
             kind, leaf = str(leaf.dtype), jax.random.key_data(leaf)
         array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
         seal.update(f"{jax.tree_util.keystr(path)} {kind} {array.dtype} {array.shape}".encode())
-        array = np.asarray(array if most is None else array.reshape(-1)[:most])
+        array = np.asarray(_sums(array) if isinstance(array, jax.Array) else array)
         seal.update(repr(array.tolist()).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes())
     return seal.hexdigest()
+
+
+@jax.jit
+def _sums(x: jax.Array) -> jax.Array:
+    """Returns two 32-bit sums of the mixed bits of all elements and their positions. Integers, so they do not depend on
+    the order of the sum."""
+    x = x.ravel()
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag])
+    if not jnp.issubdtype(x.dtype, jnp.bool_) and jnp.issubdtype(x.dtype, jnp.inexact):
+        x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    words = [x.astype(jnp.uint32), (x >> 32).astype(jnp.uint32)] if x.dtype.itemsize == 8 else [x.astype(jnp.uint32)]
+    position = lax.iota(jnp.uint32, x.size).reshape(x.shape)
+    sums = []
+    for seed in (0x9E3779B9, 0x85EBCA6B):
+        total = position * jnp.uint32(seed) + jnp.uint32(seed)
+        for word in words:
+            total = _mixed(total ^ word)
+        sums.append(total.sum(dtype=jnp.uint32))
+    return jnp.stack(sums)
+
+
+def _mixed(x):
+    """The last steps of MurmurHash3, so that a change of any bit changes half of the others."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def program(function: Callable, *arguments: Any) -> str:
@@ -122,5 +151,5 @@ def of_population(step: Callable, state: Any, batch: Any) -> dict[str, Any]:
     made = {f"step (jax {jax.__version__})": program(step, state, batch)}
     if int(state.step) == 0:
         where = f"jax {jax.__version__}, {jax.default_backend()}"
-        made |= {"hyperparameters": digest(state.hyper), f"initial values ({where})": digest(state.members, _SHOWN)}
+        made |= {"hyperparameters": digest(state.hyper), f"initial values ({where})": digest(state.members)}
     return made

@@ -51,7 +51,7 @@ class Round:
         self._summed = _over_processes(devices)
         self._step = population(lambda key, hyper: (), self._member, method=method)[1]
         self._chosen: dict[str, Any] | None = None         # the method
-        self._choices = {"clients": digest(data.sizes), "their data": digest(data.data, 1 << 16), "sampled": sampled,
+        self._choices = {"clients": digest(data.sizes), "their data": digest(data.data), "sampled": sampled,
                          "epochs": epochs, "batch_size": batch_size, "dropout": dropout}
         self._begin_jit, self._close_jit = jax.jit(self._begin, static_argnums=3), jax.jit(self._close)
         self._end_jit = jax.jit(self._end)

@@ -365,3 +365,38 @@ def test_programs_are_told_apart_by_their_constants():
     sums = lambda x: np.asarray(x).sum(), lambda x: np.asarray(x).sum() + 1
     assert _identity.program(sums[0], x) != _identity.program(sums[1], x)
     assert len({_identity.digest(value) for value in (1, True, 1.0, np.float32(1), -0.0, 0.0, [1])}) == 7
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "uint32", "bool", "complex64"])
+def test_every_element_is_in_the_digest(dtype):
+    """Wherever it is; two populations may differ in their last member alone."""
+    values = np.random.default_rng(0).integers(0, 2, (3, 1000))
+    found = {_identity.digest(jnp.asarray(values, dtype)), _identity.digest(jnp.asarray(values.T, dtype)),
+             _identity.digest(jnp.asarray(values[::-1], dtype))}
+    for i, j in ((0, 0), (1, 24), (2, 999)):
+        other = values.copy()
+        other[i, j] = 1 - other[i, j]
+        found.add(_identity.digest(jnp.asarray(other, dtype)))
+    assert len(found) == 6
+    assert _identity.digest(jnp.asarray(values, dtype)) in found
+    spread = jax.device_put(jnp.asarray(values.T, dtype), jax.NamedSharding(jax.make_mesh((8,), ("a",)), jax.P("a")))
+    assert _identity.digest(spread) in found
+
+
+def test_a_search_over_other_initial_values_is_another_search(tmp_path):
+    """Those of the last member differ, after more than a thousand equal numbers."""
+    def run(value):
+        init_n, step_n = search.population(lambda key, h: {"w": jnp.zeros(2000).at[-1].set(h["start"])},
+                                           lambda s, b, h: (s, {}), method="vmap")
+        start = {"start": jnp.zeros(3).at[2].set(value)}
+        state = init_n(jax.random.key(0), start).replace(hyper={"start": jnp.zeros(3)})
+        return _identity.of_population(step_n.plain, state, np.zeros(1))
+
+    assert run(1.0) == run(1.0) != run(2.0)
+
+
+def test_federated_data_that_differ_in_the_last_client():
+    parts = [np.zeros((400, 100), np.float32) for _ in range(3)]
+    other = [*parts[:2], parts[2] + np.float32(1)]
+    made = [search.federated.clients([{"x": x} for x in each]).data for each in (parts, other)]
+    assert _identity.digest(made[0]) != _identity.digest(made[1])
