@@ -21,10 +21,28 @@ _NAME = re.compile(r"(?:.*/)?" + ACTIVATIONS.format(r"(?P<atom>\d+)") + r"(?:#\d
 def scores(method: str, call: Call, groups: list[Group], f: Callable, args: tuple, kwargs: dict,
            loss: Callable | None) -> dict[int, np.ndarray]:
     """Returns {identifier of a group of axes: array with the score of each index, such as a channel}. The axes of a
-    group are pruned together. The identifier of a group is the integer `Group.atom`."""
+    group are pruned together. The identifier of a group is the integer `Group.atom`.
+
+    Raises:
+        ValueError: a score is not finite, or no activations are multiplied by parameters along an axis of `groups`.
+    """
+    found = _scores(method, call, groups, f, args, kwargs, loss)
+    for group in groups:
+        i, axis, _ = group.members[0]
+        name = f"{call.leaves[i].path} ({axis})"
+        if group.atom not in found:
+            raise ValueError(f"shrink: score='activations' cannot rank the indices of {name}: no matrix product or "
+                             "convolution of an activation and a parameter, outside of while loops and branches of "
+                             f"cond, sums over them. Use another score, or keep={{{call.leaves[i].path!r}: 1}}")
+        if not np.isfinite(found[group.atom]).all():
+            raise ValueError(f"shrink: the scores of {name} are NaN or infinite, so its indices cannot be ranked; pass "
+                             "finite parameters, and arguments on which the function and its derivatives are finite")
+    return found
+
+
+def _scores(method, call, groups, f, args, kwargs, loss) -> dict[int, np.ndarray]:
     if method == "activations":
-        found = _activations(call)
-        return {group.atom: found.get(group.atom, np.zeros(group.size)) for group in groups}
+        return _activations(call)
     arrays = [leaf.array for leaf in call.leaves]
     if method == "taylor":
         slopes = _gradients(f, args, kwargs, loss)

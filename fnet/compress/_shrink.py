@@ -88,8 +88,10 @@ class Shrunk:
         params, state: the parameters and the state without the removed indices. `state` is None if the original
             function was called without state.
         model: a model of the same class as the original model. The fields of `model`, such as the width, have smaller
-            values than those of the original model. `model` computes the same results as the function `f` of this
-            `Shrunk`. `model` is None if `shrink` finds no model of the same class that computes these results.
+            values than those of the original model. For the shapes and keyword arguments of the example, `model` has
+            the same program as the function `f` of this `Shrunk`. With other keyword arguments, `model` may differ from
+            `f` if the class computes with its fields, for example with the square root of its width only in training:
+            `f` keeps the original constants. `model` is None if `shrink` finds no such model.
         report: what was removed and what could not be removed, a `ShrinkReport`.
 
     >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))
@@ -168,7 +170,9 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
     Raises:
         ValueError: none or several of `fraction`, `flops` and `seconds` are set, or a fraction is not between 0 and 1.
             `ValueError` is also raised if the limit `flops` or `seconds` cannot be reached, if a pattern in `keep`
-            matches no parameter, or if no index can be removed.
+            matches no parameter, if no index can be removed, if a score is NaN or infinite, or if `score` is
+            "activations" and no activations are multiplied by parameters along an axis from which indices can be
+            removed.
         TypeError: a parameter is an implicit array, such as a quantized array.
 
     Source: Li et al. (2017), Pruning Filters for Efficient ConvNets; Molchanov et al. (2017), Pruning Convolutional
@@ -187,10 +191,11 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
     found = groups(call)
     fractions = _fractions(keep or {}, call, found)
     free = [group for group in found if not group.reason]
-    if not any(fractions.get(group.atom) != 1 for group in free):
+    ranked = [group for group in free if fractions.get(group.atom) != 1]
+    if not ranked:
         raise ValueError(f"shrink: no axis can be cut: {_reasons(call, found) or 'the function has no parameters'}")
     ranks = {atom: np.argsort(-each, kind="stable")
-             for atom, each in scores(score, call, free, f, args, kwargs, loss).items()}
+             for atom, each in scores(score, call, ranked, f, args, kwargs, loss).items()}
     removal = Removal(f, args, kwargs, call, free, fractions, ranks, None if seconds is None else hw.detect(chip))
     kept = removal.kept(limit if name == "fraction" else removal.largest(name, limit))
     removed = cuts(call, kept)

@@ -202,6 +202,33 @@ def test_grouped_convolutions_lose_whole_groups():
     np.testing.assert_allclose(shrunk.f(shrunk.params, x), grouped(zeros, x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("score", ["magnitude", "taylor", "activations"])
+def test_indices_are_not_ranked_by_what_is_not_finite(score):
+    """NumPy would sort the channel with NaN last, and remove it."""
+    loss = {"loss": lambda y: (y**2).sum()} if score == "taylor" else {}
+    params = {"a": jnp.ones((3, 4)), "b": jnp.ones((4, 2))}
+    f = lambda p, x: jax.nn.relu(x @ p["a"]) @ p["b"]
+    for bad in (np.nan, np.inf):
+        wrong, x = params, np.full((5, 3), bad, np.float32)
+        if score == "magnitude":
+            wrong, x = params | {"a": params["a"].at[0, 1].set(bad)}, np.ones((5, 3), np.float32)
+        with pytest.raises(ValueError, match=r"the scores of a \(1\) are NaN or infinite, so its indices cannot"):
+            compress.shrink(f, wrong, x, fraction=0.5, score=score, **loss)
+
+
+def test_axes_without_activations_are_not_ranked():
+    """Two activations are multiplied along the axis, and none with a parameter."""
+    params = {"a": jnp.ones((3, 4)), "b": jnp.arange(12.0).reshape(3, 4), "c": jnp.ones((3, 6)), "d": jnp.ones((6, 2))}
+
+    def f(p, x):
+        return ((x @ p["a"]) * (x @ p["b"])).sum(-1), jax.nn.relu(x @ p["c"]) @ p["d"]
+
+    with pytest.raises(ValueError, match=r"score='activations' cannot rank the indices of [ab] \(1\): no matrix"):
+        compress.shrink(f, params, jnp.ones((5, 3)), fraction=0.5, score="activations")
+    shrunk = compress.shrink(f, params, jnp.ones((5, 3)), fraction=0.5, score="activations", keep={"a": 1})
+    assert shrunk.params["a"].shape == (3, 4) and shrunk.params["c"].shape == (3, 3)
+
+
 @pytest.mark.parametrize(("options", "error", "message"), [
     ({}, ValueError, "shrink: expected exactly one of fraction=, flops= and seconds=; got none"),
     ({"fraction": 0.5, "flops": 10}, ValueError, "fraction=, flops= and seconds=; got fraction and flops"),
