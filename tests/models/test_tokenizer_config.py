@@ -67,6 +67,34 @@ def test_case_is_what_the_files_say(config, tokenizer, case, tmp_path):
         assert words.encode(text).tolist() == tokens
 
 
+def test_case_of_other_alphabets_is_not_guessed(tmp_path):
+    """A cased vocabulary without A to Z; lower case would make "Мир" an unknown word."""
+    path = bert(tmp_path, vocabulary=[*WORDPIECE["vocabulary"][:5], "Мир", "мир", "##а"]) / "vocab.txt"
+    with pytest.raises(ValueError, match=r"has no letters A to Z and the upper-case letters of 'Мир', so it does not"):
+        models.WordPiece.read(path)
+    assert models.WordPiece.read(path, lowercase=False).encode("Мира").tolist()[1:-1] == [5, 7]
+    models.WordPiece.read(bert(tmp_path, vocabulary=[*WORDPIECE["vocabulary"][:5], "мир", "##а"]) / "vocab.txt")
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("said", [False, True])
+def test_a_text_that_is_unknown_does_not_look_like_an_added_token(said, added, tmp_path):
+    """In GPT-2, one token begins a text and stands for unknown words, such as the text that is tried."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<e>": 0, "to": 1, "be": 2}, unk_token="<e>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    if added:
+        words.post_processor = tokenizers.processors.TemplateProcessing(single="<e> $A", special_tokens=[("<e>", 0)])
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(
+        {"bos_token": "<e>", "unk_token": "<e>", "add_bos_token": said}))
+    if said != added:
+        with pytest.raises(ValueError, match=f"tokenizer.json {'adds' if added else 'does not add'} the bos_token"):
+            models.read_tokenizer(tmp_path)
+    else:
+        assert models.read_tokenizer(tmp_path).encode("to be").tolist() == [0] * added + [1, 2]
+
+
 def test_case_where_no_file_says_it(tmp_path):
     cased = [*WORDPIECE["vocabulary"], "The"]
     words = models.read_tokenizer(bert(tmp_path, vocabulary=cased))
@@ -197,7 +225,8 @@ class Tokenizer:
 
     def encode(self, text, add_special_tokens):
         assert add_special_tokens
-        return types.SimpleNamespace(ids=[self.tokens[token] for token in self.begins] + [90 + len(text)])
+        return types.SimpleNamespace(ids=[self.tokens[token] for token in self.begins] + [90 + len(text)],
+                                     special_tokens_mask=[1] * len(self.begins) + [0])
 
     def no_padding(self):
         self.padded = False

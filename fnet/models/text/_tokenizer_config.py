@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fnet.models.text._unicode import category
 from fnet.models.weights._config import Config, Fields, Must, read, same
 from fnet.models.weights._files import LARGEST
 
@@ -37,7 +38,8 @@ def wordpiece(folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
         Default of lowercase: True if no token except special tokens such as [CLS] contains a letter A to Z, else False.
 
     Raises:
-        ValueError: the files describe another tokenizer, or contradict each other.
+        ValueError: the files describe another tokenizer, or contradict each other. Also if no file sets lowercase, and
+            the only upper-case letters are of other alphabets.
     """
     def added(value, config):
         return _added(value, lambda token: numbers.get(token) if token in _SPECIAL else None, "one of BERT's own")
@@ -65,6 +67,12 @@ def wordpiece(folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
             raise ValueError(f"{folder / NAME} and tokenizer.json contradict each other: {field} is {said[field]} and "
                              f"{value}; use WordPiece.read(path, lowercase=...), which reads only vocab.txt")
         said[field] = value
+    # Single letters are no evidence: a vocabulary of words in lower case may contain signs such as the angstrom's.
+    other = next((token for token in numbers if token[:1] != "[" and len(token.removeprefix("##")) > 1
+                  and any(category(char) == "Lu" for char in token)), None)
+    if upper is None and other is not None and "lowercase" not in said:
+        raise ValueError(f"{folder / 'vocab.txt'} has no letters A to Z and the upper-case letters of {other!r}, so it "
+                         "does not tell whether texts become lowercase; use WordPiece.read(path, lowercase=...)")
     return {"lowercase": upper is None} | said
 
 
@@ -94,7 +102,7 @@ def hugging_face(folder: Path, tokenizer, encode: Callable, description: Mapping
     Args:
         folder: the folder of tokenizer_config.json and tokenizer.json.
         tokenizer: a `tokenizers.Tokenizer` (from the library `tokenizers` of Hugging Face).
-        encode: function that converts text to an array of tokens.
+        encode: function that converts text to a `tokenizers.Encoding`.
         description: the contents of tokenizer.json.
 
     Returns:
@@ -121,9 +129,10 @@ def hugging_face(folder: Path, tokenizer, encode: Callable, description: Mapping
 
     def adds(which, at):
         def check(value, config):
-            token = _content(config.get(which))
-            ids = encode("a").tolist()
-            held = token is not None and bool(ids) and ids[at] == tokenizer.token_to_id(token)
+            token, found = _content(config.get(which)), encode("a")
+            # The mask tells what the tokenizer adds from a text whose own token is the special one, such as an unknown.
+            held = token is not None and bool(found.ids) and found.special_tokens_mask[at] == 1 and (
+                found.ids[at] == tokenizer.token_to_id(token))
             if value is not None and not same(value, held):
                 raise ValueError(f"tokenizer.json {'adds' if held else 'does not add'} the {which}")
             return {}

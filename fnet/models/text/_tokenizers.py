@@ -173,7 +173,7 @@ class HuggingFaceTokenizer:
         if described:
             more = () if end is None else (self._tokenizer.token_to_id(end),)
         elif config:
-            more = _tokenizer_config.hugging_face(folder, self._tokenizer, self.encode, description)
+            more = _tokenizer_config.hugging_face(folder, self._tokenizer, self._encoding, description)
         # As in transformers, this does not apply to byte-pair encodings.
         self._clean_up = (config.get("clean_up_tokenization_spaces") is True
                           and (description.get("model") or {}).get("type") != "BPE")
@@ -192,6 +192,9 @@ class HuggingFaceTokenizer:
         """
         return self._run(
             lambda text: np.array(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids, np.int32), text)
+
+    def _encoding(self, text):
+        return self._run(lambda text: self._tokenizer.encode(text, add_special_tokens=True), text)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Converts tokens to text, without special tokens."""
