@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fnet import _jax
 from fnet.jaxpr._equations import CONVOLUTION, DOT, product
@@ -62,6 +63,7 @@ class _Pending:
     operands: list
     kernel: int             # the index of the operand that is the kernel
     axes: dict              # {axis of the result: axis of the kernel}
+    largest: Any            # the largest magnitude in the kernel, for each index along these axes, of the result's rank
     scale: Any = None
     shift: Any = None
     folded: tuple = ()
@@ -106,7 +108,7 @@ class Folder:
         scope_of, names = in_jaxpr(jaxpr, TOP), _jax.current_names()
 
         def read(v):
-            return _Known(jnp.asarray(v.val), ()) if isinstance(v, _jax.Literal) else env[v]
+            return _literal(v) if isinstance(v, _jax.Literal) else env[v]
 
         for eqn in jaxpr.eqns:
             inputs = [read(v) for v in eqn.invars]
@@ -144,6 +146,11 @@ class Folder:
         if x.scale is not None or len(x.folded) > 1:    # merging only a bias saves nothing
             self.folds.append(Fold(x.at.path, x.eqn.primitive.name, x.folded))
         return x.result()
+
+
+def _literal(v):
+    with jax.ensure_compile_time_eval():    # else, a trace would record it, and all that is computed from it
+        return _Known(jnp.asarray(v.val), ())
 
 
 def _concrete(x):
@@ -190,13 +197,39 @@ def _pending(eqn, at, inputs):
         return None
     with jax.ensure_compile_time_eval():
         operands = [x.array() if isinstance(x, _Known) else x for x in inputs]
-    return _Pending(eqn, at, operands, kernel, axes)
+        largest = _largest(operands[kernel], axes, len(eqn.outvars[0].aval.shape))
+    return _Pending(eqn, at, operands, kernel, axes, largest)
+
+
+def _largest(kernel, axes, rank):
+    """Returns the largest magnitudes in the parts of a kernel that give one element of the result."""
+    found = jnp.abs(kernel).max(tuple(i for i in range(kernel.ndim) if i not in axes.values()), initial=0)
+    ours = sorted(axes, key=axes.get)    # the axes of the result, in the order of the kernel
+    found = found.transpose([ours.index(axis) for axis in sorted(axes)])
+    shape = [1] * rank
+    for axis, size in zip(sorted(axes), found.shape):
+        shape[axis] = size
+    return found.reshape(shape)
+
+
+def _fits(old, change, scale):
+    """Whether a kernel times `scale` has the values of the products times the old scale and `change`.
+
+    A finite product times infinity is infinite, and the sum of a kernel that is infinite may be NaN. Where scales or
+    kernels become too small for their dtype, the products may not have been.
+    """
+    info = jnp.finfo(scale.dtype)
+    before = jnp.ones_like(change) if old.scale is None else old.scale
+    lost = (change != 0) & (before != 0) & (jnp.abs(scale) < info.tiny)
+    size = old.largest * jnp.abs(scale)    # an element that is smaller by 1 / epsilon is a rounding error of the sum
+    small = (size < info.tiny / info.eps) & (old.largest > 0) & (scale != 0)
+    return bool((jnp.isfinite(scale) & ~lost).all() & (jnp.isfinite(size) & ~small).all())
 
 
 def _absorbed(eqn, inputs):
     """Merges an elementwise operation, such as the addition of a constant, into a `_Pending` (an operand that is not
     computed yet). Returns the new `_Pending`, or None if the elementwise operation cannot be merged, for example
-    because neither of its operands is constant."""
+    because neither of its operands is constant, or because the merged kernel would overflow or underflow."""
     name = eqn.primitive.name
     which = [i for i, x in enumerate(inputs) if isinstance(x, _Pending)]
     if len(which) != 1 or eqn.outvars[0].aval.dtype != inputs[which[0]].eqn.outvars[0].aval.dtype:
@@ -205,7 +238,7 @@ def _absorbed(eqn, inputs):
     if name in ("copy", "convert_element_type"):
         return old
     y = eqn.outvars[0].aval
-    with jax.ensure_compile_time_eval():
+    with jax.ensure_compile_time_eval(), np.errstate(all="ignore"):
         if name == "neg":
             name, change = "mul", jnp.full((1,) * y.ndim, -1, y.dtype)
         elif name in ("add", "sub", "mul", "div") and isinstance(inputs[1 - i], _Known):
@@ -221,10 +254,15 @@ def _absorbed(eqn, inputs):
                 minus = jnp.full((1,) * y.ndim, -1, y.dtype)
                 scale, shift = minus if scale is None else -scale, None if shift is None else -shift
         if name in ("add", "sub"):
-            shift = change if shift is None else shift + change
+            total = change if shift is None else shift + change
+            if shift is not None and bool((jnp.isinf(total) & jnp.isfinite(shift) & jnp.isfinite(change)).any()):
+                return None
+            shift = total
         else:
             change = 1 / change if name == "div" else change
             scale, shift = change if scale is None else scale * change, None if shift is None else shift * change
+            if not _fits(old, change, scale):
+                return None
     return dataclasses.replace(old, scale=scale, shift=shift, folded=(*old.folded, eqn.primitive.name))
 
 

@@ -91,8 +91,9 @@ def fold(f: Callable, params: Any, state: Any = None) -> Callable:
 
     `ft.explain(predict, x)` lists the matrix products and convolutions that `fold` changed. `fold` does not change
     16-bit matrix products and convolutions, because the new kernels would have to be rounded to 16 bits. Matrix
-    products and convolutions inside loops also stay unchanged. The folded function returns the results of f up to
-    rounding, about 1e-6.
+    products and convolutions inside loops also stay unchanged, and so does a product whose new kernel or bias would
+    overflow or underflow where the product and the constants do not, for example after a division by 0. The folded
+    function returns the results of f up to rounding, about 1e-6.
 
     Args:
         f: any function `f(params, *args, **kwargs)`, such as a model of any library.

@@ -103,6 +103,41 @@ def test_programs(name):
     assert len(ft.explain(g, x).rows) == folds
 
 
+# (affine map of y = x @ w, factor of w, factor of x). Merged into the kernel, most of them would be NaN, 0 or infinite
+# where the result is not.
+EXTREME = {
+    "division by 0": (lambda y, c: y / c(0, 1, 2), 1, 1.0),
+    "infinite scale": (lambda y, c: y * c(jnp.inf, 1, 2), 1, 1.0),
+    "division by a subnormal": (lambda y, c: y / c(1e-39, 1, 2), 1, 1.0),
+    "scales that overflow together": (lambda y, c: y * c(1e30, 1, 2) * c(1e30, 1, 1) * c(1e-30, 1, 1), 1, 1.0),
+    "scales that underflow together": (lambda y, c: y * c(1e-20, 1, 1) * c(1e-20, 1, 2), 1, 1e30),
+    "a kernel that underflows": (lambda y, c: y * c(1e-30, 1, 2), 1e-12, 1e30),
+    "a kernel that overflows": (lambda y, c: y * c(1e38, 1, 2), 20, 1e-30),
+    "shifts that overflow together": (lambda y, c: y + c(3e38, 0, 0) + c(3e38, 0, 0), 1, -1e38),
+    "infinite shift": (lambda y, c: 2 * (c(0, 1, 2) - (y + c(-jnp.inf, 0, 1))), 1, 1.0),
+    "infinite shift times 0": (lambda y, c: (y + c(jnp.inf, 0, 1)) * c(0, 0, 1), 1, 1.0),
+    "NaN": (lambda y, c: y * c(jnp.nan, 1, 1) + c(0, jnp.nan, 1), 1, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", EXTREME)
+def test_constants_of_any_size(name):
+    change, w_factor, x_factor = EXTREME[name]
+    f = lambda p, x: change(x @ p["w"], lambda *values: jnp.asarray(values, jnp.float32)[None])
+    signs = jnp.array([1, 1, 1, -0.1])[:, None]
+    params = {"w": w_factor * jnp.abs(random(4, 3)) * signs}
+    x = jnp.abs(random(5, 4)) * jnp.float32(x_factor)
+    for inputs in (x, x.at[0, 0].set(jnp.nan).at[1, 1].set(jnp.inf).at[2].set(0)):
+        np.testing.assert_allclose(ft.fold(f, params)(inputs), f(params, inputs), rtol=2e-5, atol=0)
+
+
+def test_what_a_number_multiplies_is_computed_once():
+    """A number in the program is a constant, too, so the kernel 2 * w + 1 is."""
+    predict = ft.fold(lambda p, x: x @ (2.0 * p["w"] + 1.0), {"w": jnp.ones((4, 3))})
+    text = str(jax.make_jaxpr(predict)(jnp.ones((2, 4))))
+    assert "dot_general" in text and "mul" not in text and "add" not in text
+
+
 @pytest.mark.exhaustive
 def test_other_libraries_modules():
     linen = pytest.importorskip("flax.linen")

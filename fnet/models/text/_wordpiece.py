@@ -95,7 +95,8 @@ class WordPiece:
 
         Raises:
             ValueError: the file is not a vocab.txt; or tokenizer_config.json or tokenizer.json describes another
-                tokenizer, or has an unknown field.
+                tokenizer, or has an unknown field. Also if no file states the case, and the vocabulary has upper-case
+                words, but none with the letters A to Z.
         """
         text = contents(path, most=SMALL)
         check_count(path, text.count("\n"))
