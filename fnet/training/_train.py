@@ -73,8 +73,8 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
         targets, or a batch contains an array that `train` does not use.
       ValueError: `epochs` and `steps` are both given or both missing, or `epochs` is given but the length of an epoch
         is unknown. A ValueError is also raised if the loss or a metric does not return at least one value for each
-        example, if the weights have another shape, or if a weight of the first batch or of `validation` is negative or
-        not finite.
+        example, if the weights have another shape, or if a weight of a batch or of `validation` is negative or not
+        finite.
       Other errors: `train` also raises the errors of `fit`.
 
     Example:
@@ -90,6 +90,7 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
     if not callable(data):
         raise TypeError(f"train: data is a function of the step, got a {type(data).__name__}: pass "
                         "tr.Batches(data, batch_size)")
+    data = _Checked(data, inputs, targets)
     if (epochs is None) == (steps is None):
         raise ValueError(f"train: give epochs or steps, one of the two; got epochs={epochs}, steps={steps}")
     functions = {"loss": loss, **(metrics or {})}
@@ -114,8 +115,7 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
         outputs, _ = model(state.averaged, x, state=state.state)
         return measured(outputs, y, functools.reduce(jnp.multiply, [w.astype(jnp.float32) for w in weights]))
 
-    x, _, weight = _parts(data(0), inputs, targets)
-    _check_weight("the first batch", weight)
+    x, *_ = _parts(data(0), inputs, targets)
     if getattr(optimizer, "with_axes", None) is not None:
         optimizer = optimizer.with_axes(model.spec(x))
     params, variables = model.init(key, x)
@@ -130,6 +130,21 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
         held_out = evaluator(measure, validation, getattr(data, "batch_size", 256))
         options["evaluate"] = {"validation": held_out, **options.get("evaluate", {})}
     return fit(step, state, data, steps=steps, every=every, **options)
+
+
+class _Checked:
+    """The batches of `train`, whose weights are checked before they are used. It has the attributes of the data."""
+
+    def __init__(self, data, inputs, targets):
+        self._data, self._names = data, (inputs, targets)
+
+    def __call__(self, step):
+        batch = self._data(step)
+        _check_weight(f"batch {step}", _parts(batch, *self._names)[2])
+        return batch
+
+    def __getattr__(self, name):
+        return getattr(self._data, name)
 
 
 def _steps(data: Callable, epochs: float) -> int | None:

@@ -134,6 +134,15 @@ def test_a_batch_whose_weights_are_all_zero_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, once.params, twice.params)
 
 
+@pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf])
+def test_the_weights_of_every_batch_are_checked(wrong):
+    weight = np.ones(50, np.float32)
+    weight[47] = wrong                                     # in the third batch
+    with pytest.raises(ValueError, match=rf"train: batch 2 has an example of weight {wrong:g}: expected numbers from"):
+        tr.train(nn.Dense(1), tr.Batches((X, X[:, :1], weight), 20, shuffle=False), optax.squared_error,
+                 optax.sgd(0.1), steps=3)
+
+
 def test_a_loss_with_one_value_for_each_token_is_weighted_by_example():
     tokens = np.arange(12, dtype=np.int32).reshape(4, 3) % 5
     model = nn.Sequential(nn.Embed(5, 4), nn.Dense(5))
@@ -164,7 +173,7 @@ def test_a_model_without_init():
      r"have \['id', 'weights'\], which train does not use: leave them out"),
     ({"validation": {"x": X, "y": Y, "id": Y}}, TypeError, r"have \['id'\], which train does not use"),
     ({"data": tr.Batches((X, Y, X**2), 16)}, ValueError, r"a weight for each of 16 examples, got shape \(16, 4\)"),
-    ({"data": tr.Batches((X, Y, Y - 1), 16)}, ValueError, "the first batch has an example of weight -1: expected num"),
+    ({"data": tr.Batches((X, Y, Y - 1), 16)}, ValueError, "batch 0 has an example of weight -1: expected numbers"),
     ({"validation": (X, Y, np.full(50, np.nan))}, ValueError, "validation has an example of weight nan"),
 ], ids=range(15))
 def test_wrong_arguments(options, error, text):
