@@ -218,7 +218,7 @@ class _Program:
         elif plain:
             functional = wraps(step)(lambda *args, **kwargs: self._boxed(step(*args, **kwargs)))
         inner = jax.jit(functional) if plain else step
-        self._compiled = _compiled(inner, tuner, *self._arguments(args, kwargs)[:2], 
+        self._compiled = _compiled(inner, tuner, *self._arguments(args, kwargs)[:2], plain=plain,
                                    name=getattr(step, "__name__", type(step).__name__))
 
     def __call__(self, args, kwargs):
@@ -307,9 +307,9 @@ def _version(text) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")[:3] if part.isdigit())
 
 
-def _compiled(inner, tuner, args, kwargs, *, name):
-    """Returns a jitted function that runs the tuned program. The compiled function donates the arguments that `inner`
-    donates."""
+def _compiled(inner, tuner, args, kwargs, *, plain, name):
+    """Returns a jitted function that runs the tuned program. The compiled function donates the arguments that the step
+    donates. `plain` states whether the step is not jitted itself."""
     try:
         traced = inner.trace(*args, **kwargs)
     except _NOT_TRACED as error:
@@ -321,7 +321,7 @@ def _compiled(inner, tuner, args, kwargs, *, name):
     where, named = traced.args_info
     if len(where) != len(args) or len(named) != len(kwargs):
         raise TypeError("tune: a jitted step with static arguments is not supported; bind them with functools.partial")
-    given = _donated(traced)
+    given = _donated(traced) if plain else jax.tree.map(lambda info: info.donated, traced.args_info)
     return jax.jit(wraps(inner)(lambda *args, **kwargs: tuner.run(inner, args, kwargs)),
                    donate_argnums=[i for i, info in enumerate(given[0]) if _all(info)],
                    donate_argnames=[name for name, info in given[1].items() if _all(info)],
@@ -329,10 +329,10 @@ def _compiled(inner, tuner, args, kwargs, *, name):
 
 
 def _donated(traced) -> tuple:
-    """Returns a tree of bools: whether each leaf of the arguments is donated.
+    """Returns a tree of bools: whether a step that is not jitted donates each leaf of its arguments.
 
-    If the step consists of one call of a jitted function (for example, a `functools.partial` of a jitted function), the
-    arguments that the jitted function donates also count as donated.
+    If the step consists of one call of a jitted function (for example, a `functools.partial` of a jitted function), it
+    donates the arguments that the jitted function donates. Within another jit, JAX ignores this.
     """
     leaves, structure = jax.tree.flatten(traced.args_info)
     program, donated = traced.jaxpr.jaxpr, [leaf.donated for leaf in leaves]

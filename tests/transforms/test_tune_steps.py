@@ -231,3 +231,12 @@ def fails(x):
 def test_errors_of_a_step(step, error, message):
     with pytest.raises(error, match=message):
         ft.tune(step, "cpu")(*([normal(1, 4)] * (2 if "nnx" in message else 1)))
+
+
+def test_a_jitted_step_donates_what_it_says_itself():
+    """JAX ignores the donation of a jitted function inside another one, so the caller may use the array again."""
+    inner = jax.jit(lambda x: x + 1, donate_argnums=0)
+    for step, deleted in ((jax.jit(lambda x: inner(x)), False), (lambda x: inner(x), True)):
+        x = jnp.ones(4)
+        ft.tune(step, "cpu")(x)
+        assert x.is_deleted() == deleted
