@@ -1,5 +1,6 @@
 """Batches: pure in (seed, step), every example once per epoch."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -76,3 +77,29 @@ def test_the_range_of_memory_mapped_float64(tmp_path):
         tr.Batches({"time": times}, 4)
     np.save(tmp_path / "ok.npy", np.linspace(0, 1, 10_000))
     assert tr.Batches({"x": np.load(tmp_path / "ok.npy", mmap_mode="r")}, 4)(0)["x"].shape == (4,)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "bool", "bfloat16", "complex64"])
+@pytest.mark.parametrize("shape", [(7,), (50, 3), (4, 0), (1, 2, 2)])
+def test_a_digest_reads_every_value(dtype, shape):
+    values = np.zeros(shape, jnp.dtype(dtype))
+    digests = {tr.Batches({"x": values}, 1).digest()}
+    for place in range(min(values.size, 3)):
+        other = values.copy()
+        other.reshape(-1)[-1 - place] = 1
+        digests.add(tr.Batches({"x": other}, 1).digest())
+    assert len(digests) == 1 + min(values.size, 3)
+    assert tr.Batches({"x": values}, 1).digest() in digests
+    assert tr.Batches({"y": values}, 1).digest() not in digests
+
+
+def test_a_digest_reads_a_large_file_throughout(tmp_path):
+    rows = np.zeros((1 << 15, 1 << 10), np.uint8)          # 32 MiB
+    digests = set()
+    for start in (None, 0, 1 << 14, (1 << 15) - 1000):
+        changed = rows.copy()
+        if start is not None:
+            changed[start:start + 1000] = 1
+        np.save(tmp_path / "x.npy", changed)
+        digests.add(tr.Batches({"x": np.load(tmp_path / "x.npy", mmap_mode="r")}, 8).digest())
+    assert len(digests) == 4

@@ -73,7 +73,8 @@ def test_a_run_is_resumed_with_its_configuration_only(tmp_path):
 def test_without_a_config_it_warns_of_what_it_sees_and_of_what_it_cannot(tmp_path):
     data = {"x": np.ones(40, np.float32)}
     fit(tmp_path, 4, tr.Batches(data, batch_size=8), config=None)
-    text = (r"the data's examples was 40, is 32; the data's digest of batch 0 was '\w+', is '\w+'; steps was 4, is 2, "
+    text = (r"the data's examples was 40, is 32; the data's digest of batch 0 was '\w+', is '\w+'; the "
+            r"data's digest of all examples was '\w+', is '\w+'; steps was 4, is 2, "
             r"and .* longer. this call has no config=")
     with pytest.warns(tr.ResumeWarning, match=text):
         fit(tmp_path, 2, tr.Batches({"x": 2 * data["x"][:32]}, batch_size=8), config=None)
@@ -88,6 +89,8 @@ def test_other_data_is_another_run(tmp_path):
     fit(tmp_path, 3, source(rows))
     for other, text in [(source(rows, seed=1), "the data's seed was 0, is 1; the data's digest"),
                         (source(rows + 1), "the data's digest of batch 0 was"),
+                        (source(np.where(rows == rows[tr.Batches(rows, 8).index(4)[7]], 9, rows)),
+                         "the data's digest of all examples was"),    # one example of the last batch
                         (source(np.tile(rows, 2)), "the data's examples was 40, is 80"),
                         (lambda i: {"x": rows[:8] + 1}, "the data's digest of batch 0 was")]:
         with pytest.raises(tr.ConfigError, match=text):

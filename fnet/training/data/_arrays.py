@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import numpy as np
 
 INT32 = np.iinfo(np.int32)
 _SOME = 4096    # rows of a file from which the range of float64 values is estimated
+_READ, _READ_OF_FILE = 1 << 30, 1 << 24    # bytes that a digest reads of an array, and of a file
+_PLACES = 64                               # from which it reads them
 
 
 def is_frame(data: Any) -> bool:
@@ -79,6 +82,23 @@ def as_arrays(data: Any, what: str) -> tuple[Any, int]:
     if not lengths or len(set(lengths.values())) > 1 or min(lengths.values()) == 0:
         raise ValueError(f"{what} needs one or more arrays of one length, at least 1, got lengths {lengths}")
     return tree, len(arrays[0])
+
+
+def digest(data: Any) -> str:
+    """Returns a digest of the values of a tree from `as_arrays`. Of an array with more than 1 GiB, or of a file with
+    more than 16 MiB, it reads as many bytes at 64 places."""
+    seal = 0
+    for path, array in jax.tree_util.tree_leaves_with_path(data):
+        seal = zlib.crc32(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode(), seal)
+        most = _READ_OF_FILE if _is_file(array) else _READ
+        parts = [array]
+        if array.nbytes > most:
+            rows = max(1, most // _PLACES * len(array) // array.nbytes)
+            starts = np.linspace(0, len(array) - rows, min(_PLACES, len(array))).astype(int)
+            parts = [array[start:start + rows] for start in starts]
+        for part in parts:
+            seal = zlib.crc32(np.ascontiguousarray(part).reshape(-1).view(np.uint8), seal)
+    return f"{seal:08x}"
 
 
 def rows_of(data: Any, rows: np.ndarray, what: str) -> Any:

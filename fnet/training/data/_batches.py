@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fnet.training.data._arrays import as_arrays, rows_of
+from fnet.training.data._arrays import as_arrays, digest, rows_of
 
 
 class Batches:
@@ -67,10 +67,15 @@ class Batches:
     def identity(self) -> dict[str, Any]:
         """Returns a dict of values that identify the data.
 
-        `fit` stores the result of `identity` in each checkpoint. `fit` resumes a run only if the result of `identity`
-        and a digest of one batch have not changed.
+        `fit` stores the result of `identity` in each checkpoint. `fit` resumes a run only if the result of `identity`,
+        a digest of one batch and `digest` have not changed.
         """
         return {"examples": self.length, "batch_size": self.batch_size, "seed": self.seed, "shuffle": self.shuffle}
+
+    def digest(self) -> str:
+        """Returns a digest of the data: of all values, or of values throughout the data if an array is larger than 1
+        GiB, or a memory-mapped file larger than 16 MiB."""
+        return digest(self.data)
 
     def steps(self, epochs: float) -> int:
         """Returns the number of batches in `epochs` epochs, rounded up."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fnet.training.data._arrays import INT32
+from fnet.training.data._arrays import INT32, digest
 from fnet.training.data._cache import local
 
 _PAIRS, _FEW = 4096, 8    # pairs of 16-bit numbers from which their width is told, and the fewest that tell it
@@ -75,10 +75,14 @@ class Windows:
     def identity(self) -> dict[str, Any]:
         """Returns a dict of values that identify the data.
 
-        `fit` stores the result of `identity` in each checkpoint. `fit` resumes a run only if the result of `identity`
-        and a digest of one batch have not changed.
+        `fit` stores the result of `identity` in each checkpoint. `fit` resumes a run only if the result of `identity`,
+        a digest of one batch and `digest` have not changed.
         """
         return {"tokens": len(self.tokens), "length": self.length, "batch_size": self.batch_size, "seed": self.seed}
+
+    def digest(self) -> str:
+        """Returns a digest of the tokens, as `Batches.digest` does."""
+        return digest(np.asarray(self.tokens))
 
     def starts(self, step: int) -> np.ndarray:
         """Returns the position of the first token of each window in batch `step`, an integer array [batch_size]."""

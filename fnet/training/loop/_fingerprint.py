@@ -58,8 +58,8 @@ def as_dict(config: Any, name: str = "config") -> dict[str, Any] | None:
 
 
 def identity(batches: Callable[[int], Any], at: int, sample: Any) -> dict[str, Any]:
-    """Returns a dict that identifies the data: the description of the source (`batches.identity()`) and a digest of one
-    batch.
+    """Returns a dict that identifies the data: the description of the source (`batches.identity()`), a digest of one
+    batch, and of all data if the source has a method `digest`.
 
     Args:
       batches: as in `fit`.
@@ -78,7 +78,8 @@ def identity(batches: Callable[[int], Any], at: int, sample: Any) -> dict[str, A
         raw = repr(leaf).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes()
         head = f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}"
         digest = zlib.crc32(raw, zlib.crc32(head.encode(), digest))
-    return {**described, f"digest of batch {at}": f"{digest:08x}"}
+    whole = {"digest of all examples": batches.digest()} if hasattr(batches, "digest") else {}
+    return {**described, f"digest of batch {at}": f"{digest:08x}", **whole}
 
 
 def compare(before: Mapping[str, Any], now: Mapping[str, Any], config: Any, where: Any) -> None:
