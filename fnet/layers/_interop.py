@@ -37,7 +37,8 @@ def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
 
     Raises:
         TypeError: `module` is a class, or not a linen module.
-        ValueError: `module` is bound to variables.
+        ValueError: `module` is bound to variables. The layer's `init` raises a ValueError if an initial value depends
+            on the values of the inputs, because layers are initialized from the shapes of their inputs.
 
     >>> from flax import linen
     >>> from fnet import layers as nn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import core, errors, linen
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from fnet.jaxpr import array_leaves, is_array
 from fnet.layers import _spec
@@ -77,9 +79,8 @@ class LinenLayer(Layer):
                               (inputs, options))
         arrays, rebuild = array_leaves(shapes)
 
-        @jax.jit
-        def variables(key):
-            inputs, options = rebuild([jnp.zeros(leaf.shape, leaf.dtype) for leaf in arrays])
+        def made(key, leaves):
+            inputs, options = rebuild(leaves)
             made = self.module.init({"params": key}, *inputs, **self._mode(inputs, options, train), **options)
             params, state = dict(core.unfreeze(made)), {}
             for name in [name for name in params if name != "params"]:
@@ -88,8 +89,28 @@ class LinenLayer(Layer):
                     state[name] = collection
             return params.get("params", {}), state
 
-        return {**record_of(*jax.eval_shape(variables, jax.random.key(0)),
-                            lambda key: core.meta.unbox(variables(key)), path), "cache": {}}
+        @functools.cache
+        def variables():
+            self._check_independent(made, arrays)
+            return jax.jit(lambda key: made(key, [jnp.zeros(leaf.shape, leaf.dtype) for leaf in arrays]))
+
+        return {**record_of(*jax.eval_shape(made, jax.random.key(0), arrays),
+                            lambda key: core.meta.unbox(variables()(key)), path), "cache": {}}
+
+    def _check_independent(self, made, arrays):
+        """Checks that no array that the module creates depends on the values of its inputs, which are not known here:
+        layers are initialized from shapes."""
+        closed, tree = jax.make_jaxpr(made, return_shape=True)(jax.random.key(0), arrays)
+        count = len(closed.jaxpr.outvars)
+        depend = lambda wanted: any(dce_jaxpr(closed.jaxpr, wanted)[1][1:])
+        if not depend([True] * count):
+            return
+        paths = [path for path, _ in jax.tree.leaves_with_path(core.meta.unbox(tree))]
+        path = next(path for i, path in enumerate(paths) if depend([i == j for j in range(count)]))
+        name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
+        raise ValueError(f"{self!r}: the initial value of {name!r} depends on the values of the inputs, and a layer is "
+                         "initialized from their shapes. Initialize the module itself, and convert what it returns: "
+                         "params, state = nn.linen_variables(module.init(key, x))")
 
 
 class FnetLayer(linen.Module):

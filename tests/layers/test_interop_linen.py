@@ -275,3 +275,52 @@ def test_there_and_back():
     assert set(variables["batch_stats"]) == {"batch_stats"}
     close(module.apply(variables, X),
           LinenCNN().apply({"params": variables["params"], **variables["batch_stats"]}, X))
+
+
+# Initial values that depend on the inputs, of which a layer knows the shapes.
+
+class ActNorm(linen.Module):
+    """Normalizes by the statistics of the first batch (Kingma and Dhariwal 2018)."""
+
+    state: bool = False
+
+    @linen.compact
+    def __call__(self, x):
+        mean = (self.variable("first", "mean", lambda: x.mean(0)).value if self.state
+                else self.param("mean", lambda key: x.mean(0)))
+        return x - mean[None]
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, linen.jit, linen.remat])
+@pytest.mark.parametrize("state", [False, True])
+def test_initial_values_that_depend_on_the_inputs_are_refused(wrap, state):
+    module, x = wrap(ActNorm)(state), jnp.arange(6.0).reshape(2, 3)
+    layer = nn.from_linen(module)
+    with pytest.raises(ValueError, match="the initial value of 'first/mean' depends" if state else
+                       "the initial value of 'mean' depends on the values of the inputs"):
+        layer.init(jax.random.key(0), x)
+    params, after = nn.linen_variables(module.init(jax.random.key(0), x))
+    np.testing.assert_array_equal(layer(params, x, state=after)[0] if state else layer(params, x), x - x.mean(0)[None])
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, linen.jit, linen.remat])
+def test_initial_values_beside_computations_with_the_inputs(wrap):
+    """Programs of which a part depends on the inputs, and the parameters do not."""
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x, _=None):
+            x = linen.relu(linen.Dense(3)(x))
+            self.sow("intermediates", "x", x)
+            return linen.BatchNorm(use_running_average=True)(x), None
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x, _ = wrap(Block)()(x)
+            blocks = linen.scan(Block, {"params": 0, "batch_stats": 0}, split_rngs={"params": True}, length=2)()
+            return blocks(x, None)[0]
+
+    x = jnp.ones((2, 3))
+    params, state = nn.from_linen(Model()).init(jax.random.key(0), x)
+    want, _ = nn.linen_variables(Model().init(jax.random.key(0), x))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, want) and set(state) == {"batch_stats"}
