@@ -76,6 +76,9 @@ class LocalBatches:
                 whole = [share, *wanted.shape[1:]] if wanted.shape else []
                 raise ValueError(f"feed: expected batch{path} to be {_dtype(wanted)}{whole} from this process, as in "
                                  f"the plan; got {dtype}{list(shape)}")
+            if (lost := _wrapped(x)) is not None:
+                raise ValueError(f"feed: batch{path} holds {lost}, which does not fit into 32 bits: leave it out, or "
+                                 "set jax.config.update('jax_enable_x64', True)")
             if share is None:
                 continue
             if shape[0] > share:
@@ -163,6 +166,14 @@ def _parts(leaf, place) -> list[tuple[int, int]] | None:
 def _dtype(x):
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
     return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _wrapped(x) -> int | None:
+    """Returns a 64-bit integer of a NumPy array that JAX would wrap around to 32 bits, or None."""
+    if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu" or not x.size or _dtype(x) == x.dtype:
+        return None
+    range_ = np.iinfo(_dtype(x))
+    return next((value for value in (int(x.min()), int(x.max())) if not range_.min <= value <= range_.max), None)
 
 
 def _own(x, wanted, place):

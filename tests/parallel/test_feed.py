@@ -142,6 +142,16 @@ def test_errors_of_batches(plan, change, message):
         list(parallel.feed([change({"x": X[:16], "y": Y[:16]})], plan))
 
 
+@pytest.mark.parametrize("value", [2**31, -(2**40)])
+def test_integers_that_do_not_fit_into_32_bits(value):
+    step = lambda state, batch: (state, {"n": batch["time"].max()})
+    plan = parallel.plan(step, lambda key: {"w": jnp.ones(3)}, {"time": np.zeros(16, np.int64)}, strategy="data")
+    fine, wrong = np.arange(16), np.where(np.arange(16) == 7, value, 0)
+    assert [int(batch["time"].max()) for batch in parallel.feed([{"time": fine}], plan)] == [15]
+    with pytest.raises(ValueError, match=rf"batch\['time'\] holds {value}, which does not fit into 32 bits"):
+        list(parallel.feed([{"time": fine}, {"time": wrong}], plan))
+
+
 def test_short_without_weights(without):
     with pytest.raises(ValueError, match=re.escape(
             "feed: batch 2 has 12 rows here, fewer than this process's share of 16, and the plan's batch has no "

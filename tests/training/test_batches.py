@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,7 +53,7 @@ def test_wrong_batches(data, size, text):
         tr.Batches(data, batch_size=size)
 
 
-@pytest.mark.parametrize("read", ["Batches", "evaluator", "from_iterator"])
+@pytest.mark.parametrize("read", ["Batches", "evaluator", "from_iterator", "fit"])
 def test_integers_of_memory_mapped_files_are_checked_when_they_are_read(tmp_path, read):
     """JAX would wrap around 64-bit integers without an error."""
     values = np.arange(8)
@@ -66,6 +67,10 @@ def test_integers_of_memory_mapped_files_are_checked_when_they_are_read(tmp_path
             batches(1)
         elif read == "evaluator":
             tr.evaluator(lambda state, batch: {"n": tr.mean(batch["weight"], batch["weight"])}, {"time": times}, 4)(0)
+        elif read == "fit":                                # any function may give batches
+            state = tr.TrainState.create({"w": jnp.zeros(1)}, optax.sgd(0.1))
+            tr.fit(lambda state, batch: (state.apply(optax.sgd(0.1), {"w": jnp.zeros(1)}), {}), state,
+                   lambda i: {"time": times[4 * i:4 * i + 4]}, steps=2)
         else:
             tr.from_iterator(lambda: ({"time": times[i:i + 4]} for i in (0, 4)))(1)
 

@@ -112,6 +112,14 @@ def rows_of(data: Any, rows: np.ndarray, what: str) -> Any:
     return jax.tree_util.tree_map_with_path(chosen, data)
 
 
+def checked_integers(data: Any, what: str) -> Any:
+    """Returns a batch. Raises TypeError if JAX would wrap its 64-bit integers around, which it does in silence."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(data):
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iu":
+            numbers_of(leaf, what, jax.tree_util.keystr(path, simple=True, separator="/"))
+    return data
+
+
 def take(data: Any, rows: np.ndarray) -> Any:
     """Returns the examples of `data` at the indices `rows`, in the order of `rows`."""
     pick = lambda leaf: leaf.iloc[rows] if is_frame(leaf) or is_series(leaf) else np.asarray(leaf)[rows]

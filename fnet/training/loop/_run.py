@@ -19,6 +19,7 @@ from fnet.training._logs import Logger
 from fnet.training._media import MEDIA
 from fnet.training.checkpoints import _leaves
 from fnet.training.checkpoints._checkpoint import Checkpoints
+from fnet.training.data._arrays import checked_integers
 from fnet.training.data._iterators import GUARANTEES
 from fnet.training.loop import (
     _advance,
@@ -212,7 +213,7 @@ class Run:
 
     def batch(self, at: int) -> Any:
         at += int(self.loop["offset"])
-        return self.spread.batch(self.batches(at), at)
+        return self.spread.batch(checked_integers(self.batches(at), f"batch {at}"), at)
 
     def fresh(self) -> Any:
         """Returns the initial sums of the metrics, which are zero."""
