@@ -21,7 +21,7 @@ from jax import lax
 from fnet import _jax, hardware, jaxpr
 from fnet.hardware import Policy
 from fnet.jaxpr import Interpreter, Value, bind, description, plain, traits, wraps
-from fnet.transforms._autocast_notes import BRANCH, PRODUCT, VECTOR, Size, branch, fits
+from fnet.transforms._autocast_notes import BRANCH, PRODUCT, VECTOR, WEIGHT, Size, branch, fits, sums_examples
 from fnet.transforms._lowered import Saveable, lowered
 from fnet.transforms._patterns import compiled
 
@@ -267,6 +267,7 @@ class _Autocast(Interpreter):
                 z = lowered(eqn.primitive, *(value.x for value in inputs), eqn.params, compute=compute, out=out,
                             stored=compute if large else out)
                 note = PRODUCT if not wide else BRANCH if at.phase != "backward" else None
+                note = WEIGHT if at.phase == "backward" and sums_examples(eqn) else note
                 outputs, reason = [Value(z, note)], reason + _STORED * large
             else:
                 changes = description(eqn.primitive).lower(eqn.params, compute, out)
@@ -290,7 +291,10 @@ class _Autocast(Interpreter):
 
     def _follow(self, eqn, at, inputs, wide, compute):
         residual, name, shape = self.policy.residual != F32, eqn.primitive.name, eqn.outvars[0].aval.shape
-        if residual and name == "add_any" and at.phase == "backward" and shape in self.streams - self.arguments:
+        # A weight gradient may have the shape of the stream, if there are as many tokens as features.
+        weight = any(value.note == WEIGHT for value in inputs)
+        stream = name == "add_any" and at.phase == "backward" and shape in self.streams - self.arguments
+        if residual and stream and not weight:
             low = [_to(value.x, compute) for value in inputs]
             return bind(eqn, low), compute, "adds to the gradient of the residual stream"
         follows = residual and at.phase != "backward" and branch(eqn, inputs)
@@ -300,6 +304,8 @@ class _Autocast(Interpreter):
         outputs, dtype, reason = self._followed(eqn, inputs, wide, compute)
         if follows:
             outputs = [Value(y.x, y.note or BRANCH) for y in outputs]
+        if weight and (name == "add_any" or traits(name).kind in ("layout", "alias", "cast")):
+            outputs = [Value(y.x, WEIGHT) for y in outputs]
         return outputs, dtype, reason
 
     def _followed(self, eqn, inputs, wide, compute):

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from fnet.jaxpr import traits
+from fnet.jaxpr import DOT, product, traits
 
 _SMALL, _LARGE = 2.0**-10, 2.0**6    # bounds of constants: 1,000 times the largest does not overflow in float16
 VECTOR = "vector"    # an array that repeats a smaller array, such as a broadcast bias
 PRODUCT = "product"    # the result of a product, in the low dtype
+WEIGHT = "weight"    # a weight gradient, a product of the backward pass that sums over the examples, and sums of it
 BRANCH = "branch"    # a value of the forward pass that is the result of a product plus a bias, or a multiple of it
 
 
@@ -24,6 +25,15 @@ def branch(eqn, inputs) -> bool:
     layout = traits(eqn.primitive.name).kind in ("layout", "alias")
     return bool(results) and (layout or (eqn.primitive.name in ("add", "sub", "mul", "div", "select_n") and all(
         value.x.shape == eqn.outvars[0].aval.shape for value in results)))
+
+
+def sums_examples(eqn) -> bool:
+    """Whether a matrix product sums over axis 0 of both operands, which are the examples, as a weight gradient does."""
+    found = product(eqn)
+    if found is None or found.op is not DOT:
+        return False
+    left, right = found.dimensions[0]
+    return (0, 0) in zip(left, right)
 
 
 class Size(NamedTuple):

@@ -309,6 +309,20 @@ def test_sums_of_parameter_gradients_stay_in_float32():
     assert "adds to the residual stream" in reasons and "adds to the gradient of the residual stream" not in reasons
 
 
+@pytest.mark.parametrize("tokens", [16, 24])
+def test_the_gradient_of_a_weight_is_not_that_of_a_stream_with_its_shape(tokens):
+    """A matrix that each layer of a scan uses twice, and as many tokens as features."""
+    def loss(params, tokens):
+        block = lambda h, w: (h + jnp.tanh(h @ w) @ w, None)
+        return jnp.square(jax.lax.scan(block, params["embed"][tokens], params["w"])[0]).mean()
+
+    params = {"w": jnp.ones((2, 16, 16)), "embed": jnp.ones((50, 16))}
+    rows = ft.explain(ft.autocast(jax.grad(loss), RESIDUAL), params, jnp.arange(tokens)).rows
+    added = [(row.dtype, row.reason.split(" ")[0]) for row in rows if row.primitive == "add_any"]
+    assert added.count(("float32", "is")) == 1 and set(added) == {("bfloat16", "adds"), ("float32", "is")}
+
+
+
 @pytest.mark.exhaustive
 def test_parameters_and_sums_that_are_no_branches_stay_in_float32():
     """A step that updates parameters by a sum, a sum of inputs, and a function with a rule."""
