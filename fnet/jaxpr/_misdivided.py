@@ -106,8 +106,9 @@ def in_equation(eqn: Any, mesh: Any) -> Whole | None:
     return None
 
 
-def cropped(x: jax.Array, value: jax.Array, config: Sequence[tuple[int, int, int]]) -> jax.Array:
-    """`lax.pad` that removes elements by a slice. XLA divides this rightly, without gathering an axis."""
+def cropped(eqn: Any, x: jax.Array, value: jax.Array) -> jax.Array:
+    """Computes a `lax.pad` that removes elements by a slice. XLA divides this rightly, without gathering an axis."""
+    config = eqn.params["padding_config"]
     padded = lax.pad(x, value, [(max(low, 0), max(high, 0), between) for low, high, between in config])
     starts = [max(-low, 0) for low, _, _ in config]
     return lax.slice(padded, starts, [size - max(-high, 0) for size, (_, high, _) in zip(padded.shape, config)])

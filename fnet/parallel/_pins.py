@@ -129,7 +129,7 @@ class _Pins(Interpreter):
             self.avoided[id(eqn)] = Avoided(whole.rows, at.path, self.held_bytes(eqn, whole, inputs, notes))
             if misdivided.NEGATIVE in whole.rows:
                 arrays = [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)]
-                return [Value(misdivided.cropped(*arrays, eqn.params["padding_config"]), notes[0])]
+                return [Value(misdivided.cropped(eqn, *arrays), notes[0])]
             inputs = [Value(misdivided.unsplit(value.x, self.mesh, axes), value.note)
                       for value, axes in zip(inputs, whole.inputs)]
         late, self.late = self.late, False
