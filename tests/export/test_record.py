@@ -56,6 +56,7 @@ def test_a_run_as_onnx(run, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.fnet", "model.onnx"]
 
 
+@pytest.mark.filterwarnings("ignore:Program.litert")    # of max and of sums
 def test_a_run_for_litert(run, tmp_path, capsys):
     assert cli.main(["export", str(run), "--to=litert", f"--output={tmp_path}", "--sizes=2"]) == 2
     assert "--sizes=2: expected names and sizes, such as b=1,t=64" in capsys.readouterr().err

@@ -24,7 +24,7 @@ _CODES = {"bool": "BOOL", "uint8": "UINT8", "uint16": "UINT16", "uint32": "UINT3
 _KINDS = {"b": "b", "u": "ui", "i": "ui", "f": "uif", "V": "uif"}      # kind of a dtype -> kinds of JSON data
 
 
-_FIELDS = ("id", "parameters", "inputs", "outputs")
+_FIELDS = ("id", "parameters", "inputs", "outputs", "model_name")    # the last is sent by KServe's client
 _SUPPORTED = {"request": ("binary_data_output",), "input": ("binary_data_size",),
               "output": ("binary_data", "classification")}
 
@@ -86,6 +86,8 @@ def read(model: Model, body: bytes, length: str | None) -> tuple[dict, list[np.n
     request, rest = read_json(body[:end]), memoryview(body)[end:]
     if unknown := sorted(set(request) - set(_FIELDS)):
         raise Invalid(f"unknown field {unknown[0][:80]!r}; expected {', '.join(_FIELDS)}")
+    if request.get("model_name", model.name) != model.name:
+        raise Invalid(f"\"model_name\" is {str(request['model_name'])[:80]!r}, and the path names {model.name!r}")
     _parameters("request", request)
     tensors = request.get("inputs")
     if not isinstance(tensors, list) or not all(isinstance(x, dict) for x in tensors):
