@@ -329,10 +329,11 @@ def _scattered(e, x, indices, updates):
     if kind == "none":
         return scattered(x, updates, kind)
     wide = {"bool": "uint8", "float16": "float32"}.get(e.dtype.name)
-    if wide is not None:
+    if wide is None:
+        y = scattered(x, updates, kind)
+    else:
         wide = np.dtype(wide)
-        return e.g.cast(scattered(e.g.cast(x, wide), e.g.cast(updates, wide), kind), e.dtype)
-    y = scattered(x, updates, kind)
+        y = e.g.cast(scattered(e.g.cast(x, wide), e.g.cast(updates, wide), kind), e.dtype)
     if kind in ("min", "max") and e.dtype.kind == "f":      # ScatterND overlooks NaN
         flags = [e.g.cast(e.g.op("IsNaN", a), np.int32) for a in (x, updates)]
         nan = e.g.cast(scattered(*flags, "max"), bool)
