@@ -97,6 +97,12 @@ def test_linearizing_keeps_what_it_has_done(monkeypatch):
     assert "jit" not in names and "pjit" not in names, MOVED.format("jit's inline")
 
 
+def test_the_inputs_of_an_output_are_found():
+    jaxpr = jax.make_jaxpr(lambda x, y: (x + 1, jax.jit(lambda a, b: a)(x, y) * 2, y))(1.0, 2.0).jaxpr
+    used = [_jax.used_inputs(jaxpr, [i == j for j in range(3)]) for i in range(3)]
+    assert used == [[True, False], [True, False], [False, True]], MOVED.format("dce_jaxpr")
+
+
 def test_a_batching_rule_is_traced():
     @jax.custom_batching.custom_vmap
     def f(x, y):

@@ -11,7 +11,7 @@ import importlib
 from jax.extend.core import ClosedJaxpr, Literal, Primitive
 
 from fnet._jax._features import disabled
-from fnet._jax._jaxprs import close, consts_as_inputs, hoisted, unplaced
+from fnet._jax._jaxprs import close, consts_as_inputs, hoisted, unplaced, used_inputs
 from fnet._jax._rules import CustomJvp, CustomVjp, custom_vmap_rule
 from fnet._jax._tracing import (
     bind,
@@ -35,7 +35,8 @@ from fnet._jax._tracing import (
 __all__ = ["ClosedJaxpr", "CustomJvp", "CustomVjp", "Literal", "Primitive", "bind", "bind_again", "close",
            "consts_as_inputs", "current_names", "custom_vmap_rule", "disabled", "equation_context", "hoisted",
            "kernels_in_exports", "line", "name_stack", "names_context", "origin", "outermost", "prng_impl",
-           "scope_entries", "trace_state", "unplaced", "varies_over", "vary_alike", "without_locations", "zeros"]
+           "scope_entries", "trace_state", "unplaced", "used_inputs", "varies_over", "vary_alike", "without_locations",
+           "zeros"]
 
 
 def __getattr__(name):

@@ -8,6 +8,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from fnet._jax._features import private
 
+_dce = private("jax.interpreters.partial_eval.dce_jaxpr", "layers made from linen modules")
 UNSPECIFIED = private("jax._src.sharding_impls.UNSPECIFIED", "calls with shardings")
 
 
@@ -30,6 +31,11 @@ def _without_constants(jaxpr):
     if info.arg_names is not None and len(info.arg_names) != len(invars):
         info = info._replace(arg_names=("",) * (len(invars) - len(info.arg_names)) + tuple(info.arg_names))
     return Jaxpr((), invars, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, info, jaxpr.is_high)
+
+
+def used_inputs(jaxpr: Any, wanted: list[bool]) -> list[bool]:
+    """Returns for each input of an open jaxpr whether the wanted outputs depend on it."""
+    return list(_dce(jaxpr, wanted)[1])
 
 
 def unplaced(params: dict) -> bool:

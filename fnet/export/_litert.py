@@ -206,8 +206,10 @@ def compare(program: Any, path: str | os.PathLike, entry: str = "predict", sizes
         return worst
     try:
         return max(worst, differ(_examples.drawn(traced.inputs, sizes, ranges, "extreme"), "extreme"))
-    except Unsupported:       # LiteRT stops with an error at an index out of range
-        return worst
+    except Unsupported:
+        if not any(use.index for use in ranges.uses.values()):
+            raise
+        return worst          # LiteRT stops with an error at an index out of range
     except _outputs.Different as error:
         if not _differing(stable):
             raise

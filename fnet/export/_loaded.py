@@ -224,7 +224,7 @@ class Bundle:
     def _checked(self, entry, runs):
         worst, description = dict.fromkeys(runs, 0.0), self._entry(entry)
         for inputs, wanted in self.cases(entry):
-            spreads = self.spreads(entry, inputs, "JAX" in runs)
+            spreads = self.spreads(entry, inputs, with_jax="JAX" in runs)
             for name, run in runs.items():
                 output = run(entry, **signature.named(description, inputs))
                 worst[name] = max(worst[name], self.compare(entry, f"computed with {name}", output, wanted, spreads))
@@ -244,24 +244,24 @@ class Bundle:
         except outputs.Different as error:
             raise BundleError(str(error)) from None
 
-    def spreads(self, entry, inputs, jax):
+    def spreads(self, entry, inputs, *, with_jax):
         """Returns functions that measure, for each output of a test in `cases`, by how much rounding may change each
-        element: with JAX, if it can read the program, and with NumPy, if there is a stable form."""
-        description, held = self._entry(entry), self.weights
+        element: with JAX, if `with_jax`, and with NumPy, if there is a stable form."""
+        description = self._entry(entry)
         flat, sizes = signature.bound(self.path, entry, description, (), signature.named(description, inputs))
-        constants, weights = ({name: held[name] for name in description[kind]} for kind in ("constants", "weights"))
 
         @functools.cache
         def perturbed():
-            program = self._program(entry)
+            program, weights = self._program(entry), {name: self.weights[name] for name in description["weights"]}
             return rounding.perturbed(lambda weights, inputs: map(_data, program(weights, inputs)), weights, flat)
 
         @functools.cache
         def spread():
-            held = [weights[name] for name in description["weights"]]
-            return rounding.spread(self.stable(entry), list(constants.values()), [*held, *flat], sizes)
+            constants = [self.weights[name] for name in description["constants"]]
+            weights = [self.weights[name] for name in description["weights"]]
+            return rounding.spread(self.stable(entry), constants, [*weights, *flat], sizes)
 
-        return [perturbed] * jax + [spread] * (not description.get("not_stable"))
+        return [perturbed] * with_jax + [spread] * (not description.get("not_stable"))
 
     def tests(self):
         """Returns the first test of each program, {function: (leaves of the inputs, leaves of the outputs)}. If a

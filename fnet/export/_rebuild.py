@@ -63,7 +63,7 @@ def _renewed(bundle, path, output):
         for inputs, wanted in bundle.cases(name):
             flat, _ = _signature.bound(path, name, description, (), _signature.named(description, inputs))
             tree = _signature.unflatten(description["output"], iter(program.call(name, *flat)))
-            bundle.compare(name, "renewed", tree, wanted, bundle.spreads(name, inputs, jax=False))
+            bundle.compare(name, "renewed", tree, wanted, bundle.spreads(name, inputs, with_jax=False))
             tests.setdefault(name, []).append(flat)
     provenance = {**manifest["provenance"], "renewed": {"on": datetime.date.today().isoformat(),
                                                         "from": manifest["versions"], "written": manifest["created"]}}

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import core, errors, linen
-from jax.interpreters.partial_eval import dce_jaxpr
 
+from fnet import _jax
 from fnet.jaxpr import array_leaves, is_array
 from fnet.layers import _spec
 from fnet.layers._core import Layer
@@ -102,7 +102,7 @@ class LinenLayer(Layer):
         layers are initialized from shapes."""
         closed, tree = jax.make_jaxpr(made, return_shape=True)(jax.random.key(0), arrays)
         count = len(closed.jaxpr.outvars)
-        depend = lambda wanted: any(dce_jaxpr(closed.jaxpr, wanted)[1][1:])
+        depend = lambda wanted: any(_jax.used_inputs(closed.jaxpr, wanted)[1:])
         if not depend([True] * count):
             return
         paths = [path for path, _ in jax.tree.leaves_with_path(core.meta.unbox(tree))]

@@ -325,11 +325,7 @@ def _wanted(summed, outvars) -> tuple:
 
 
 def _linear(eqn) -> bool:
-    """Whether a partial sum can be cast before it is summed over the chips. `eqn` is the equation of the cast.
-
-    The result is True if the sum of the cast arrays equals the cast of the summed arrays, up to rounding. The result is
-    False for casts to 16 bits and for casts from floating point to integers.
-    """
+    """Whether a sum of cast arrays is the cast of their sum, up to rounding. `eqn` is the cast."""
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     return after.itemsize >= 4 and (jnp.issubdtype(after, jnp.inexact) or jnp.issubdtype(before, jnp.integer))
 

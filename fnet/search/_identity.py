@@ -23,16 +23,11 @@ from fnet.training.checkpoints._leaves import is_key
 from fnet.training.checkpoints._storage import location, write_whole
 
 RECORD = "search.json"
-_SHOWN = 1024      # elements of each array of an initial state that are compared
 
 
-def digest(tree: Any, most: int | None = None) -> str:
+def digest(tree: Any) -> str:
     """Returns a digest of the paths, dtypes, shapes and values of the leaves of a tree. Equal numbers of different
-    types, such as 1, 1.0 and True, have different digests.
-
-    Args:
-      most: the number of elements of each leaf to read. Default None: all elements.
-    """
+    types, such as 1, 1.0 and True, have different digests."""
     seal = hashlib.blake2b(digest_size=8)
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         kind = ""

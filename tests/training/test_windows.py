@@ -81,7 +81,9 @@ def test_files_of_wider_tokens(tmp_path, dtype):
 IDS = np.random.default_rng(0).integers(0, 50257, 20_000)
 WIDE = {
     "zeros first": np.concatenate([np.zeros(70_000, int), IDS[:50]]), "small ids first": np.concatenate([IDS % 4, IDS]),
-    "separators of -1": np.where(np.arange(20_000) % 100 == 0, -1, IDS), "few": IDS[:8], "small ids": IDS % 5,
+    "separators of -1": np.where(np.arange(20_000) % 100 == 0, -1, IDS),
+    "the lowest separators": np.where(np.arange(20_000) % 10 == 0, -0x8000, IDS),
+    "few": IDS[:8], "small ids": IDS % 5,
     "a large vocabulary": 20 * IDS, "one large number": np.where(np.arange(20_000) == 7, 2**31 - 1, IDS),
 }
 
