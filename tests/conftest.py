@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import zlib
 
 import pytest
 
@@ -53,8 +54,12 @@ def quickly():
     jax.clear_caches()    # other modules' operations are not to be those compiled here
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", metavar="K/N", help="of the exhaustive tests, part K of N (from 0), drawn by name")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Marks the cases of `@pytest.mark.quick_cases(n)` as exhaustive, except for n that are drawn with a fixed seed.
 
     Rejects test names with an address: pytest-xdist needs the same names in each process.
@@ -72,3 +77,9 @@ def pytest_collection_modifyitems(items):
     unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if unstable:
         raise pytest.UsageError(f"these tests are named after an address: give them ids: {unstable}")
+    if config.getoption("--part"):
+        k, n = map(int, config.getoption("--part").split("/"))
+        left_out = {item for item in items
+                    if item.get_closest_marker("exhaustive") and zlib.crc32(item.nodeid.encode()) % n != k}
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]

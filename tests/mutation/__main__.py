@@ -8,7 +8,7 @@
 
 For a fault, only the tests run that run the changed line: the quick ones first, those that take the least time before
 others, until one fails. If none fails, the other tests of the same modules run, since a module's tests may share what
-the first of them has computed. Of each suite run as many tests as took SECONDS when they were recorded. A failure
+the first of them has computed. Of each suite run as many tests as took --seconds when they were recorded. A failure
 counts only if the test passes without the fault.
 """
 
@@ -34,7 +34,6 @@ from .redundant import redundant
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCHES = 24, 200, None    # how many tests run in one process, for one fault
-SECONDS = 240.0    # so that faults that no test detects take a few minutes
 
 
 def modules(root, package):
@@ -95,10 +94,10 @@ def _statement(path, numbers):
     return found
 
 
-def batches(records):
-    """Lists of records for one process each, which together took SECONDS at most."""
+def batches(records, seconds):
+    """Lists of records for one process each, which together took that many seconds at most."""
     totals = itertools.accumulate(row[1] for row in records)
-    rest = [row for row, total in zip(records, totals) if total <= SECONDS]
+    rest = [row for row, total in zip(records, totals) if total <= seconds]
     for size in BATCHES:
         if rest:
             yield rest[:size]
@@ -123,7 +122,7 @@ def pytest(root, tests, *options, limit):
     return failed[1] if failed else f"(pytest exits with {done.returncode})"
 
 
-def detect(fault, records, root):
+def detect(fault, records, root, budget):
     """(the test that detects a fault or None, whether it is exhaustive, seconds)"""
     began = time.monotonic()
     path, _, text = edited(fault, root)
@@ -132,7 +131,7 @@ def detect(fault, records, root):
     try:
         rows = covering(fault, records)
         for exhaustive in (False, True):
-            for batch in batches([row for row in rows if row[2] == exhaustive]):
+            for batch in batches([row for row in rows if row[2] == exhaustive], budget):
                 limit = 120 + 5 * sum(row[1] for row in batch)    # a fault may make a loop endless
                 if (failed := pytest(root, [row[0] for row in batch], limit=limit)) is not None:
                     return failed, exhaustive, time.monotonic() - began
@@ -165,6 +164,7 @@ def main():
     parser.add_argument("--generate", type=int, default=0, metavar="N", help="draw N mutants in place of the table")
     parser.add_argument("--since", default="HEAD", metavar="COMMIT", help="of lines that changed since this commit")
     parser.add_argument("modules", nargs="*", help="and of these modules and folders")
+    parser.add_argument("--seconds", type=float, default=240.0, help="of the tests for one fault, in each suite")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     if options.lines:
@@ -190,7 +190,7 @@ def main():
         def tried(fault):
             root = roots.get()
             try:
-                failed, exhaustive, seconds = detect(fault, records, root)
+                failed, exhaustive, seconds = detect(fault, records, root, options.seconds)
                 if failed and "::" in failed and pytest(root, [failed], limit=300):
                     failed = f"(fails without the fault as well: {failed})"
                 return fault, failed, exhaustive, seconds
