@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import io
 import itertools
-import math
 import os
 import re
 import sys
@@ -28,7 +27,8 @@ import numpy as np
 from jax import export
 
 from fnet import jaxpr
-from fnet.export import _examples, _litert_values, _outputs, _rebuild, _rounding, _signature
+from fnet.export import _examples, _litert_indices, _litert_values, _outputs, _rebuild, _rounding, _signature
+from fnet.export._litert_values import Unsupported
 from fnet.export._tree import described_leaves, size_variables
 
 TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "int8": 0.25}    # of the largest element
@@ -50,10 +50,6 @@ _RECIPES: dict[str, dict] = {
         "weight_tensor_config": {"num_bits": 8, "dtype": "INT", "symmetric": True, "granularity": "CHANNELWISE"},
         "compute_precision": "INTEGER", "explicit_dequantize": False, "skip_checks": False, "min_weight_elements": 0}},
 }
-
-
-class Unsupported(NotImplementedError):
-    """Raised for a program that LiteRT does not support."""
 
 
 def save(program: Any, path: str | os.PathLike, *, entry: str = "predict",
@@ -309,28 +305,6 @@ def _unrolled(run, options, types, *arrays):
     return [*carry, *joined]
 
 
-def _scatter(run, options, types, x, indices, updates):
-    """Evaluates a scatter. A scatter that adds whole rows is computed as a product with a one-hot matrix, because
-    LiteRT's interpreter does not support such a scatter."""
-    indexed, window, shape = options["indexed"], options["window"], x.shape
-    kept = [axis for axis in range(x.ndim) if axis not in options["inserted"]]
-    whole = [updates.shape[i] for i in window] == [shape[axis] for axis in kept]
-    rows = whole and sorted(indexed) == options["inserted"] and not options["batch"]
-    if options["kind"] != "add" or not rows or not jnp.issubdtype(x.dtype, jnp.floating):
-        return _rebuild.OPERATIONS["scatter"](run, options, types, x, indices, updates)
-    sizes = [shape[axis] for axis in indexed]
-    limits = np.asarray([sizes], np.int32)
-    indices = indices.reshape(-1, len(indexed)).astype(np.int32)                          # [updates, indexed]
-    inside = jnp.ones(len(indices), bool) if options["clip"] else jnp.all((indices >= 0) & (indices < limits), 1)
-    strides = np.asarray([[math.prod(sizes[i + 1:]) for i in range(len(sizes))]], np.int32)
-    places = (jnp.clip(indices, 0, limits - 1) * strides).sum(1, dtype=np.int32)
-    one_hot = (places[:, None] == np.arange(math.prod(sizes), dtype=np.int32)[None]) & inside[:, None]
-    order = [i for i in range(updates.ndim) if i not in window] + window
-    sums = one_hot.T.astype(x.dtype) @ updates.transpose(order).reshape(len(indices), -1)
-    sums = sums.reshape(sizes + [shape[axis] for axis in kept]).transpose(np.argsort([*indexed, *kept]))
-    return x + sums
-
-
 def _convolution(run, options, types, x, kernel):
     """Evaluates a convolution. litert-converter ignores the padding of a convolution with input dilation, such as a
     transposed convolution. Input dilation is therefore replaced by a separate operation, which inserts zeros between
@@ -343,7 +317,8 @@ def _convolution(run, options, types, x, kernel):
     return _rebuild.OPERATIONS["convolution"](run, plain, types, x, kernel)
 
 
-_OPERATIONS = {**_litert_values.OPERATIONS, "scan": _unrolled, "scatter": _scatter, "convolution": _convolution}
+_OPERATIONS = {**_litert_values.OPERATIONS, **_litert_indices.OPERATIONS, "scan": _unrolled,
+               "convolution": _convolution}
 
 
 def _converted(packages, signatures) -> bytes:

@@ -33,6 +33,10 @@ DIFFERS = {
 }
 
 
+class Unsupported(NotImplementedError):
+    """Raised for a program that LiteRT does not support."""
+
+
 def _number(x, value):
     return np.asarray(value, x.dtype)
 
