@@ -754,8 +754,8 @@ def _refused(program, column, error) -> Outcome:
     except Exception:
         names = set()
     stable = {name.replace("reduce_window_", "window_").replace("dot_general", "dot") for name in names}
-    known = names | stable | {program.operation, "select", "power", "convert", "convolution", "scatter", "broadcast",
-                              "size", "reverse", "complex", "window_select_add"}
+    known = names | stable | {program.operation, "concatenate", "select", "power", "convert", "convolution", "scatter",
+                              "scatter_apply", "broadcast", "size", "reverse", "complex", "window_select_add"}
     if any(repr(name) in text or f" {name} " in text for name in known) or "complex" in text or "bfloat16" in text or (
             "stablehlo." in text or "chlo." in text):
         return Outcome(REFUSED, text)
