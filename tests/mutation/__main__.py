@@ -74,7 +74,8 @@ def covering(fault, records):
     """Records of the tests that run a changed line, then of the others of their modules: each the cheapest first."""
     path, numbers, _ = edited(fault)
     name = str(path.relative_to(ROOT / "fnet"))
-    covers = {test for test, _, _, lines in records if lines.get(name, set()) & _statement(path, numbers)}
+    changed = _statement(path, numbers)
+    covers = {test for test, _, _, lines in records if lines.get(name, set()) & changed}
     files = {test.partition("::")[0] for test in covers}
     folder = f"tests/{name.partition('/')[0]}/"
     order = lambda row: (not row[0].startswith(folder), row[1])
