@@ -170,7 +170,7 @@ class Graph:
         target = [0 if i in same else n for i, n in enumerate(new)]
         rest = [i for i in symbolic if i not in same]
         # -1 cannot be computed beside a size that is kept and may be 0, as that of an empty batch.
-        if len(rest) <= (0 if same else 1) and 0 not in new and 0 not in old:
+        if len(rest) <= (0 if same else 1) and 0 not in old:
             for i in rest:
                 target[i] = -1
             return self.op("Reshape", x, self.integers(*target))

@@ -264,6 +264,17 @@ def test_of_autocast(tmp_path):
     close(bundle.interpret("predict", *x), bundle(*x), 2e-2)     # NumPy rounds to bfloat16 elsewhere
 
 
+def test_a_function_without_a_signature():
+    """It gets the state, and its inputs by position."""
+    def f(params, x, state):
+        return x * params + state, state
+
+    f.__signature__ = "unknown"
+    program = export.program(f, jnp.float32(2), jnp.float32(3), x=export.spec("b"))
+    y, = program.call("predict", np.ones(2, np.float32))
+    assert y.tolist() == [5, 5]
+
+
 def test_kernels_of_a_platform(tmp_path):
     attend = lambda params, x: nn.dot_product_attention(x, x, x, causal=True)
     program = export.program(attend, {}, x=jax.ShapeDtypeStruct((2, 512, 2, 64), jnp.bfloat16))
@@ -272,6 +283,7 @@ def test_kernels_of_a_platform(tmp_path):
     calls = bundle.manifest["entries"]["predict"]["custom_calls"]
     assert calls == {"portable": [], "cuda": ["__cudnn$fmhaSoftmax"]}
     assert "cuDNN 9.5" in bundle.manifest["requires"]["cuda"]
+    assert _write._requirements("tpu").startswith("a tpu device, and jaxlib ")
     assert bundle.check()      # with the portable program, because this platform has no other
 
 

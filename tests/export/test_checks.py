@@ -200,6 +200,24 @@ def test_the_ranges_of_integers():
     assert tokens.min() < 0 and tokens.max() > 50 and lengths.min() < 1 and lengths.max() > 6
 
 
+def test_the_ranges_of_integers_in_branches_and_loops():
+    def f(rows, lengths, which, branch):
+        table, t = jnp.asarray(np.zeros((50, 2), np.float32)), rows.shape[0]
+        places = jnp.arange(t)
+        inside = lax.scan(lambda total, i: (total + (places < lengths[i]).sum(dtype=jnp.int32), i), np.int32(0), places)
+        sums = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + table[rows].sum()), (0, np.float32(0)))
+        chosen = lax.select_n(which, *(jnp.full(which.shape, i) for i in range(4)))
+        return inside, sums, chosen, lax.switch(branch, [jnp.sin, jnp.cos, jnp.tan], np.float32(1))
+
+    example = program(f, rows=S("t", "int32"), lengths=S("t", "int32"), which=S("9", "int32"), branch=S("", "int32"))
+    rows, lengths, which, _ = drawn(example, "usual", {"t": 40})
+    assert (rows.min(), rows.max(), which.min(), which.max()) == (0, 49, 0, 3)
+    assert 1 <= lengths.min() and 30 < lengths.max() <= 40
+    rows, lengths, which, _ = drawn(example, "extreme", {"t": 40})
+    assert rows.min() < 0 and rows.max() > 50 and lengths.min() < 1 and 40 < lengths.max() < 99
+    assert which.min() < 0 and 3 < which.max() < 99
+
+
 def test_the_kinds_of_numbers():
     x, = drawn(program(jnp.exp, x=S("b, t")), "extreme", {"b": 20, "t": 20})
     assert np.isfinite(x).all() and (np.abs(x) < 1e-4).any() and (x > 99).any() and (x < -99).any() and (x == 0).any()
@@ -215,6 +233,7 @@ def test_sizes():
     assert choices(["b", "t"]) == [{"b": 3, "t": 4}, {"b": 1, "t": 5}]
     assert choices(["h"], ["h >= 1000", "mod(h, 4) == 0"])[0]["h"] >= 1000
     assert choices(["t"], ["t >= 4", "t <= 3"]) == []
+    assert choices(["t"], ["t + 1 == 1000"]) == [{"t": 999}]
 
 
 def test_a_check_that_cannot_run_says_so(tmp_path):
@@ -251,6 +270,7 @@ def test_comparisons():
     assert compare(large + 0.1, large, spreads=[lambda: [np.array([1.0, 1.0])]]) <= 1e-5
     nan = np.array([np.nan, np.inf, -np.inf, 0], np.float32)
     assert compare(nan, nan) == 0
+    assert compare(large.astype(jnp.bfloat16), large.astype(jnp.bfloat16)) == 0
     for i in range(4):
         wrong = nan.copy()
         wrong[i] = 1

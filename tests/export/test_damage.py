@@ -99,6 +99,7 @@ HEADERS = {
     "an end outside of the file": tensors({"x": {**ONE["x"], "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}),
     "an overlap": tensors({**ONE, "y": ONE["x"]}),
     "a gap": tensors({"x": {**ONE["x"], "shape": [1], "data_offsets": [4, 8]}}),
+    "fewer elements than bytes": tensors({"x": {**ONE["x"], "shape": [1]}}),
     "bytes of no tensor": tensors(ONE, b"\0" * 12),
     "offsets that are strings": tensors({"x": {**ONE["x"], "data_offsets": ["0", "8"]}}),
 }

@@ -1,5 +1,6 @@
 """ONNX models equal the models in onnxruntime, in a process without JAX."""
 
+import math
 import subprocess
 import sys
 
@@ -18,7 +19,7 @@ from fnet import export, models
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.usefixtures("quickly")
-from fnet.export import _onnx  # noqa: E402
+from fnet.export import _onnx, _onnx_reductions  # noqa: E402
 
 READER = """
 import sys
@@ -155,6 +156,19 @@ def test_the_graph(tmp_path):
     assert any(node.name.startswith("blocks/attention/query/MatMul") for node in body.node)
     count = sum(int(np.prod(tensor.dims)) for tensor in model.graph.initializer if tensor.name.startswith("params/"))
     assert count == sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def test_broadcasts_are_left_to_the_operators(tmp_path):
+    f = lambda params, x: jnp.broadcast_to(params[:, None], x.shape) * x
+    export.program(f, normal(3), x=export.spec("b, 3, t")).onnx(tmp_path / "f.onnx")
+    assert "Expand" not in [node.op_type for node in onnx.load(tmp_path / "f.onnx").graph.node]
+
+
+@pytest.mark.parametrize("n", [7, 4096 * 4096, 3 * 2**30])
+def test_a_long_sum_is_divided_evenly(n):
+    factors = _onnx_reductions._factors(n)
+    assert math.prod(factors) == n and max(factors) <= _onnx_reductions._BLOCK
+    assert _onnx_reductions._factors(1_000_003) is None      # a prime
 
 
 def test_external_weights(tmp_path):

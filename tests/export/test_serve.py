@@ -207,6 +207,7 @@ INVALID = {
     "another output": ({**VALID, "outputs": [{"name": "y"}]}, "unknown output 'y'; expected output"),
     "an unknown field": ({**VALID, "output": []}, "unknown field 'output'; expected id, parameters, inputs, outputs"),
     "a priority": ({**VALID, "parameters": {"priority": 3}}, "'priority' of the request is not supported"),
+    "a priority that is True": ({**VALID, "parameters": {"priority": True}}, "'priority' of the request is not sup"),
     "a sequence": ({**VALID, "parameters": {"sequence_id": 3, "sequence_end": True}}, "'sequence_id' of the request"),
     "shared memory": ({**VALID, "outputs": [{"name": "output", "parameters": {"shared_memory_region": "a"}}]},
                       "'shared_memory_region' of the output is not supported"),

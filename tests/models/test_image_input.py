@@ -58,6 +58,11 @@ def test_other_values(config, timm, text, tmp_path):
         models.ImageInput.read(written(tmp_path, config, timm))
 
 
+def test_unknown_fields_that_are_off(tmp_path):
+    without = models.ImageInput.read(written(tmp_path, VIT))
+    assert models.ImageInput.read(written(tmp_path, VIT | {"do_thumbnail": False, "pad_size": None})) == without
+
+
 def test_a_folder_without_preprocessing(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"has no preprocessor_config.json, and no config.json with"):
         models.ImageInput.read(tmp_path)

@@ -9,6 +9,7 @@ import pytest
 
 from fnet import hardware as hw
 from fnet import training as tr
+from fnet.training.loop import _fingerprint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,3 +169,8 @@ def test_progress_says_once_why_utilisation_is_unknown():
     for step in (100, 200):
         progress.log(step, {}, 1.0, 1.0, hw.MFU(None, "the chip is not known"))
     assert stream.getvalue().count("MFU unknown: the chip is not known") == 1
+
+
+def test_the_order_of_keys_is_no_difference():
+    assert _fingerprint.same_json({"a": 1, "b": 2}, {"b": 2, "a": 1})
+    assert not _fingerprint.same_json({"a": 1}, {"a": 1.0}) and not _fingerprint.same_json([1], [True])

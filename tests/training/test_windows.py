@@ -104,6 +104,12 @@ def test_files_of_16_bit_tokens_of_all_kinds(tmp_path, tokens):
     np.testing.assert_array_equal(tr.read_tokens(tmp_path / "train.bin"), tokens)
 
 
+@pytest.mark.parametrize("pairs", [[[20, 1], [3, 1]] * 1000, [[20, 0]] * 7], ids=["half are small", "too few"])
+def test_pairs_that_tell_nothing(tmp_path, pairs):
+    np.array(pairs, "uint16").tofile(tmp_path / "train.bin")
+    np.testing.assert_array_equal(tr.read_tokens(tmp_path / "train.bin"), np.ravel(pairs))
+
+
 def test_files_that_only_seem_to_have_wider_tokens(tmp_path):
     path, ids = tmp_path / "train.bin", np.stack([np.arange(100), np.zeros(100)], 1).astype(np.uint16).ravel()
     ids.tofile(path)

@@ -154,6 +154,12 @@ def test_a_single_key_or_number_as_state():
         ft.microbatch(f, N, argnums=3)(2.0, key, total, X)
 
 
+def test_a_counter_that_is_replaced_is_not_carried():
+    step = lambda w, state, x: (w * x.mean(), {"mean": state["mean"] * 0.9 + x.mean(), "n": jnp.int32(7)})
+    with pytest.raises(ValueError, match=r"the result\[1\] has the structure of argument 1"):
+        ft.microbatch(step, N, argnums=2)(2.0, {"mean": jnp.float32(0), "n": jnp.int32(3)}, X)
+
+
 def test_counters_are_not_summed():
     step = lambda w, count, x: (w * x.mean(), count + 1)
     with pytest.raises(ValueError, match=r"the result\[1\] is an integer that is computed from another integer and"):

@@ -200,7 +200,7 @@ def test_chips():
     step, args = mlp()
     for chip in ("NVIDIA H100 80GB HBM3", hw.chips["TPU v5e"]):
         plain = ft.tune(step, chip)
-        near(plain(*args), jax.jit(step)(*args), 1e-6)    # the comparison, written otherwise, may round in another place
+        near(plain(*args), jax.jit(step)(*args), 1e-6)    # the comparison may be rounded elsewhere
         assert {row.rule for row in ft.explain(plain, *args).rows} == {"comparison"}
         off = {rule.name: False for rule in (*_tune.RULES["gpu"], *_tune.RULES["tpu"])}
         assert str(ft.explain(ft.tune(step, chip, rules=off), *args)).endswith(
