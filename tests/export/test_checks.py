@@ -8,7 +8,7 @@ from jax import lax
 
 from fnet import export
 from fnet import layers as nn
-from fnet.export import _examples, _interpret, _onnx_elementwise, _outputs
+from fnet.export import _examples, _interpret, _onnx_elementwise, _outputs, _sizes
 from fnet.export._choices import choices
 
 pytest.importorskip("onnx")
@@ -234,6 +234,12 @@ def test_sizes():
     assert choices(["h"], ["h >= 1000", "mod(h, 4) == 0"])[0]["h"] >= 1000
     assert choices(["t"], ["t >= 4", "t <= 3"]) == []
     assert choices(["t"], ["t + 1 == 1000"]) == [{"t": 999}]
+
+
+def test_a_size_with_a_huge_exponent_is_refused():
+    assert _sizes.size("b^3", {"b": 2}) == 8
+    with pytest.raises(ValueError, match="cannot evaluate a size with the exponent 99999"):
+        _sizes.size("b^99999", {"b": 2})
 
 
 def test_a_check_that_cannot_run_says_so(tmp_path):

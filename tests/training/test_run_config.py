@@ -173,4 +173,5 @@ def test_progress_says_once_why_utilisation_is_unknown():
 
 def test_the_order_of_keys_is_no_difference():
     assert _fingerprint.same_json({"a": 1, "b": 2}, {"b": 2, "a": 1})
+    assert _fingerprint.same_json({"b": 2, "a": 1}, {"a": 1, "b": 2})
     assert not _fingerprint.same_json({"a": 1}, {"a": 1.0}) and not _fingerprint.same_json([1], [True])
