@@ -48,7 +48,7 @@ def compare(where: str, names: Iterable[str], results: Iterable[Any], wanted: It
         got, want = np.asarray(got), np.asarray(want)
         if got.shape != want.shape:
             raise Different(f"{where}, the output {name!r} has shape {got.shape}, and the program's {want.shape}")
-        floor = np.abs(_wide(want)[np.isfinite(_wide(want))]).max(initial=0.0) if largest else 0.0
+        floor = _below_largest(_wide(want)) if largest else 0.0
         known = floor if measured is None else measured[i] / tolerance + floor
         error = _errors(got, want, tolerance, np.asarray(known))
         while not (error <= tolerance).all() and left:
@@ -58,7 +58,7 @@ def compare(where: str, names: Iterable[str], results: Iterable[Any], wanted: It
         if not (error <= tolerance).all():
             at = np.unravel_index(np.argmax(error), error.shape)
             raise Different(f"{where}, the output {name!r} differs from the program's{_by(got[at], want[at])}, more "
-                            f"than {tolerance:.0e}{' and what rounding explains' if spreads else ''}: {name}"
+                            f"than {tolerance:.2g}{' and what rounding explains' if spreads else ''}: {name}"
                             f"{list(map(int, at)) if at else ''} is {got[at]}, expected {want[at]} "
                             f"({int((error > tolerance).sum())} of {error.size} elements differ)")
         worst = max(worst, float(error.max(initial=0.0)))
@@ -68,6 +68,12 @@ def compare(where: str, names: Iterable[str], results: Iterable[Any], wanted: It
 def _by(got, want) -> str:
     apart = abs(complex(got) - complex(want)) / abs(complex(want)) if want else np.inf
     return f" by {apart:.1e} of its value" if np.isfinite(apart) else ""
+
+
+def _below_largest(x):
+    """Returns by how much the absolute value of each element is below the largest one."""
+    size = np.where(np.isfinite(x), np.abs(x), 0.0)
+    return size.max(initial=0.0) - size
 
 
 def _wide(x):

@@ -412,6 +412,12 @@ def _indexing():
                       _index_columns(vectors, 5))
         yield Program("gather", "vmap", dtype, lambda x, i: jax.vmap(lambda row: row.at[i].get(mode="fill"))(x),
                       _index_columns(rows, 5))
+        windows = {name: (rows["ordinary"], np.array(starts, np.int32), np.resize(rows["ordinary"][::-1], (4, 2)))
+                   for name, starts in {"ordinary": [0, 1, 3, 2], "out-of-range": [-9, 9, 4, -1]}.items()}
+        yield Program("gather", "vmap of windows", dtype, lambda x, i, v: jax.vmap(
+            lambda row, start: lax.dynamic_slice(row, (start,), (2,)))(x, i), windows)
+        yield Program("scatter", "set, vmap of windows", dtype, lambda x, i, v: jax.vmap(
+            lambda row, start, new: lax.dynamic_update_slice(row, new, (start,)))(x, i, v), windows)
 
         for kind in _KINDS:
             if dtype == "bool" and kind in ("add", "mul"):

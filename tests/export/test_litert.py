@@ -289,3 +289,6 @@ def test_a_difference_is_reported(litert, tmp_path):
     with pytest.raises(ValueError, match=r"f.tflite: in LiteRT with usual inputs, the output 'output' differs from "
                                          r"the program's by 1.0e-03 of its value, more than 1e-05"):
         _litert.compare(other, tmp_path / "f.tflite", sizes={"b": 1})
+    with pytest.raises(ValueError, match=r"more than 0\.25"):
+        _litert.compare(linear(jnp.full((3, 2), 1.4)), tmp_path / "f.tflite", sizes={"b": 1},
+                        tolerance=_litert.TOLERANCE["int8"])

@@ -14,6 +14,7 @@ QUICK = {"gather[a window, fill] float32", "gather[rows, clip] int32", "gather[v
          "scatter[add, rows, drop] float32", "scatter[add, elements, clip, index uint32] float32",
          "scatter[max, pairs, drop] float32", "scatter[mul, windows, clip] int32",
          "scatter[set, windows, drop] float32", "scatter[min, elements, drop] bool",
+         "gather[vmap of windows] float32", "scatter[set, vmap of windows] float32",
          "dynamic_slice[index int64] float32"}
 
 

@@ -17,6 +17,7 @@ import pytest
 from servers import Client, request, serving
 
 from fnet import export, models
+from fnet.export.serve._options import Options
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -307,6 +308,11 @@ def test_text(client):
     sampled = [client.json("/v2/models/gpt/generate", {"tokens": [3], "seed": seed, "top_k": 3, "max_tokens": 5})[1]
                for seed in (0, 0, 1, 2, 3)]
     assert sampled[0] == sampled[1] and any(x != sampled[0] for x in sampled)
+
+
+def test_texts_that_have_ended_make_room(client):
+    for _ in range(Options().max_streams + 1):
+        assert client.json("/v2/models/gpt/generate", {"tokens": [3], "max_tokens": 1})[0] == 200
 
 
 @pytest.mark.quick_cases(1)

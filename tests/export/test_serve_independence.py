@@ -13,6 +13,7 @@ from checks import close
 from fnet import export
 from fnet import layers as nn
 from fnet.export import serve
+from fnet.export.serve import _model
 from fnet.export.serve._model import Model
 
 pytest.importorskip("starlette")
@@ -135,6 +136,8 @@ PADDED = {      # name: (function, specs, sizes, the reason or None)
                    {"t": (4, 8), "s": (4,)}, "depends on the padding of s"),
     "tokens": (lambda p, x: jnp.eye(9)[x].mean(1), {"x": ("b, t", "int32")}, {"t": (4,)},
                "depends on the padding of t"),
+    "flags": (lambda p, x: jnp.where(x, p, 0).mean(1), {"x": ("b, t", "bool")}, {"t": (4,)},
+              "depends on the padding of t"),
     "no information": (lambda p, x: 0 * x, {"x": ("b, t",)}, {"t": (4,)}, "shows nothing about the padding of t"),
     "causal": (lambda p, x: x.cumsum(1) * p, {"x": ("b, t",)}, {"t": (4, 8)}, None),
     "lengths": (lambda p, x, n: p * jnp.where(jnp.arange(x.shape[1])[None] < n[:, None], x, 0).sum(1),
@@ -157,6 +160,14 @@ def test_padding_is_tested(name, tmp_path):
     model.warm()
     inputs = model.drawn({**dict.fromkeys(model.variables, 3), "b": 2}, 1.0, 5)
     close(model.compute(model.bound(inputs)), jax.tree.leaves(model.bundle(*inputs)), 1e-6)
+
+
+def test_a_model_keeps_the_latest_programs(tmp_path, monkeypatch):
+    monkeypatch.setattr(_model, "_PROGRAMS", 2)
+    model = model_of(tmp_path, lambda p, x: p * x, {"x": ("b, t",)}, warm=False)
+    for t in (3, 4, 5, 5):
+        model.run([np.ones((1, t), np.float32)])
+    assert [shapes[0][1] for shapes in model._programs] == [4, 5]
 
 
 def test_the_stored_test_is_used(tmp_path):
