@@ -225,6 +225,8 @@ def test_the_kinds_of_numbers():
     assert np.isnan(x).any() and (x == np.inf).any() and (x == -np.inf).any()
     n, = drawn(program(lambda n: n + 1, n=N), "extreme", {"b": 40})
     assert n.min() < -1e9 and n.max() > 1e9 and (np.abs(n) < 10).any()
+    quotients = program(lambda n, d: n // d, n=N, d=N)
+    assert (drawn(quotients, "extreme", {"b": 400})[1] == 0).any() and (drawn(quotients, "usual", {"b": 400})[1]).all()
     flags, = drawn(program(jnp.logical_not, x=S("b", "bool")), "usual", {"b": 40})
     assert flags.any() and not flags.all()
 

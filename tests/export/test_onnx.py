@@ -158,6 +158,29 @@ def test_the_graph(tmp_path):
     assert count == sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
+def test_a_product_of_narrow_integers(tmp_path):
+    f = lambda params, x: jax.lax.dot(x, params, preferred_element_type=np.int32)
+    y = np.full((7, 2), 30_000, np.int16)
+    export.program(f, y, x=export.spec("b, 7", "int16")).onnx(tmp_path / "f.onnx")      # which compares the outputs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_windows_that_are_poolings(dtype, tmp_path):
+    """onnxruntime has poolings of floating-point numbers only."""
+    f = lambda params, x: jax.lax.reduce_window(x, np.zeros((), dtype), jax.lax.add, (1, 3), (1, 2), "SAME")
+    export.program(f, {}, x=export.spec("b, 9", dtype)).onnx(tmp_path / "f.onnx")
+    kinds = [node.op_type for node in onnx.load(tmp_path / "f.onnx").graph.node]
+    assert ("AveragePool" in kinds) == (dtype == "float32")
+
+
+def test_a_softmax_needs_no_search_for_nan(tmp_path):
+    """Its results are NaN without it. Those of a maximum alone are not."""
+    for f, searched in (lambda params, x: jax.nn.softmax(x * 2), False), (lambda params, x: (x * 2).max(1), True):
+        export.program(f, {}, x=export.spec("b, 9")).onnx(tmp_path / "f.onnx")
+        kinds = [node.op_type for node in onnx.load(tmp_path / "f.onnx").graph.node]
+        assert ("IsNaN" in kinds) == searched
+
+
 def test_broadcasts_are_left_to_the_operators(tmp_path):
     f = lambda params, x: jnp.broadcast_to(params[:, None], x.shape) * x
     export.program(f, normal(3), x=export.spec("b, 3, t")).onnx(tmp_path / "f.onnx")

@@ -16,7 +16,7 @@ CHOSEN = {"convert[to int8] float32", "convert[to uint8] float32", "convert[to i
           "scatter[set, distinct, drop] float32", "scatter[add, rows, drop] float32",
           "scatter[max, elements, drop] float32", "scatter[min, rows, drop] float16",
           "gather[elements, fill True] bool", "round[away_from_zero] float32",
-          "power[25] int32", "window_max[padded] float32",
+          "reduce_sum[axes (1,)] int8", "power[25] int32", "window_max[padded] float32",
           "window_select_add[max, overlapping] float32", "jnp relu[] float32", "jnp log of sigmoid[] float32",
           "jnp elu[] float32", "jnp mean of many[(1, 1024, 1024, 1), (1, 2)] float32"}
 # What is wrong still, and why.

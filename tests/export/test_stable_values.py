@@ -40,6 +40,12 @@ def test_numpy_computes_the_same(key):
     assert stable_values.verdict(key, stable_values.by_numpy) == "equal"
 
 
+def test_casts_in_numpy():
+    cast = lambda x, dtype: _interpret._converted(None, None, [(np.dtype(dtype), np.shape(x))], np.array(x))[0].tolist()
+    assert cast(np.float32([1e-40, -0.0, np.nan, 0.5]), "bool") == [False, False, True, True]
+    assert cast(np.float32([300, -300, np.nan, 2.9, np.inf]), "int8") == [127, -128, 0, 2, 127]
+
+
 class Recorded(dict):
     """The options of an operation, which records those that were read."""
 
