@@ -8,7 +8,7 @@ from jax import lax
 
 from fnet import export
 from fnet import layers as nn
-from fnet.export import _examples, _interpret, _onnx_elementwise, _outputs, _sizes
+from fnet.export import _examples, _interpret, _onnx_elementwise, _outputs, _rounding, _sizes
 from fnet.export._choices import choices
 
 pytest.importorskip("onnx")
@@ -236,6 +236,13 @@ def test_sizes():
     assert choices(["h"], ["h >= 1000", "mod(h, 4) == 0"])[0]["h"] >= 1000
     assert choices(["t"], ["t >= 4", "t <= 3"]) == []
     assert choices(["t"], ["t + 1 == 1000"]) == [{"t": 999}]
+
+
+def test_nan_in_some_runs_is_no_agreement():
+    one, nan = np.ones(1, np.float32), np.full(1, np.nan, np.float32)
+    assert _rounding._deviation([nan] * 3) == 0 and _rounding._deviation([one] * 3) == 0
+    for runs in (one, nan, nan), (nan, one, one), (one, one, nan):
+        assert _rounding._deviation(runs) == np.inf
 
 
 def test_a_size_with_a_huge_exponent_is_refused():
