@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import io
 import itertools
+import math
 import os
 import re
 import sys
@@ -161,6 +162,8 @@ def _differing(stable) -> dict[str, list[str]]:
         types = [a[0] if isinstance(a, list) else stable["values"][a][0] for a in (*operands, *results)]
         if operation in _litert_values.DIFFERS and "float32" in types:
             where.setdefault(operation, []).append(path or "the top level")
+        if any(isinstance(a, list) and a[1] == 0 and math.copysign(1, a[1].real) < 0 for a in operands):
+            where.setdefault("-0.0", []).append(path or "the top level")
     return where
 
 

@@ -7,9 +7,11 @@ NaN in a maximum, and shift integers modulo the number of their bits.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -30,6 +32,8 @@ DIFFERS = {
     "lgamma": "the absolute error near 1 and 2 is 1e-6",
     **dict.fromkeys(("reduce_sum", "reduce_prod", "cumsum", "cumprod", "window_sum"),
                     "elements are combined in another order, so other sums overflow"),
+    "convolution": "a result beyond 3.4e38 is 3.4e38 instead of infinite",
+    "-0.0": "an array of this constant alone becomes 0.0",
 }
 
 
@@ -216,6 +220,32 @@ def _convert(run, options, types, x):
     return _rebuild.OPERATIONS["convert"](run, options, types, x)
 
 
+def _combined(name: str) -> Callable:
+    """LiteRT does not combine unsigned integers over a window or an axis. Their sums and products have the bits of the
+    signed ones."""
+    def combined(run, options, types, x, *start):
+        combine = _rebuild.OPERATIONS[name]
+        if x.dtype != jnp.uint32:
+            return combine(run, options, types, x, *start)
+        signed = [jnp.asarray(each).astype(jnp.int32) for each in (x, *start)]
+        return combine(run, options, [("int32", types[0][1])], *signed).astype(jnp.uint32)
+    return combined
+
+
+def _pad(run, options, types, x, value):
+    """LiteRT pads with 0.0 instead of a computed -0.0, and its converter ends the process if it crops a constant to
+    nothing."""
+    padded = functools.partial(_rebuild.OPERATIONS["pad"], run, options)
+    with jax.ensure_compile_time_eval():
+        inside = np.asarray(padded([("bool", types[0][1])], np.ones(x.shape, np.bool_), np.zeros((), np.bool_)))
+    if not inside.any():
+        return jnp.broadcast_to(value, inside.shape)
+    y = padded(types, x, value)
+    if y.dtype != jnp.float32 or not isinstance(value, jax.core.Tracer):
+        return y
+    return _choose(inside, y, jnp.broadcast_to(value, y.shape))
+
+
 def _position(name: str) -> Callable:
     """The first NaN, if there is one. LiteRT ignores NaN, and has no indices of fewer or more than 32 bits."""
     def position(run, options, types, x):
@@ -240,5 +270,6 @@ OPERATIONS: dict[str, Callable] = {
         "shift_right_logical": _shifted(_shift_right_logical, lambda x: _number(x, 0)),
         "shift_right_arithmetic": _shifted(lax.shift_right_arithmetic, lambda x: lax.shift_right_arithmetic(
             x, jnp.full(x.shape, 8 * x.dtype.itemsize - 1, x.dtype)))}.items()},
-    "convert": _convert, "argmax": _position("argmax"), "argmin": _position("argmin"),
+    **{name: _combined(name) for name in ("cumsum", "cumprod", "window_sum")},
+    "convert": _convert, "pad": _pad, "argmax": _position("argmax"), "argmin": _position("argmin"),
 }

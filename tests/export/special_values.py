@@ -721,6 +721,8 @@ def outcome(target: str, program: Program, column: str) -> Outcome:
         except NotImplementedError as error:
             return _refused(program, column, error)
         except Exception as error:
+            if "expected a number of at least 1 for" in str(error):      # sizes of 0, named
+                return Outcome(REFUSED, str(error))
             return Outcome(WRONG, f"fails at export: {type(error).__name__}: {str(error)[:200]}")
         try:
             results = run(*map(np.asarray, program.columns[column]))

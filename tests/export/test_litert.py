@@ -273,6 +273,26 @@ def test_special_values_of_pairs(litert, tmp_path):
         assert stable_values.judged(got, want) == ""
 
 
+def test_sums_of_unsigned_integers_and_pads_of_negative_zeros(litert, tmp_path):
+    """LiteRT has no sums over windows and axes of uint32, and pads with 0.0 in place of -0.0."""
+    def f(params, x0, x1, x2):
+        rows = jax.lax.reduce_window(x0, np.uint32(0), jax.lax.add, (2, 2), (1, 1), ((1, 1), (0, 1)))
+        return [rows, jnp.cumsum(x0, 1), jnp.cumprod(x0, 0), jax.lax.pad(x1, x2, ((1, 0, 0), (-1, 2, 1))),
+                jax.lax.pad(x1, x2, ((3, -3, 0), (0, 0, 0))),
+                jax.lax.pad(x1, np.float32(1), ((1, 1, 0),) * 2),
+                jnp.where(jax.lax.pad(jnp.ones((2, 3), bool), np.False_, ((3, -3, 0), (0, 0, 0))), x1, 0)]
+
+    x0 = np.array([[1, 2**31, 2**32 - 1], [7, 2**32 - 3, 2**16 + 1]], np.uint32)
+    x1 = np.array([[1, -0.0, np.nan], [np.inf, 0.0, -2]], np.float32)
+    export.program(f, {}, x0=export.spec("2, 3", "uint32"), x1=export.spec("2, 3"), x2=export.spec("")).litert(
+        tmp_path / "f", check=False)
+    for x2 in np.float32(-0.0), np.float32(0.0), np.float32(np.nan), np.float32(3):
+        wanted = f({}, *map(jnp.asarray, (x0, x1, x2)))
+        for got, want in zip(run(tmp_path / "f", x0, x1, x2), wanted, strict=True):
+            np.testing.assert_array_equal(got, want)
+            assert got.dtype.kind == "u" or not (np.signbit(got) ^ np.signbit(want))[want == 0].any()
+
+
 def test_a_warning_of_other_values(litert, tmp_path):
     def f(params, x):
         with jax.named_scope("head"):
@@ -281,6 +301,8 @@ def test_a_warning_of_other_values(litert, tmp_path):
     with pytest.warns(UserWarning, match=r"values for special numbers. exp at 'head' and 1 more: exp\(NaN\) is 0, "
                                          r"and results above 2.4e38 are infinite; max at 'head': NaN is ignored"):
         export.program(f, {}, x=export.spec("3")).litert(tmp_path / "f")
+    with pytest.warns(UserWarning, match=r"special numbers. -0.0 at 'the top level': an array of this constant alone"):
+        export.program(lambda params, x: jnp.where(x > 1, x, -0.0), {}, x=export.spec("3")).litert(tmp_path / "f")
 
 
 def test_a_difference_is_reported(litert, tmp_path):
