@@ -763,7 +763,8 @@ def _refused(program, column, error) -> Outcome:
         names = set()
     stable = {name.replace("reduce_window_", "window_").replace("dot_general", "dot") for name in names}
     known = names | stable | {program.operation, "concatenate", "select", "power", "convert", "convolution", "scatter",
-                              "scatter_apply", "broadcast", "size", "reverse", "complex", "window_select_add"}
+                              "scatter_apply", "broadcast", "size", "reverse", "complex", "window_select_add",
+                              "mul"}    # of a square
     if any(repr(name) in text or f" {name} " in text for name in known) or "complex" in text or "bfloat16" in text or (
             "stablehlo." in text or "chlo." in text):
         return Outcome(REFUSED, text)
