@@ -1,10 +1,9 @@
 """Writes programs as LiteRT models, and compares the outputs of LiteRT's interpreter with those of the program.
 
-The package litert-converter converts StableHLO to LiteRT. litert-converter has no public API, so only `_converted`
-calls it. litert-converter does not support loops, and supports symbolic sizes in only some operations. Therefore a
-program is converted with fixed sizes and with unrolled scans. The conversion starts from a JSON description of the
-program (see `jaxpr.stable`). For each choice of sizes, the LiteRT model contains one signature, that is, a function
-that can be called.
+The package litert-converter converts StableHLO to LiteRT (see `_litert_converter`). It does not support loops, and
+supports symbolic sizes in only some operations. Therefore a program is converted with fixed sizes and with unrolled
+scans. The conversion starts from a JSON description of the program (see `jaxpr.stable`). For each choice of sizes, the
+LiteRT model contains one signature, that is, a function that can be called.
 """
 
 from __future__ import annotations
@@ -13,9 +12,11 @@ import contextlib
 import hashlib
 import io
 import itertools
+import json
 import math
 import os
 import re
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
@@ -28,15 +29,21 @@ import numpy as np
 from jax import export
 
 from fnet import jaxpr
-from fnet.export import _examples, _litert_indices, _litert_values, _outputs, _rebuild, _rounding, _signature
+from fnet.export import (
+    _examples,
+    _litert_converter,
+    _litert_indices,
+    _litert_values,
+    _outputs,
+    _rebuild,
+    _rounding,
+    _signature,
+)
 from fnet.export._litert_values import Unsupported
 from fnet.export._tree import described_leaves, size_variables
 
 TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "int8": 0.25}    # of the largest element
 _PACKAGES = "litert-converter, ai-edge-litert and ai-edge-quantizer"
-_PASSES = ("builtin.module(vhlo-legalize-stablehlo,reconcile-unrealized-casts,"
-           "func.func(stablehlo-legalize-composite-to-call),inline,strip-debuginfo)")
-_CONSTANT = "stablehlo.constant"
 _LARGE = 2_000_000_000      # bytes of a file above which its flatbuffer does not contain the weights
 _SMALLEST = 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 224, 256
 
@@ -62,18 +69,17 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict",
     if entry not in program.entries:
         raise ValueError(f"Program.litert: there is no entry point {entry!r}; there are {', '.join(program.entries)}")
     signatures = _signatures(program.entries[entry], entry, sizes)
-    packages = _packages()
+    _interpreter()
     traced = program.entries[entry]
     stable, constants = jaxpr.stable(traced.closed)
     _check_dtypes(stable)
     weights = [np.asarray(program.weights[name]) for name in traced.weights]
     try:
-        data = _converted(packages, [
-            (name, _lowered(stable, constants, weights, chosen), described_leaves(traced.inputs),
-             described_leaves([("output", traced.output)])) for name, chosen in signatures.items()])
-        _load(packages, model_content=data)
+        outputs = [("output", traced.output)]
+        data = _converted([(name, _lowered(stable, constants, weights, chosen), _names(traced.inputs), _names(outputs))
+                           for name, chosen in signatures.items()])
     except Unsupported as error:
-        raise _named(packages, stable, next(iter(signatures.values())), error) from None
+        raise _named(stable, next(iter(signatures.values())), error) from None
     _warn(stable)
     if dtype != "float32":
         data = _quantized(data, dtype)
@@ -86,18 +92,8 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict",
             compare(program, path, entry, chosen, signature=name, tolerance=TOLERANCE[dtype])
 
 
-def _load(packages, **model):
-    try:
-        interpreter = packages["interpreter"].Interpreter(num_threads=1, **model)
-        for name in interpreter.get_signature_list():
-            runner = interpreter.get_signature_runner(name)
-            outputs = runner.get_output_details().values()
-            inputs = runner.get_input_details()
-            if any(0 in each["shape"] for each in (*inputs.values(), *outputs)):    # some operators need elements
-                runner(**{key: np.zeros(each["shape"], each["dtype"]) for key, each in inputs.items()})
-    except (RuntimeError, ValueError) as error:
-        raise Unsupported(f"LiteRT: the interpreter cannot run this model: {str(error).splitlines()[0]}") from None
-    return interpreter
+def _names(tree) -> list[str]:
+    return [name for name, _ in described_leaves(tree)]
 
 
 def _check_dtypes(stable) -> None:
@@ -119,7 +115,7 @@ def _equations(body) -> Iterable[list]:
         yield equation
 
 
-def _named(packages, stable, sizes, error) -> Unsupported:
+def _named(stable, sizes, error) -> Unsupported:
     """Names the operation that cannot be converted or run, which the error of the converter often does not. Converts
     each kind of operation alone."""
     tried = set()
@@ -132,11 +128,9 @@ def _named(packages, stable, sizes, error) -> Unsupported:
         inputs = list(dict.fromkeys(a for a in operands if not isinstance(a, list)))
         alone = {"values": stable["values"], "constants": [], "inputs": inputs, "equations": [equation],
                  "outputs": results}
-        leaves = lambda ids, name: [(f"{name}{i}", None) for i in range(len(ids))]
         try:
-            data = _converted(packages, [("f", _lowered(alone, [], [], sizes), leaves(inputs, "x"),
-                                          leaves(results, "y"))])
-            _load(packages, model_content=data)
+            _converted([("f", _lowered(alone, [], [], sizes), [f"x{i}" for i in range(len(inputs))],
+                         [f"y{i}" for i in range(len(results))])])
         except Unsupported as why:
             return Unsupported(f"LiteRT: the operation {operation!r} at {path or 'the top level'!r} is not supported: "
                                f"{str(why).removeprefix('LiteRT: ')}")
@@ -213,8 +207,8 @@ def compare(program: Any, path: str | os.PathLike, entry: str = "predict", sizes
 
 
 def _run(path, signature, traced, inputs) -> dict[str, np.ndarray]:
-    runner = _load(_packages(), model_path=str(path)).get_signature_runner(signature)
     try:
+        runner = _interpreter()(str(path), num_threads=1).get_signature_runner(signature)
         known = runner.get_input_details()
         return runner(**{name: np.asarray(x) for (name, _), x in zip(described_leaves(traced.inputs), inputs)
                          if name in known})
@@ -222,19 +216,18 @@ def _run(path, signature, traced, inputs) -> dict[str, np.ndarray]:
         raise Unsupported(f"LiteRT: the interpreter cannot run this model: {str(error).splitlines()[0]}") from None
 
 
-def _packages() -> dict[str, Any]:
-    """Imports the modules of LiteRT, and returns them as {name: module}."""
+def _interpreter() -> Any:
+    """Imports the packages of LiteRT, and returns the class of its interpreter."""
     try:
         import ai_edge_quantizer  # noqa: F401
-        from ai_edge_litert import interpreter
-        from litert_converter.mlir import ir, passmanager
-        from litert_converter.mlir._mlir_libs import converter_api_ext
+        from ai_edge_litert.interpreter import Interpreter
+        from litert_converter import mlir  # noqa: F401
     except ImportError as error:
         version = ".".join(map(str, sys.version_info[:2]))
         raise ImportError(f"LiteRT needs the packages {_PACKAGES}: pip install 'fnet[litert]', then pip install "
                           "--no-deps litert-converter==0.5.0. They exist for some versions of Python and systems alone"
                           f"; this is Python {version} on {sys.platform} ({error})") from None
-    return {"interpreter": interpreter, "ir": ir, "passes": passmanager, "api": converter_api_ext}
+    return Interpreter
 
 
 def _signatures(traced, entry, sizes) -> dict[str, dict[str, int]]:
@@ -321,31 +314,22 @@ _OPERATIONS = {**_litert_values.OPERATIONS, **_litert_indices.OPERATIONS, "scan"
                "convolution": _convolution}
 
 
-def _converted(packages, signatures) -> bytes:
+def _converted(signatures) -> bytes:
     """Converts signatures (functions) to one LiteRT model, and returns its bytes. Each signature is a tuple (name,
-    program as StableHLO, inputs, outputs)."""
-    ir, api = packages["ir"], packages["api"]
-    context = ir.Context()
-    api.prepare_mlir_context(context)
-    with context, ir.Location.unknown():
-        modules, module = [], None
-        try:
-            for name, program, inputs, outputs in signatures:
-                module = ir.Module.parse(program)
-                packages["passes"].PassManager.parse(_PASSES).run(module.operation)
-                api.set_signature(module.operation, signature_name=name, input_names=[n for n, _ in inputs],
-                                  output_names=[n for n, _ in outputs])
-                modules.append(module)
-            module = api.merge_modules(modules)
-            config = api.ConvertToTFLConfig()
-            config.canonicalizing_inf_as_min_max_float = False
-            api.run_convert_to_tfl_passes(module, packages["passes"].PassManager(), config)
-            return api.export_flatbuffer_to_bytes(getattr(module, "operation", module))
-        except Exception as error:      # the converter raises errors of several types
-            remaining = sorted(set(re.findall(r"\b(?:stablehlo|chlo)\.\w+", str(module))) - {_CONSTANT})
-            which = f"the operations {', '.join(remaining)} are" if remaining else "an operation is"
-            raise Unsupported(f"LiteRT: {which} not supported by litert-converter, so this program cannot be "
-                              f"converted: {str(error).strip().rstrip(':') or type(error).__name__}") from None
+    program as StableHLO, names of inputs, names of outputs).
+
+    Converts and tries the model in another process, because for some programs that they do not support, the converter
+    and the interpreter end their process."""
+    header = [(name, len(program), inputs, outputs) for name, program, inputs, outputs in signatures]
+    data = b"\n".join([json.dumps(header).encode(), b"".join(program for _, program, _, _ in signatures)])
+    done = subprocess.run([sys.executable, "-P", _litert_converter.__file__], input=data, capture_output=True)
+    if done.returncode == 0:
+        return done.stdout
+    if done.returncode == _litert_converter.REFUSED:
+        why = done.stdout.decode()
+    else:
+        why = f"the process that converts and tries the model ended with status {done.returncode}"
+    raise Unsupported(f"LiteRT: {why}")
 
 
 def _quantized(data: bytes, dtype: str) -> bytes:

@@ -234,6 +234,20 @@ def test_operations_that_are_not_supported(litert, tmp_path):
             export.program(lambda params, x, f=f: f(x), {}, x=export.spec("3")).litert(tmp_path / "f.tflite")
 
 
+def test_a_program_for_which_the_interpreter_ends_its_process(litert, tmp_path):
+    types = dict.fromkeys("xy", export.spec("2, 0", "uint8"))
+    with pytest.raises(NotImplementedError, match="LiteRT: the operation 'eq' at 'the top level' is not supported: the "
+                                                  "process that converts and tries the model ended with status -6"):
+        export.program(lambda params, x, y: x == y, {}, **types).litert(tmp_path / "f.tflite")
+    assert not (tmp_path / "f.tflite").exists()
+
+
+def test_a_program_that_fails_only_when_it_runs(litert, tmp_path):
+    f = lambda params, x: jax.lax.reduce_window(x, np.uint16(0), jax.lax.add, (2,), (1,), "VALID")
+    with pytest.raises(NotImplementedError, match="'window_sum' at 'the top level' is not supported"):
+        export.program(f, {}, x=export.spec("5", "uint16")).litert(tmp_path / "f.tflite", check=False)
+
+
 SPECIAL = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-20, -1e-8, 1e-5, 0.3, -0.7, 1 - 2**-24, 1, -1, 1.5, 2.5, -20,
                     88.5, 127.7, 1e9, -1e20, 3.4e38, -3.4e38], np.float32)
 FUNCTIONS = ("neg sign log log1p expm1 exp2 sinh cosh asinh acosh atanh sqrt rsqrt cbrt abs floor ceil is_finite atan "
