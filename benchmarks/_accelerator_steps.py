@@ -35,17 +35,27 @@ class Size:
     @property
     def parameters(self) -> int:
         """The number of the GPT's parameters that are operands of matrix products."""
-        return 12 * self.gpt.depth * self.gpt.width ** 2 + self.gpt.vocab * self.gpt.width
+        return 12 * self.gpt.depth * self.gpt.width**2 + self.gpt.vocab * self.gpt.width
 
 
-LARGE = Size(spec.GPT(8, 1024, 768, 12, 12, 50257, True),
-             spec.ResNet(128, 224, (3, 4, 6, 3), 64, True, True, 1000), models.Decoder.preset("smollm-135m"), 2048)
-SMALL = Size(spec.GPT(2, 512, 128, 4, 2, 1003, True), spec.ResNet(8, 64, (1, 1, 1, 1), 64, True, True, 100),
-             models.Decoder(1024, 128, 4, 4, 2, 256, context=256, tied=True), 256)
+LARGE = Size(
+    spec.GPT(8, 1024, 768, 12, 12, 50257, True),
+    spec.ResNet(128, 224, (3, 4, 6, 3), 64, True, True, 1000),
+    models.Decoder.preset("smollm-135m"),
+    2048,
+)
+SMALL = Size(
+    spec.GPT(2, 512, 128, 4, 2, 1003, True),
+    spec.ResNet(8, 64, (1, 1, 1, 1), 64, True, True, 100),
+    models.Decoder(1024, 128, 4, 4, 2, 256, context=256, tied=True),
+    256,
+)
 
 
 def _policy(form):
-    return hardware.Policy(compute="bfloat16", residual="bfloat16" if "residual" in form else "float32")
+    return hardware.Policy(
+        compute="bfloat16", residual="bfloat16" if "residual" in form else "float32"
+    )
 
 
 def gpt(form, size, platform):
@@ -74,7 +84,11 @@ def gpt(form, size, platform):
 
         gradient = ft.autocast(jax.value_and_grad(loss), _policy(form))
     tx = optax.adamw(6e-4)
-    return (_handwritten.train_step(gradient, tx), (0, 1), (params, jax.eval_shape(tx.init, params), tokens))
+    return (
+        _handwritten.train_step(gradient, tx),
+        (0, 1),
+        (params, jax.eval_shape(tx.init, params), tokens),
+    )
 
 
 def resnet(form, size, platform):
@@ -86,12 +100,15 @@ def resnet(form, size, platform):
 
         def loss(params, state, x, y):
             logits, state = apply((params, state), x)
-            return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), y).mean(), state
+            return optax.softmax_cross_entropy_with_integer_labels(
+                logits.astype(jnp.float32), y
+            ).mean(), state
     else:
         model = models.ResNet(w.depths, bottleneck=w.bottleneck, classes=w.classes, width=w.width)
         params, state = jax.eval_shape(model.init, jax.random.key(0), images)
         loss = functools.partial(_handwritten.resnet_loss, depths=w.depths)
         if form.startswith("fnet"):
+
             def loss(params, state, x, y):
                 logits, state = model(params, x, state=state, train=True)
                 return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), state
@@ -117,22 +134,32 @@ def _flax(form, workload, x):
         model = _linen.MODELS[type(workload)](workload, jnp.bfloat16, **options)
         found = jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), x)
         if "batch_stats" not in found:
-            return found["params"], lambda params, x: (model.apply({"params": params}, x, True), None)
+            return found["params"], lambda params, x: (
+                model.apply({"params": params}, x, True),
+                None,
+            )
 
         def apply(variables, x):
-            logits, new = model.apply({"params": variables[0], "batch_stats": variables[1]}, x, True,
-                                      mutable=["batch_stats"])
+            logits, new = model.apply(
+                {"params": variables[0], "batch_stats": variables[1]},
+                x,
+                True,
+                mutable=["batch_stats"],
+            )
             return logits, new["batch_stats"]
 
         return (found["params"], found["batch_stats"]), apply
-    module = nnx.eval_shape(lambda: _nnx.MODELS[type(workload)](workload, dtype=jnp.bfloat16, rngs=nnx.Rngs(0),
-                                                                **options))
+    module = nnx.eval_shape(
+        lambda: _nnx.MODELS[type(workload)](
+            workload, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), **options
+        )
+    )
     graph, params, stats, rest = nnx.split(module, nnx.Param, nnx.BatchStat, ...)
     if not jax.tree.leaves(stats):
         return params, lambda params, x: (nnx.merge(graph, params, stats, rest)(x), None)
 
     def apply(variables, x):
-        module = nnx.merge(graph, *variables, rest, copy=True)    # updated in this trace
+        module = nnx.merge(graph, *variables, rest, copy=True)  # updated in this trace
         return module(x), nnx.state(module, nnx.BatchStat)
 
     return (params, stats), apply
@@ -142,13 +169,25 @@ def decode(form, size, platform, *, batch=1):
     """Greedy decoding of one token, as in `models.generate`, with bfloat16 parameters."""
     model = size.llama
     if form == "hand":
-        return _handwritten.decode(model.vocab_size, model.width, model.depth, model.heads, model.kv_heads,
-                                   model.hidden, batch, size.capacity)
+        return _handwritten.decode(
+            model.vocab_size,
+            model.width,
+            model.depth,
+            model.heads,
+            model.kv_heads,
+            model.hidden,
+            batch,
+            size.capacity,
+        )
     tokens = jax.ShapeDtypeStruct((batch, size.capacity), jnp.int32)
-    params, _ = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 8), jnp.int32))
+    params, _ = jax.eval_shape(
+        model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    )
     # `generate` converts model and parameters once, before its loop.
-    model, params = dataclasses.replace(model, stacked=False), jax.eval_shape(
-        lambda params: _generate.prepared(model, params, jnp.bfloat16)[1], params)
+    model, params = (
+        dataclasses.replace(model, stacked=False),
+        jax.eval_shape(lambda params: _generate.prepared(model, params, jnp.bfloat16)[1], params),
+    )
     cache = jax.eval_shape(lambda params: _generate.empty_cache(model, params, tokens), params)
 
     def step(params, token, cache):

@@ -27,7 +27,9 @@ def seconds(run, *, budget=1.0, repeats=5) -> float:
     return min(timeit.repeat(run, number=number, repeat=repeats)) / number
 
 
-def main(module: str, peers: dict, *, unit: str, scale: float, rounds: int = 5, base: str | None = None) -> dict:
+def main(
+    module: str, peers: dict, *, unit: str, scale: float, rounds: int = 5, base: str | None = None
+) -> dict:
     """Runs every peer once in each round, each peer in its own process. Prints a table and returns {name: median}.
 
     Args:
@@ -41,26 +43,49 @@ def main(module: str, peers: dict, *, unit: str, scale: float, rounds: int = 5, 
         return {}
     environment = {"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")}
     with contextlib.ExitStack() as alive:
-        live = [alive.enter_context(Live(name, [sys.executable, "-m", module, name], environment)) for name in peers]
+        live = [
+            alive.enter_context(Live(name, [sys.executable, "-m", module, name], environment))
+            for name in peers
+        ]
         figures = turns(live, rounds=rounds, budget=0)
     print(header(" ".join(["python -m", module, *sys.argv[1:]]), rounds, allocator="default"))
     print(table(figures, unit=unit, scale=scale, bases=[base or list(peers)[-1]]))
     return {name: statistics.median(values) for name, values in figures.items()}
 
 
-def table(figures: dict[str, list[float]], *, unit: str, scale: float, bases: list[str],
-          more: dict | None = None) -> str:
+def table(
+    figures: dict[str, list[float]],
+    *,
+    unit: str,
+    scale: float,
+    bases: list[str],
+    more: dict | None = None,
+) -> str:
     """Returns a table with a line for each peer: median, min and max over the rounds, ratios to the peers in `bases`,
     and the columns in `more`.
 
     A ratio is the median, over the rounds, of the ratio of two peers' times in the same round.
     """
-    columns = ["peer", f"median {unit}", "min", "max", *(f"ratio to {base}" for base in bases), *(more or {})]
+    columns = [
+        "peer",
+        f"median {unit}",
+        "min",
+        "max",
+        *(f"ratio to {base}" for base in bases),
+        *(more or {}),
+    ]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for name, values in figures.items():
         ratios = (statistics.median(a / b for a, b in zip(values, figures[base])) for base in bases)
-        cells = [name, *(f"{figure * scale:.3g}" for figure in (statistics.median(values), min(values), max(values))),
-                 *(f"{ratio:.2f}" for ratio in ratios), *(column[name] for column in (more or {}).values())]
+        cells = [
+            name,
+            *(
+                f"{figure * scale:.3g}"
+                for figure in (statistics.median(values), min(values), max(values))
+            ),
+            *(f"{ratio:.2f}" for ratio in ratios),
+            *(column[name] for column in (more or {}).values()),
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -75,15 +100,20 @@ def header(command: str, rounds: int, packages: tuple[str, ...] = (), allocator:
         try:
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
-            pass    # a library that is not installed is not in the table
-    return (f"`{command}`, {datetime.date.today()}, {rounds} rounds, {len(os.sched_getaffinity(0))} cores of {_cpu()}, "
-            f"Python {platform.python_version()}, {', '.join(versions)}"
-            + f", allocator: {allocator}" * bool(allocator) + "\n")
+            pass  # a library that is not installed is not in the table
+    return (
+        f"`{command}`, {datetime.date.today()}, {rounds} rounds, {len(os.sched_getaffinity(0))} cores of {_cpu()}, "
+        f"Python {platform.python_version()}, {', '.join(versions)}"
+        + f", allocator: {allocator}" * bool(allocator)
+        + "\n"
+    )
 
 
 def _cpu() -> str:
     try:
         with open("/proc/cpuinfo") as lines:
-            return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+            return next(
+                line.split(":")[1].strip() for line in lines if line.startswith("model name")
+            )
     except (OSError, StopIteration):
         return platform.processor() or "an unknown CPU"

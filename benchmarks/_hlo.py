@@ -12,12 +12,32 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "token": 0, **{f"f8{kind}": 1 for kind in ("e4m3fn", "e5m2")},
-         **{f"{kind}{bits}": bits // 8 for kind in "suf" for bits in (8, 16, 32, 64)}}
+SIZES = {
+    "pred": 1,
+    "s4": 0.5,
+    "u4": 0.5,
+    "bf16": 2,
+    "token": 0,
+    **{f"f8{kind}": 1 for kind in ("e4m3fn", "e5m2")},
+    **{f"{kind}{bits}": bits // 8 for kind in "suf" for bits in (8, 16, 32, 64)},
+}
 _ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16|f8\w+|token)\[([\d,]*)\](\{[^}]*\})?")
-_NO_KERNEL = frozenset((
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota",
-    "async-start", "async-update", "async-done", "opt-barrier"))
+_NO_KERNEL = frozenset(
+    (
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "iota",
+        "async-start",
+        "async-update",
+        "async-done",
+        "opt-barrier",
+    )
+)
 _SLICES = ("dynamic-slice", "slice", "gather")
 _DONE = ("copy-done", "slice-done", "dynamic-slice-done", "dynamic-update-slice-done")
 
@@ -48,13 +68,21 @@ class Operation:
         name, rest = line.strip().removeprefix("ROOT ").split(" = ", 1)
         self.name = name.lstrip("%")
         end = _closing(rest, 0) + 1 if rest[0] == "(" else rest.index(" ")
-        self.arrays = [Array(dtype, tuple(map(int, filter(None, shape.split(",")))), layout or "")
-                       for dtype, shape, layout in _ARRAY.findall(rest[:end])]
+        self.arrays = [
+            Array(dtype, tuple(map(int, filter(None, shape.split(",")))), layout or "")
+            for dtype, shape, layout in _ARRAY.findall(rest[:end])
+        ]
         rest = rest[end:].lstrip()
         opening = rest.index("(")
         closing = _closing(rest, opening)
-        self.code, self.inner, self.attributes = rest[:opening], rest[opening + 1:closing], rest[closing + 1:]
-        self.operands = [] if self.code in ("constant", "parameter") else re.findall(r"%([\w.\-]+)", self.inner)
+        self.code, self.inner, self.attributes = (
+            rest[:opening],
+            rest[opening + 1 : closing],
+            rest[closing + 1 :],
+        )
+        self.operands = (
+            [] if self.code in ("constant", "parameter") else re.findall(r"%([\w.\-]+)", self.inner)
+        )
 
     def attribute(self, key: str) -> str:
         found = re.search(rf"\b{key}=%?\"?([\w.\-$]+)", self.attributes)
@@ -106,7 +134,7 @@ def _closing(text, opening):
         depth += (text[i] in "([{") - (text[i] in ")]}")
         if not depth:
             return i
-    raise ValueError(f"no closing bracket: {text[opening:opening + 100]}")
+    raise ValueError(f"no closing bracket: {text[opening : opening + 100]}")
 
 
 def parse(text: str) -> tuple[dict[str, dict[str, Operation]], str]:
@@ -117,7 +145,7 @@ def parse(text: str) -> tuple[dict[str, dict[str, Operation]], str]:
             name = re.match(r"(?:ENTRY )?%?([\w.\-]+)", line)[1]
             current = computations[name] = {}
             entry = name if line.startswith("ENTRY") else entry
-        elif line.rstrip() == "}":    # the attributes of a kernel may have several lines
+        elif line.rstrip() == "}":  # the attributes of a kernel may have several lines
             current = None
         elif current is not None and re.match(r"\s+(ROOT )?%?[\w.\-]+ = ", line):
             operation = Operation(line)
@@ -150,11 +178,14 @@ def _walk(computations, name, times) -> Iterator:
 
 
 def _iterations(computations, operation) -> int:
-    if found := re.search(r'known_trip_count\D*(\d+)', operation.attributes):
+    if found := re.search(r"known_trip_count\D*(\d+)", operation.attributes):
         return int(found[1])
     condition = computations[operation.attribute("condition")].values()
-    bounds = [int(each.inner) for each in condition
-              if each.code == "constant" and each.inner.isdigit() and each.arrays[0].dtype == "s32"]
+    bounds = [
+        int(each.inner)
+        for each in condition
+        if each.code == "constant" and each.inner.isdigit() and each.arrays[0].dtype == "s32"
+    ]
     return max(bounds, default=1)
 
 
@@ -176,17 +207,41 @@ def _kernel(computations, computation, operation, times) -> Kernel:
     kind, called = _called(computation, operation)
     found = re.search(r'"estimated_cycles":"?(\d+)', operation.attributes)
     scope = re.search(r'op_name="([^"]*)"', operation.attributes)
-    return Kernel(operation.name, kind or ("product" if products else _kind(operation, codes)), times,
-                  sum(_traffic(computations, computation, operation)), (*products, *called),
-                  int(found[1]) if found else 0, scope[1] if scope else "", operation.target)
+    return Kernel(
+        operation.name,
+        kind or ("product" if products else _kind(operation, codes)),
+        times,
+        sum(_traffic(computations, computation, operation)),
+        (*products, *called),
+        int(found[1]) if found else 0,
+        scope[1] if scope else "",
+        operation.target,
+    )
 
 
 def _kind(operation, codes) -> str:
     """Returns the kind of a kernel without products, such as "cast" if it only converts values, and "copy" if it only
     moves and converts values."""
-    idle = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "reshape", "broadcast", "fusion"}
+    idle = {
+        "parameter",
+        "constant",
+        "bitcast",
+        "tuple",
+        "get-tuple-element",
+        "reshape",
+        "broadcast",
+        "fusion",
+    }
     work = codes - idle
-    if work and work <= {"copy", "transpose", "convert", "copy-start", "copy-done", "slice", "concatenate"}:
+    if work and work <= {
+        "copy",
+        "transpose",
+        "convert",
+        "copy-start",
+        "copy-done",
+        "slice",
+        "concatenate",
+    }:
         return "cast" if work == {"convert"} else "copy"
     if operation.code == "broadcast" or (not work and "broadcast" in codes):
         return "fill"
@@ -200,15 +255,20 @@ def _called(computation, operation) -> tuple[str, list[Product]]:
     """Returns (kind, products) for a call of a library or of an attention kernel in Pallas, and ("", []) for all other
     operations."""
     target = operation.target
-    arrays = [computation[name].arrays[0] for name in operation.operands if computation[name].arrays]
+    arrays = [
+        computation[name].arrays[0] for name in operation.operands if computation[name].arrays
+    ]
     if "cublas" in target:
         contracted = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', operation.attributes)
         summed = arrays[0].shape[int(contracted[1])] if contracted else 0
-        return "product", [_described(2 * math.prod(operation.arrays[0].shape) * summed, *arrays[:2],
-                                      operation.arrays[0])]
+        return "product", [
+            _described(
+                2 * math.prod(operation.arrays[0].shape) * summed, *arrays[:2], operation.arrays[0]
+            )
+        ]
     if "cudnn" in target and "onv" in target:
         labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", operation.attributes)
-        cotangent, kernel = operation.arrays[0], arrays[1]    # for a forward convolution
+        cotangent, kernel = operation.arrays[0], arrays[1]  # for a forward convolution
         if "BackwardFilter" in target:
             cotangent, kernel = arrays[1], operation.arrays[0]
         elif "BackwardInput" in target:
@@ -218,12 +278,16 @@ def _called(computation, operation) -> tuple[str, list[Product]]:
         return "product", [_described(flops, *arrays[:2], operation.arrays[0])]
     name = operation.attribute("op_name") + operation.name + operation.attributes
     if "fmha" in target or (operation.code == "custom-call" and "splash" in name):
-        heads = next((array for array in arrays if len(array.shape) >= 4), None)    # [batch, heads, time, head_dim]
+        heads = next(
+            (array for array in arrays if len(array.shape) >= 4), None
+        )  # [batch, heads, time, head_dim]
         if heads is None:
             heads = max(arrays, key=lambda array: array.bytes)
         backward = any(each in name for each in ("Backward", "bwd", "dkv", "_dq"))
         time = max(sorted(heads.shape)[-2:]) if len(heads.shape) < 4 else max(heads.shape[1:3])
-        flops = 2 * math.prod(heads.shape) * time * (2.5 if backward else 1)    # causal, so half of 4 b h t² d
+        flops = (
+            2 * math.prod(heads.shape) * time * (2.5 if backward else 1)
+        )  # causal, so half of 4 b h t² d
         return "attention", [_described(flops, heads, heads, operation.arrays[0])]
     return "", []
 
@@ -256,13 +320,22 @@ def _useful(operation, labels, left, right, out) -> float:
 
     fraction = 1.0
     for axis in range(axes):
-        size, window_size, count = (array.shape[labels[i].index(str(axis))]
-                                    for i, array in ((1, left), (2, right), (3, out)))
-        stride, dilation, window_dilation = (int(read(key, 1)[axis]) for key in ("stride", "lhs_dilate", "rhs_dilate"))
+        size, window_size, count = (
+            array.shape[labels[i].index(str(axis))]
+            for i, array in ((1, left), (2, right), (3, out))
+        )
+        stride, dilation, window_dilation = (
+            int(read(key, 1)[axis]) for key in ("stride", "lhs_dilate", "rhs_dilate")
+        )
         low = int(read("pad", "0_0")[axis].split("_")[0])
-        places = [place * stride - low + step * window_dilation
-                  for place in range(count) for step in range(window_size)]
-        fraction *= sum(at >= 0 and not at % dilation and at // dilation < size for at in places) / len(places)
+        places = [
+            place * stride - low + step * window_dilation
+            for place in range(count)
+            for step in range(window_size)
+        ]
+        fraction *= sum(
+            at >= 0 and not at % dilation and at // dilation < size for at in places
+        ) / len(places)
     return fraction
 
 
@@ -279,7 +352,7 @@ def _traffic(computations, computation, operation) -> tuple[float, float]:
         return update, update
     if operation.code in _DONE or operation.target in ("AllocateBuffer", "ConcatBitcast"):
         return 0, 0
-    if operation.code == "copy-start":    # (destination, source, context)
+    if operation.code == "copy-start":  # (destination, source, context)
         sides = [array.bytes if array.in_main_memory else 0 for array in operation.arrays[:2]]
         return sides[1], sides[0]
     if operation.code == "slice-start":
@@ -294,7 +367,11 @@ def _fused_traffic(body, operation, inputs):
     read, updated_in_place = 0, 0
     for i, source in enumerate(inputs):
         whole = source.written
-        names, touched, partial = [parameters[i].name] if i in parameters else [], 0, i in parameters
+        names, touched, partial = (
+            [parameters[i].name] if i in parameters else [],
+            0,
+            i in parameters,
+        )
         while names and partial:
             name = names.pop()
             for user in (each for each in body.values() if name in each.operands):

@@ -36,8 +36,13 @@ class Live:
         self.name = name
         self.errors = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors,
-            cwd=Path(__file__).parent.parent, env={**os.environ, **(environment or {})})
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            cwd=Path(__file__).parent.parent,
+            env={**os.environ, **(environment or {})},
+        )
         self.heard = b""
 
     def ask(self, do: str, *, limit: float, **details):
@@ -52,7 +57,9 @@ class Live:
             left = end - time.monotonic()
             if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
                 self.process.kill()
-                raise PeerError(f"{self.name} gave no answer to {do!r} within {limit:g} s and was stopped")
+                raise PeerError(
+                    f"{self.name} gave no answer to {do!r} within {limit:g} s and was stopped"
+                )
             chunk = os.read(self.process.stdout.fileno(), 1 << 16)
             if not chunk:
                 raise self._died(do)
@@ -101,8 +108,9 @@ def serve(answers: dict) -> None:
         print(json.dumps(answer), file=out, flush=True)
 
 
-def turns(peers: list[Live], *, rounds: int, budget: float, untimed: int = 0,
-          limit: float = 600) -> dict[str, list[float]]:
+def turns(
+    peers: list[Live], *, rounds: int, budget: float, untimed: int = 0, limit: float = 600
+) -> dict[str, list[float]]:
     """Returns the seconds per step of every peer in every round, {name: seconds}. In each round, each peer runs for
     about `budget` seconds.
 

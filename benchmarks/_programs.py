@@ -19,6 +19,7 @@ PROGRAMS = {}
 def program(name):
     """Returns a decorator that registers a function under a name. The function returns (f, params, inputs), and the
     program is `f(params, *inputs)`."""
+
     def add(make):
         PROGRAMS[name] = make
         return make
@@ -47,23 +48,31 @@ def of_model(model, *inputs):
 
 
 for _name, _model, _inputs in (
-        ("mlp, batch 8", models.MLP((256, 256, 10)), [draw(8, 784)]),
-        ("mlp, batch 512", models.MLP((512, 512, 10)), [draw(512, 784)]),
-        ("cnn, batch 2", models.CNN(10, (16, 32), 2), [draw(2, 32, 32, 3)]),
-        ("cnn, batch 64", models.CNN(10, (32, 64), 2), [draw(64, 32, 32, 3)]),
-        ("alexnet", models.AlexNet(classes=10), [draw(2, 224, 224, 3)]),
-        ("resnet9", models.ResNet9(width=16), [draw(32, 32, 32, 3)]),
-        ("resnet18, 64 pixels", models.ResNet.preset("resnet18"), [draw(4, 64, 64, 3)]),
-        ("resnet50, 64 pixels", models.ResNet.preset("resnet50"), [draw(2, 64, 64, 3)]),
-        ("mobilenet", models.MobileNetV2(), [draw(2, 96, 96, 3)]),
-        ("efficientnet", models.EfficientNet.preset("efficientnet_lite0"), [draw(2, 96, 96, 3)]),
-        ("convnext", models.ConvNeXt((1, 1, 2, 1), (32, 64, 128, 256), classes=10), [draw(4, 64, 64, 3)]),
-        ("vit", models.ViT(192, 4, 3, classes=10, patch=16, size=96), [draw(4, 96, 96, 3)]),
-        ("gpt, 64 tokens", models.GPT(256, 128, 4, 4, context=64), [tokens(8, 64)]),
-        ("gpt, 256 tokens", models.GPT(256, 256, 2, 4, context=256), [tokens(8, 256)]),
-        ("decoder, grouped queries", models.Decoder(256, 128, 4, 4, 2, 352, context=128), [tokens(8, 128)]),
-        ("bert", models.Bert(256, 128, 4, 4, 512, context=128, head="masked_lm"), [tokens(8, 128)]),
-        ("lstm language model", models.LSTMLanguageModel(256, 128), [tokens(16, 64)]),
+    ("mlp, batch 8", models.MLP((256, 256, 10)), [draw(8, 784)]),
+    ("mlp, batch 512", models.MLP((512, 512, 10)), [draw(512, 784)]),
+    ("cnn, batch 2", models.CNN(10, (16, 32), 2), [draw(2, 32, 32, 3)]),
+    ("cnn, batch 64", models.CNN(10, (32, 64), 2), [draw(64, 32, 32, 3)]),
+    ("alexnet", models.AlexNet(classes=10), [draw(2, 224, 224, 3)]),
+    ("resnet9", models.ResNet9(width=16), [draw(32, 32, 32, 3)]),
+    ("resnet18, 64 pixels", models.ResNet.preset("resnet18"), [draw(4, 64, 64, 3)]),
+    ("resnet50, 64 pixels", models.ResNet.preset("resnet50"), [draw(2, 64, 64, 3)]),
+    ("mobilenet", models.MobileNetV2(), [draw(2, 96, 96, 3)]),
+    ("efficientnet", models.EfficientNet.preset("efficientnet_lite0"), [draw(2, 96, 96, 3)]),
+    (
+        "convnext",
+        models.ConvNeXt((1, 1, 2, 1), (32, 64, 128, 256), classes=10),
+        [draw(4, 64, 64, 3)],
+    ),
+    ("vit", models.ViT(192, 4, 3, classes=10, patch=16, size=96), [draw(4, 96, 96, 3)]),
+    ("gpt, 64 tokens", models.GPT(256, 128, 4, 4, context=64), [tokens(8, 64)]),
+    ("gpt, 256 tokens", models.GPT(256, 256, 2, 4, context=256), [tokens(8, 256)]),
+    (
+        "decoder, grouped queries",
+        models.Decoder(256, 128, 4, 4, 2, 352, context=128),
+        [tokens(8, 128)],
+    ),
+    ("bert", models.Bert(256, 128, 4, 4, 512, context=128, head="masked_lm"), [tokens(8, 128)]),
+    ("lstm language model", models.LSTMLanguageModel(256, 128), [tokens(16, 64)]),
 ):
     PROGRAMS[_name] = functools.partial(of_model, _model, *_inputs)
 
@@ -81,16 +90,24 @@ PROGRAMS["gru, 32 x 32"] = functools.partial(recurrent, nn.GRU, 32, 32, 64, 128)
 
 # Handwritten convolutions.
 
+
 def conv(x, w, *, strides=1, dilation=1, groups=1, padding="SAME"):
     n = x.ndim - 2
     axes = "DHW"[-n:]
     return lax.conv_general_dilated(
-        x, w, (strides,) * n, padding, rhs_dilation=(dilation,) * n, feature_group_count=groups,
-        dimension_numbers=(f"N{axes}C", f"{axes}IO", f"N{axes}C"))
+        x,
+        w,
+        (strides,) * n,
+        padding,
+        rhs_dilation=(dilation,) * n,
+        feature_group_count=groups,
+        dimension_numbers=(f"N{axes}C", f"{axes}IO", f"N{axes}C"),
+    )
 
 
 def stack(shape, kernel, count, **options):
     """Returns a program with `count` convolutions, each followed by a ReLU."""
+
     def f(params, x):
         for w in params:
             x = jax.nn.relu(conv(x, w, **options))
@@ -117,18 +134,24 @@ for _name, (_shape, _kernel, _count, _options) in STACKS.items():
 
 @program("wavenet")
 def wavenet():
-    def f(params, x):                                      # causal, dilated, gated
+    def f(params, x):  # causal, dilated, gated
         skips = 0.0
         for i, (filter_, gate, mix) in enumerate(params):
             padded = jnp.pad(x, ((0, 0), (2**i, 0), (0, 0)))
             y = jnp.tanh(conv(padded, filter_, dilation=2**i, padding="VALID")) * jax.nn.sigmoid(
-                conv(padded, gate, dilation=2**i, padding="VALID"))
+                conv(padded, gate, dilation=2**i, padding="VALID")
+            )
             skips = skips + y
             x = x + y @ mix
         return skips
 
-    params = [tuple(0.1 * draw(*shape, seed=3 * i + j) for j, shape in enumerate(((2, 32, 32), (2, 32, 32), (32, 32))))
-              for i in range(6)]
+    params = [
+        tuple(
+            0.1 * draw(*shape, seed=3 * i + j)
+            for j, shape in enumerate(((2, 32, 32), (2, 32, 32), (32, 32)))
+        )
+        for i in range(6)
+    ]
     return f, params, (draw(8, 256, 32),)
 
 
@@ -154,16 +177,20 @@ def unet():
 
 # Handwritten products and attention.
 
+
 @program("mlp-mixer")
 def mixer():
-    def f(params, x):                                      # [batch, patches, features]
+    def f(params, x):  # [batch, patches, features]
         for a, b, c, d in params:
             x = x + jnp.swapaxes(jax.nn.gelu(jnp.swapaxes(x, 1, 2) @ a) @ b, 1, 2)
             x = x + jax.nn.gelu(x @ c) @ d
         return x
 
     shapes = ((64, 128), (128, 64), (128, 512), (512, 128))
-    params = [tuple(0.05 * draw(*shape, seed=4 * i + j) for j, shape in enumerate(shapes)) for i in range(3)]
+    params = [
+        tuple(0.05 * draw(*shape, seed=4 * i + j) for j, shape in enumerate(shapes))
+        for i in range(3)
+    ]
     return f, params, (draw(16, 64, 128),)
 
 
@@ -175,7 +202,11 @@ def attention(batch, time_, heads, features):
         y = jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(logits), v)
         return y.reshape(batch, time_, features) @ params[3]
 
-    return f, [0.05 * draw(features, features, seed=i) for i in range(4)], (draw(batch, time_, features),)
+    return (
+        f,
+        [0.05 * draw(features, features, seed=i) for i in range(4)],
+        (draw(batch, time_, features),),
+    )
 
 
 for _shape in ((8, 64, 4, 64), (2, 512, 4, 128), (32, 32, 8, 256), (1, 1024, 2, 64)):
@@ -188,7 +219,9 @@ def t5():
 
     def attend(w, x, y):
         q, k, v = (a.reshape(*a.shape[:2], heads, -1) for a in (x @ w[0], y @ w[1], y @ w[2]))
-        mixed = jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, k)), v)
+        mixed = jnp.einsum(
+            "bhij,bjhd->bihd", jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, k)), v
+        )
         return mixed.reshape(x.shape) @ w[3]
 
     norm = lambda x: x * lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6)
@@ -206,9 +239,16 @@ def t5():
         return norm(y)
 
     square = lambda seed: [0.05 * draw(width, width, seed=seed + i) for i in range(4)]
-    layer = lambda i: {"attention": square(i), "cross": square(i + 9), "feed": [
-        0.05 * draw(width, 512, seed=i), 0.05 * draw(512, width, seed=i)]}
-    return f, ([layer(0), layer(1)], [layer(2), layer(3)]), (draw(8, 64, width), draw(8, 48, width, seed=1))
+    layer = lambda i: {
+        "attention": square(i),
+        "cross": square(i + 9),
+        "feed": [0.05 * draw(width, 512, seed=i), 0.05 * draw(512, width, seed=i)],
+    }
+    return (
+        f,
+        ([layer(0), layer(1)], [layer(2), layer(3)]),
+        (draw(8, 64, width), draw(8, 48, width, seed=1)),
+    )
 
 
 @program("scan over layers")
@@ -239,8 +279,11 @@ def mapped():
 
 @program("wide and shallow")
 def wide():
-    return lambda params, x: jax.nn.relu(x @ params[0]) @ params[1], (
-        0.02 * draw(2048, 2048), 0.02 * draw(2048, 2048)), (draw(64, 2048),)
+    return (
+        lambda params, x: jax.nn.relu(x @ params[0]) @ params[1],
+        (0.02 * draw(2048, 2048), 0.02 * draw(2048, 2048)),
+        (draw(64, 2048),),
+    )
 
 
 @program("mixture of experts")
@@ -252,6 +295,7 @@ def experts():
 
 # Other libraries.
 
+
 @program("flax: convolutions and BatchNorm")
 def linen_cnn():
     import flax.linen as linen
@@ -260,13 +304,17 @@ def linen_cnn():
         @linen.compact
         def __call__(self, x):
             for features in (16, 32):
-                x = linen.relu(linen.BatchNorm(use_running_average=False)(linen.Conv(features, (3, 3))(x)))
+                x = linen.relu(
+                    linen.BatchNorm(use_running_average=False)(linen.Conv(features, (3, 3))(x))
+                )
                 x = linen.max_pool(x, (2, 2), (2, 2))
             return linen.Dense(10)(x.mean((1, 2)))
 
     net, x = Net(), draw(32, 32, 32, 3)
     variables = net.init(jax.random.key(0), x)
-    apply = lambda params, x: net.apply({**variables, "params": params}, x, mutable=["batch_stats"])[0]
+    apply = lambda params, x: net.apply(
+        {**variables, "params": params}, x, mutable=["batch_stats"]
+    )[0]
     return apply, variables["params"], (x,)
 
 
@@ -291,8 +339,13 @@ def equinox_cnn():
     import equinox as eqx
 
     keys = jax.random.split(jax.random.key(0), 2)
-    net = eqx.nn.Sequential([eqx.nn.Conv2d(3, 16, 3, key=keys[0]), eqx.nn.Lambda(jax.nn.relu),
-                             eqx.nn.Conv2d(16, 32, 3, key=keys[1])])
+    net = eqx.nn.Sequential(
+        [
+            eqx.nn.Conv2d(3, 16, 3, key=keys[0]),
+            eqx.nn.Lambda(jax.nn.relu),
+            eqx.nn.Conv2d(16, 32, 3, key=keys[1]),
+        ]
+    )
     params, rest = eqx.partition(net, eqx.is_array)
     return lambda params, x: jax.vmap(eqx.combine(params, rest))(x), params, (draw(16, 3, 32, 32),)
 
@@ -301,6 +354,8 @@ def equinox_cnn():
 def haiku_mlp():
     import haiku as hk
 
-    net = hk.without_apply_rng(hk.transform(lambda x: hk.LayerNorm(-1, True, True)(hk.nets.MLP([256, 256, 10])(x))))
+    net = hk.without_apply_rng(
+        hk.transform(lambda x: hk.LayerNorm(-1, True, True)(hk.nets.MLP([256, 256, 10])(x)))
+    )
     x = draw(128, 256)
     return net.apply, net.init(jax.random.key(0), x), (x,)

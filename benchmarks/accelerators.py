@@ -29,25 +29,66 @@ from benchmarks import _hlo
 from fnet import transforms as ft
 from fnet.parallel import _targets
 
-CHIPS = {"h100": "h100:1", "a100": "a100-80gb:1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-FORMS = {"gpt": ("hand", "fnet", "fnet-tuned", "fnet-residual-tuned", "fnet-unstacked", "linen", "linen-tuned",
-                 "linen-scan", "linen-scan-tuned", "nnx", "nnx-tuned", "nnx-scan", "nnx-scan-tuned"),
-         "resnet": ("hand", "fnet", "fnet-residual", "fnet-tuned", "fnet-residual-tuned", "linen", "linen-tuned", "nnx",
-                    "nnx-tuned"),
-         "decode": ("hand", "fnet", "fnet-tuned"), "decode8": ("hand", "fnet", "fnet-tuned")}
-CHECKED = {"gpt": ("fnet", "fnet-tuned", "fnet-residual-tuned"), "resnet": ("fnet",), "decode": ("fnet",),
-           "decode8": ("fnet",)}
+CHIPS = {
+    "h100": "h100:1",
+    "a100": "a100-80gb:1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+}
+FORMS = {
+    "gpt": (
+        "hand",
+        "fnet",
+        "fnet-tuned",
+        "fnet-residual-tuned",
+        "fnet-unstacked",
+        "linen",
+        "linen-tuned",
+        "linen-scan",
+        "linen-scan-tuned",
+        "nnx",
+        "nnx-tuned",
+        "nnx-scan",
+        "nnx-scan-tuned",
+    ),
+    "resnet": (
+        "hand",
+        "fnet",
+        "fnet-residual",
+        "fnet-tuned",
+        "fnet-residual-tuned",
+        "linen",
+        "linen-tuned",
+        "nnx",
+        "nnx-tuned",
+    ),
+    "decode": ("hand", "fnet", "fnet-tuned"),
+    "decode8": ("hand", "fnet", "fnet-tuned"),
+}
+CHECKED = {
+    "gpt": ("fnet", "fnet-tuned", "fnet-residual-tuned"),
+    "resnet": ("fnet",),
+    "decode": ("fnet",),
+    "decode8": ("fnet",),
+}
 RECORD = pathlib.Path(__file__).with_suffix(".json")
 
 CHIP = flags.DEFINE_list("chips", ["h100", "v5e"], f"of {', '.join(CHIPS)}")
 PROGRAM = flags.DEFINE_list("programs", list(FORMS), f"of {', '.join(FORMS)}")
-FORM = flags.DEFINE_list("forms", None, "forms to compile, such as hand,fnet-tuned; default: all. Forms "
-                         "of the GPT: -residual (residual stream in bfloat16), -unstacked, -whole (complete logits)")
+FORM = flags.DEFINE_list(
+    "forms",
+    None,
+    "forms to compile, such as hand,fnet-tuned; default: all. Forms "
+    "of the GPT: -residual (residual stream in bfloat16), -unstacked, -whole (complete logits)",
+)
 SMALL = flags.DEFINE_bool("small", False, "tiny models, not GPT-2 124M, ResNet-50 and Llama 135M")
 BATCH = flags.DEFINE_integer("batch", None, "batch size of the GPT instead of 8", lower_bound=1)
 SAVE = flags.DEFINE_string("save", None, "a folder for the HLO of each program")
 CHECK = flags.DEFINE_bool("check", False, "compare with the recorded counts of the small size")
-LARGEST = flags.DEFINE_bool("largest", False, "print the largest batch of the GPT that fits each chip")
+LARGEST = flags.DEFINE_bool(
+    "largest", False, "print the largest batch of the GPT that fits each chip"
+)
 WRITE = flags.DEFINE_bool("record", False, "record the counts of the small size")
 
 
@@ -79,20 +120,32 @@ def figures(program, compiled_step, text, chip):
     seconds = cycles = 0
     products = collections.Counter()
     for kernel in kernels:
-        wide = chip.kind == "gpu" and any(product.dtypes.startswith("f32 x f32") for product in kernel.products)
-        seconds += kernel.times * max((2 if wide else 1) * kernel.flops / peak, kernel.bytes / bandwidth)
+        wide = chip.kind == "gpu" and any(
+            product.dtypes.startswith("f32 x f32") for product in kernel.products
+        )
+        seconds += kernel.times * max(
+            (2 if wide else 1) * kernel.flops / peak, kernel.bytes / bandwidth
+        )
         cycles += kernel.times * kernel.cycles
         for product in kernel.products:
             products[product.dtypes] += kernel.times
     moved = sum(kernel.times * kernel.bytes for kernel in kernels)
-    copies = sum(kernel.times * kernel.bytes for kernel in kernels if kernel.kind in ("copy", "cast"))
+    copies = sum(
+        kernel.times * kernel.bytes for kernel in kernels if kernel.kind in ("copy", "cast")
+    )
     memory = compiled_step.memory_analysis()
     clock = chip.units.get("clock_ghz")
     return {
-        "kernels": sum(kernel.times for kernel in kernels if kernel.bytes), "GB": moved / 1e9, "ms": seconds * 1e3,
-        "cycles ms": cycles / clock / 1e6 if clock and chip.kind == "tpu" else None, "copies GB": copies / 1e9,
-        "temporary GiB": memory.temp_size_in_bytes / 2 ** 30, "state GiB": memory.argument_size_in_bytes / 2 ** 30,
-        "BackwardInput": sum("BackwardInput" in kernel.target for kernel in kernels), "products": dict(products)}
+        "kernels": sum(kernel.times for kernel in kernels if kernel.bytes),
+        "GB": moved / 1e9,
+        "ms": seconds * 1e3,
+        "cycles ms": cycles / clock / 1e6 if clock and chip.kind == "tpu" else None,
+        "copies GB": copies / 1e9,
+        "temporary GiB": memory.temp_size_in_bytes / 2**30,
+        "state GiB": memory.argument_size_in_bytes / 2**30,
+        "BackwardInput": sum("BackwardInput" in kernel.target for kernel in kernels),
+        "products": dict(products),
+    }
 
 
 def needed(form, size, batch, where, chip):
@@ -104,44 +157,62 @@ def needed(form, size, batch, where, chip):
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return math.inf
-    return (memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-            + memory.temp_size_in_bytes)
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
 
 
 def largest(chips, forms, size):
     """Prints the largest batch of the GPT, a multiple of 8, that fits the memory of each chip."""
-    print("| chip, form | largest batch | GB | GB of the next batch | other batches: GB |\n|---|---|---|---|---|")
+    print(
+        "| chip, form | largest batch | GB | GB of the next batch | other batches: GB |\n|---|---|---|---|---|"
+    )
     for chip_name in chips:
         where, chip = device(chip_name)
-        capacity = chip.memory_bytes / 2**30 * 1e9    # GB, not GiB: the rest is for the runtime
+        capacity = chip.memory_bytes / 2**30 * 1e9  # GB, not GiB: the rest is for the runtime
         for form in forms if where is not None else ():
             tried = {0: 0.0}
             step = 128
-            while step >= 8:    # bisection, after steps of 128 upward
+            while step >= 8:  # bisection, after steps of 128 upward
                 batch = max(each for each, found in tried.items() if found <= capacity) + step
                 if batch not in tried:
                     tried[batch] = needed(form, size, batch, where, chip)
                 if tried[batch] > capacity:
                     step //= 2
             best = max(batch for batch, found in tried.items() if found <= capacity)
-            others = ", ".join(f"{batch}: {found / 1e9:.1f}" for batch, found in sorted(tried.items())
-                               if batch not in (0, best, best + 8))
-            print(f"| {chip_name} {form} | {best} | {tried[best] / 1e9:.1f} | {tried[best + 8] / 1e9:.1f} | {others} |",
-                  flush=True)
+            others = ", ".join(
+                f"{batch}: {found / 1e9:.1f}"
+                for batch, found in sorted(tried.items())
+                if batch not in (0, best, best + 8)
+            )
+            print(
+                f"| {chip_name} {form} | {best} | {tried[best] / 1e9:.1f} | {tried[best + 8] / 1e9:.1f} | {others} |",
+                flush=True,
+            )
 
 
 def row(name, found):
-    cells = [f"{found['kernels']:,}", f"{found['GB']:.3g}", f"{found['ms']:.3g}",
-             "" if found["cycles ms"] is None else f"{found['cycles ms']:.3g}", f"{found['copies GB']:.2g}",
-             f"{found['temporary GiB']:.2f}",
-             ", ".join(f"{count} {kind}" for kind, count in sorted(found["products"].items()))]
+    cells = [
+        f"{found['kernels']:,}",
+        f"{found['GB']:.3g}",
+        f"{found['ms']:.3g}",
+        "" if found["cycles ms"] is None else f"{found['cycles ms']:.3g}",
+        f"{found['copies GB']:.2g}",
+        f"{found['temporary GiB']:.2f}",
+        ", ".join(f"{count} {kind}" for kind, count in sorted(found["products"].items())),
+    ]
     return f"| {name} | " + " | ".join(cells) + " |"
 
 
 def table(chips, programs, forms, size):
     """Compiles each program and prints its row of the table. Returns {name: figures}."""
     every = {}
-    print("| chip, program, form | kernels | GB | roofline ms | compiler's ms | copies GB | temporary GiB | products |")
+    print(
+        "| chip, program, form | kernels | GB | roofline ms | compiler's ms | copies GB | temporary GiB | products |"
+    )
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for chip_name in chips:
         where, chip = device(chip_name)
@@ -167,12 +238,16 @@ def worse(found, recorded):
             continue
         if new["GB"] > 1.1 * old["GB"]:
             yield f"{name}: {new['GB']:.4f} GB of traffic, recorded {old['GB']:.4f}"
-        wide = lambda each: sum(count for kind, count in each["products"].items() if kind.startswith("f32 x f32"))
+        wide = lambda each: sum(
+            count for kind, count in each["products"].items() if kind.startswith("f32 x f32")
+        )
         if wide(new) > wide(old):
             yield f"{name}: {wide(new)} products of float32 operands, recorded {wide(old)}"
         if new["BackwardInput"] < old["BackwardInput"]:
-            yield (f"{name}: {new['BackwardInput']} of cuDNN's backward-input convolutions, recorded "
-                   f"{old['BackwardInput']}")
+            yield (
+                f"{name}: {new['BackwardInput']} of cuDNN's backward-input convolutions, recorded "
+                f"{old['BackwardInput']}"
+            )
 
 
 def main(_):

@@ -31,7 +31,11 @@ def cnn():
 
 
 def mlp():
-    return models.MLP((1024, 1024, 1024, 10), 0.0), np.zeros((256, 784), np.float32), np.arange(256) % 10
+    return (
+        models.MLP((1024, 1024, 1024, 10), 0.0),
+        np.zeros((256, 784), np.float32),
+        np.arange(256) % 10,
+    )
 
 
 TASKS = {"cnn": cnn, "mlp": mlp}
@@ -41,10 +45,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tasks", nargs="*", help="cnn, mlp (default: both)")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--folder", default=None, help="folder of the checkpoints (default: a temporary folder)")
+    parser.add_argument(
+        "--folder", default=None, help="folder of the checkpoints (default: a temporary folder)"
+    )
     options = parser.parse_args()
-    print(f"{jax.devices()[0].device_kind}, {options.rounds} rounds of {STEPS} steps\n"
-          f"{'task':5} {'state':>9} {'step':>9} {'call':>9} {'wall':>7} {'processor':>10}")
+    print(
+        f"{jax.devices()[0].device_kind}, {options.rounds} rounds of {STEPS} steps\n"
+        f"{'task':5} {'state':>9} {'step':>9} {'call':>9} {'wall':>7} {'processor':>10}"
+    )
     for name in options.tasks or TASKS:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             measure(name, *TASKS[name](), options.rounds, folder)
@@ -77,18 +85,21 @@ def measure(name, model, x, labels, rounds, folder):
                     calls.append(time.perf_counter() - wall)
                 for i in range(STEPS):
                     state = step(state)
-                    if i % 2:                              # as in `fit`, at most two steps are queued
+                    if i % 2:  # as in `fit`, at most two steps are queued
                         jax.block_until_ready(state.step)
                 checkpoints.wait()
                 jax.block_until_ready(state)
                 taken.append((time.perf_counter() - wall, time.process_time() - core))
-            if number:                                     # the first round compiles
+            if number:  # the first round compiles
                 plain.append(taken[0][0])
                 walls.append(taken[1][0] / taken[0][0] - 1)
                 cores.append(taken[1][1] / taken[0][1] - 1)
     median = statistics.median
-    print(f"{name:5} {size / 1e6:6.1f} MB {median(plain) / STEPS * 1e3:6.2f} ms {median(calls[1:]) * 1e3:6.2f} ms "
-          f"{median(walls):+7.1%} {median(cores):+10.1%}", flush=True)
+    print(
+        f"{name:5} {size / 1e6:6.1f} MB {median(plain) / STEPS * 1e3:6.2f} ms {median(calls[1:]) * 1e3:6.2f} ms "
+        f"{median(walls):+7.1%} {median(cores):+10.1%}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

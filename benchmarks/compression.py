@@ -37,14 +37,22 @@ NAMES = ("minilm", "stories15m", "resnet50")
 MODELS = flags.DEFINE_list("compress_models", list(NAMES), f"some of {', '.join(NAMES)}")
 TIMES = flags.DEFINE_bool("compress_time", True, "measure times")
 ACCURACY = flags.DEFINE_bool("compress_accuracy", True, "measure the agreement with float32")
-MEMORY = flags.DEFINE_bool("compress_memory", False, "measure the memory of processes that run the exported models")
+MEMORY = flags.DEFINE_bool(
+    "compress_memory", False, "measure the memory of processes that run the exported models"
+)
 BATCHES = flags.DEFINE_list("compress_batches", ["1", "32"], "batch sizes of the times")
 KERNELS = {
-    "minilm": ["blocks/.*"], "stories15m": ["blocks/.*"], "resnet50": ["(?!stem|head).*"],
+    "minilm": ["blocks/.*"],
+    "stories15m": ["blocks/.*"],
+    "resnet50": ["(?!stem|head).*"],
 }
-PHOTOS = (("matplotlib", "mpl-data/sample_data/grace_hopper.jpg"), ("skimage", "data/coffee.png"),
-          ("skimage", "data/chelsea.png"), ("sklearn", "datasets/images/china.jpg"),
-          ("sklearn", "datasets/images/flower.jpg"))
+PHOTOS = (
+    ("matplotlib", "mpl-data/sample_data/grace_hopper.jpg"),
+    ("skimage", "data/coffee.png"),
+    ("skimage", "data/chelsea.png"),
+    ("sklearn", "datasets/images/china.jpg"),
+    ("sklearn", "datasets/images/flower.jpg"),
+)
 
 
 def minilm():
@@ -53,7 +61,9 @@ def minilm():
     path = pretrained.find("minilm")
     model = pretrained.model("minilm-l6", path)
     params, _ = pretrained.load(model, path)
-    text = (pathlib.Path(__file__).parents[1] / "experiments" / "data" / "tempest.txt").read_text(encoding="utf-8")
+    text = (pathlib.Path(__file__).parents[1] / "experiments" / "data" / "tempest.txt").read_text(
+        encoding="utf-8"
+    )
     lines = [line.strip() for line in text.splitlines() if len(line.split()) > 4]
     tokenizer = models.read_tokenizer(path / "vocab.txt")
     tokens, lengths = models.padded([tokenizer.encode(line) for line in lines[:660]])
@@ -68,28 +78,46 @@ def minilm():
         near = (jax.jit(f)(params, tokens[160:], lengths[160:]) * exact).sum(-1)
         return f"{near.mean():.4f}, least {near.min():.4f}"
 
-    return embed, params, [(tokens[i:i + 32], lengths[i:i + 32]) for i in range(0, 160, 32)], (
-        "cosine similarity", cosine), lambda n: (tokens[:n], lengths[:n])
+    return (
+        embed,
+        params,
+        [(tokens[i : i + 32], lengths[i : i + 32]) for i in range(0, 160, 32)],
+        ("cosine similarity", cosine),
+        lambda n: (tokens[:n], lengths[:n]),
+    )
 
 
 def stories15m():
     path = pretrained.find("stories15m")
     model = pretrained.model("stories15m", path)
     params, _ = pretrained.load(model, path)
-    write = lambda seed, n: models.generate(model, params, [[1]] * n, max_tokens=255, temperature=1.0,
-                                            key=jax.random.key(seed)).tokens
-    known, held = (jnp.concatenate([jnp.ones((n, 1), int), jnp.asarray(write(seed, n))], 1)
-                   for seed, n in ((0, 48), (1, 48)))
+    write = lambda seed, n: (
+        models.generate(
+            model, params, [[1]] * n, max_tokens=255, temperature=1.0, key=jax.random.key(seed)
+        ).tokens
+    )
+    known, held = (
+        jnp.concatenate([jnp.ones((n, 1), int), jnp.asarray(write(seed, n))], 1)
+        for seed, n in ((0, 48), (1, 48))
+    )
 
     def perplexity(f, params):
         f = jax.jit(f)
         losses = []
         for rows in jnp.split(held, 6):
             logits = f(params, rows[:, :-1])
-            losses.append(-jnp.take_along_axis(jax.nn.log_softmax(logits), rows[:, 1:, None], -1).mean())
+            losses.append(
+                -jnp.take_along_axis(jax.nn.log_softmax(logits), rows[:, 1:, None], -1).mean()
+            )
         return f"{jnp.exp(jnp.mean(jnp.stack(losses))):.4f}"
 
-    return model, params, list(jnp.split(known, 6)), ("perplexity", perplexity), lambda n: (known[:n, :128],)
+    return (
+        model,
+        params,
+        list(jnp.split(known, 6)),
+        ("perplexity", perplexity),
+        lambda n: (known[:n, :128],),
+    )
 
 
 def resnet50():
@@ -114,24 +142,43 @@ def resnet50():
     batches = np.split(crops[:200], 8)
     names = lambda f, params: np.concatenate([np.asarray(f(params, x)).argmax(-1) for x in batches])
     exact = names(jax.jit(classify), params)
-    agreement = lambda f, params: f"{(names(jax.jit(f), params) == exact).mean():.3f} of {len(exact)} crops"
-    return classify, params, np.split(crops[200:232], 4), ("top-1 agreement", agreement), lambda n: (crops[:n],)
+    agreement = lambda f, params: (
+        f"{(names(jax.jit(f), params) == exact).mean():.3f} of {len(exact)} crops"
+    )
+    return (
+        classify,
+        params,
+        np.split(crops[200:232], 4),
+        ("top-1 agreement", agreement),
+        lambda n: (crops[:n],),
+    )
 
 
 def recipes(name, stats, with_gram):
     """Returns {name: function that quantizes parameters}."""
     every = lambda format: dict.fromkeys(KERNELS[name], format)
-    rounded = lambda format, **options: lambda params: compress.quantize(params, every(format), **options)
-    found = {"float32": lambda params: params, "int8": rounded(Int8()),
-             "int8, dynamic activations": rounded(Int8(activations="dynamic")),
-             "int8, calibrated activations": rounded(Int8(activations="percentile"), stats=stats),
-             "float8": rounded(Float8()), "int4, groups of 32": rounded(Int4(32))}
+    rounded = lambda format, **options: (
+        lambda params: compress.quantize(params, every(format), **options)
+    )
+    found = {
+        "float32": lambda params: params,
+        "int8": rounded(Int8()),
+        "int8, dynamic activations": rounded(Int8(activations="dynamic")),
+        "int8, calibrated activations": rounded(Int8(activations="percentile"), stats=stats),
+        "float8": rounded(Float8()),
+        "int4, groups of 32": rounded(Int4(32)),
+    }
     if with_gram:
-        found |= {"int8 and the embedding": lambda params: compress.quantize(
-                      rounded(Int8())(params), {"embed.*": Int8(axes=-1)}),
-                  "int4, groups of 32, GPTQ": rounded(Int4(32), stats=stats)}
+        found |= {
+            "int8 and the embedding": lambda params: compress.quantize(
+                rounded(Int8())(params), {"embed.*": Int8(axes=-1)}
+            ),
+            "int4, groups of 32, GPTQ": rounded(Int4(32), stats=stats),
+        }
         if importlib.util.find_spec("qwix") is not None:
-            found["int4, groups of 32, qwix"] = lambda params: _qwix(rounded(Int4(32))(params), params)
+            found["int4, groups of 32, qwix"] = lambda params: _qwix(
+                rounded(Int4(32))(params), params
+            )
     return found
 
 
@@ -142,11 +189,17 @@ def _qwix(chosen, params):
     def rounded(choice, w):
         if not isinstance(choice, compress.Quantized):
             return w
-        how = qarray.HowToQuantize(qtype=jnp.int4, channelwise_axes=[i for i in range(w.ndim) if i != w.ndim - 2],
-                                   tiled_axes={w.ndim - 2: 32}, calibration_method="absmax")
+        how = qarray.HowToQuantize(
+            qtype=jnp.int4,
+            channelwise_axes=[i for i in range(w.ndim) if i != w.ndim - 2],
+            tiled_axes={w.ndim - 2: 32},
+            calibration_method="absmax",
+        )
         return qarray.dequantize(qarray.quantize(w, how)).astype(w.dtype)
 
-    return jax.tree.map(rounded, chosen, params, is_leaf=lambda x: isinstance(x, compress.Quantized))
+    return jax.tree.map(
+        rounded, chosen, params, is_leaf=lambda x: isinstance(x, compress.Quantized)
+    )
 
 
 # The process that runs a bundle. It prints the increase of resident memory and of its peak, in MB.
@@ -169,13 +222,20 @@ print(read("VmRSS") - before, read("VmHWM") - before)
 
 def memory(f, params, inputs) -> tuple[float, float, float]:
     """Returns (MB of the bundle, resident MB, MB of the peak)."""
-    specs = {f"x{i}": export.spec(", ".join(map(str, x.shape)), str(x.dtype)) for i, x in enumerate(inputs)}
+    specs = {
+        f"x{i}": export.spec(", ".join(map(str, x.shape)), str(x.dtype))
+        for i, x in enumerate(inputs)
+    }
     with tempfile.TemporaryDirectory() as folder:
         bundle, arrays = pathlib.Path(folder) / "model.fnet", pathlib.Path(folder) / "inputs.npz"
         export.program(f, params, **specs).save(bundle)
         np.savez(arrays, **dict(zip(specs, map(np.asarray, inputs))))
-        done = subprocess.run([sys.executable, "-c", PROCESS, bundle, arrays], capture_output=True, text=True,
-                              check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", PROCESS, bundle, arrays],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         return (bundle.stat().st_size / 1e6, *map(float, done.stdout.split()))
 
 
@@ -191,12 +251,18 @@ def ratios(functions, inputs):
             jax.block_until_ready(run(*inputs))
             times[name].append(time.perf_counter() - began)
     first = times[next(iter(times))][2:]
-    return {name: statistics.median(a / b for a, b in zip(values[2:], first)) for name, values in times.items()}
+    return {
+        name: statistics.median(a / b for a, b in zip(values[2:], first))
+        for name, values in times.items()
+    }
 
 
 def table(name):
-    f, params, batches, (figure, measure), inputs = {"minilm": minilm, "stories15m": stories15m,
-                                                     "resnet50": resnet50}[name]()
+    f, params, batches, (figure, measure), inputs = {
+        "minilm": minilm,
+        "stories15m": stories15m,
+        "resnet50": resnet50,
+    }[name]()
     text = name != "resnet50"
     stats = compress.calibrate(f, params, batches, gram=text)
     implicit = ft.use_implicit_arrays(f)
@@ -205,24 +271,42 @@ def table(name):
     if TIMES.value:
         for n in map(int, BATCHES.value):
             predicted[n] = predictions(f, params, inputs(n), trees)
-            runs = {label: functools.partial(jax.jit(implicit), tree) for label, tree in trees.items()}
+            runs = {
+                label: functools.partial(jax.jit(implicit), tree) for label, tree in trees.items()
+            }
             slow[n] = ratios(runs, inputs(n))
-    sizes = {label: memory(implicit, tree, inputs(1)) for label, tree in trees.items()} if MEMORY.value else {}
-    print(f"\n**{name}**\n\n| parameters | MB | {figure} |"
-          + " file MB | resident MB | peak MB |" * MEMORY.value
-          + "".join(f" time, batch {n} | predicted |" for n in slow))
+    sizes = (
+        {label: memory(implicit, tree, inputs(1)) for label, tree in trees.items()}
+        if MEMORY.value
+        else {}
+    )
+    print(
+        f"\n**{name}**\n\n| parameters | MB | {figure} |"
+        + " file MB | resident MB | peak MB |" * MEMORY.value
+        + "".join(f" time, batch {n} | predicted |" for n in slow)
+    )
     print("|---" * (3 + 3 * MEMORY.value + 2 * len(slow)) + "|")
     for label, tree in trees.items():
-        print(f"| {label} | {compress.size(tree) / 1e6:.1f} | {measure(implicit, tree) if ACCURACY.value else ''} |"
-              + "".join(f" {each:.1f} |" for each in sizes.get(label, ()))
-              + "".join(f" {slow[n][label]:.2f} | {predicted[n][label]:.2f} |" for n in slow), flush=True)
-    pairs = [(slow[n][label], predicted[n][label]) for n in slow for label, tree in trees.items()
-             if any(map(is_quantized, jax.tree.leaves(tree, is_leaf=is_quantized)))]
+        print(
+            f"| {label} | {compress.size(tree) / 1e6:.1f} | {measure(implicit, tree) if ACCURACY.value else ''} |"
+            + "".join(f" {each:.1f} |" for each in sizes.get(label, ()))
+            + "".join(f" {slow[n][label]:.2f} | {predicted[n][label]:.2f} |" for n in slow),
+            flush=True,
+        )
+    pairs = [
+        (slow[n][label], predicted[n][label])
+        for n in slow
+        for label, tree in trees.items()
+        if any(map(is_quantized, jax.tree.leaves(tree, is_leaf=is_quantized)))
+    ]
     if pairs:
         sign = sum((a < 1) == (b < 1) or max(abs(a - 1), abs(b - 1)) < 0.05 for a, b in pairs)
         near = sum(0.7 <= b / a <= 1.3 for a, b in pairs)
-        print(f"\n{name}: faster or slower as predicted in {sign} of {len(pairs)} (also if both are within 5 % of 1), "
-              f"within 30 % in {near}", flush=True)
+        print(
+            f"\n{name}: faster or slower as predicted in {sign} of {len(pairs)} (also if both are within 5 % of 1), "
+            f"within 30 % in {near}",
+            flush=True,
+        )
 
 
 def predictions(f, params, inputs, trees):
@@ -231,7 +315,9 @@ def predictions(f, params, inputs, trees):
     for tree in trees.values():
         for leaf in jax.tree.leaves(tree, is_leaf=is_quantized):
             if is_quantized(leaf):
-                formats.setdefault((type(leaf.format), getattr(leaf.format, "activations", None)), leaf.format)
+                formats.setdefault(
+                    (type(leaf.format), getattr(leaf.format, "activations", None)), leaf.format
+                )
     advice = compress.advise(f, params, *inputs, formats=list(formats.values()))
     print(f"\n{advice}\n", flush=True)
     return {label: advice.predict(tree) / advice.before for label, tree in trees.items()}

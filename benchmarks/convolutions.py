@@ -23,20 +23,39 @@ from fnet.transforms._tune_library import YNNPACK
 
 ROUNDS = 7
 # (batch, height and width, input features, output features, window, stride, groups)
-SHAPES = [(8, 28, 32, 64, 3, 1, 1), (8, 56, 64, 64, 3, 1, 1), (8, 28, 128, 128, 3, 1, 1), (8, 14, 256, 256, 3, 1, 1),
-          (8, 28, 64, 64, 3, 2, 1), (2, 224, 3, 32, 3, 2, 1), (8, 2, 512, 512, 3, 1, 1),
-          (8, 4, 256, 512, 3, 2, 1), (8, 28, 24, 96, 1, 1, 1), (8, 56, 64, 64, 1, 1, 1),
-          (8, 28, 96, 96, 3, 1, 96), (8, 28, 96, 96, 5, 1, 96), (8, 28, 96, 96, 3, 2, 96), (8, 28, 96, 96, 7, 1, 96),
-          (1, 112, 32, 32, 3, 1, 32), (1, 7, 960, 960, 3, 1, 960), (8, 28, 64, 64, 3, 1, 4),
-          (8, 28, 128, 128, 3, 1, 32), (8, 14, 256, 256, 3, 2, 32)]
+SHAPES = [
+    (8, 28, 32, 64, 3, 1, 1),
+    (8, 56, 64, 64, 3, 1, 1),
+    (8, 28, 128, 128, 3, 1, 1),
+    (8, 14, 256, 256, 3, 1, 1),
+    (8, 28, 64, 64, 3, 2, 1),
+    (2, 224, 3, 32, 3, 2, 1),
+    (8, 2, 512, 512, 3, 1, 1),
+    (8, 4, 256, 512, 3, 2, 1),
+    (8, 28, 24, 96, 1, 1, 1),
+    (8, 56, 64, 64, 1, 1, 1),
+    (8, 28, 96, 96, 3, 1, 96),
+    (8, 28, 96, 96, 5, 1, 96),
+    (8, 28, 96, 96, 3, 2, 96),
+    (8, 28, 96, 96, 7, 1, 96),
+    (1, 112, 32, 32, 3, 1, 32),
+    (1, 7, 960, 960, 3, 1, 960),
+    (8, 28, 64, 64, 3, 1, 4),
+    (8, 28, 128, 128, 3, 1, 32),
+    (8, 14, 256, 256, 3, 2, 32),
+]
 
 
 def milliseconds(f, *args) -> dict[str, float]:
     """Returns {form: median milliseconds of ROUNDS calls}. The forms are "YNNPACK" (JAX's default), "Eigen" and
     "tuned"."""
-    runs = {"YNNPACK": jax.jit(f), "Eigen": jax.jit(f, compiler_options=YNNPACK), "tuned": ft.tune(f)}
+    runs = {
+        "YNNPACK": jax.jit(f),
+        "Eigen": jax.jit(f, compiler_options=YNNPACK),
+        "tuned": ft.tune(f),
+    }
     times = {name: [] for name in runs}
-    for turn in range(ROUNDS + 1):    # the first round compiles
+    for turn in range(ROUNDS + 1):  # the first round compiles
         for name, run in runs.items():
             start = time.perf_counter()
             jax.block_until_ready(run(*args))
@@ -49,9 +68,16 @@ def cases():
     random = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
     for n, size, c, out, window, stride, groups in SHAPES:
+
         def convolve(x, w, stride=stride, groups=groups):
-            return lax.conv_general_dilated(x, w, (stride, stride), "SAME", feature_group_count=groups,
-                                            dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            return lax.conv_general_dilated(
+                x,
+                w,
+                (stride, stride),
+                "SAME",
+                feature_group_count=groups,
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            )
 
         grouped = ", depthwise" if groups == c else f", {groups} groups" * (groups > 1)
         name = f"{window}x{window}/{stride} {c} to {out}{grouped} at {n}x{size}x{size}"
@@ -60,14 +86,25 @@ def cases():
         if groups == 1:
             yield f"{name}, bfloat16", convolve, x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
     for n, *space, c in ((8, 28, 28, 64), (2, 8, 16, 16, 32)):
-        yield (f"transposed {'x'.join('4' * len(space))}/2 {c} to {c} at {'x'.join(map(str, (n, *space)))}",
-               lambda x, w: lax.conv_transpose(x, w, (2,) * (x.ndim - 2), "SAME"), draw(n, *space, c),
-               draw(*[4] * len(space), c, c))
+        yield (
+            f"transposed {'x'.join('4' * len(space))}/2 {c} to {c} at {'x'.join(map(str, (n, *space)))}",
+            lambda x, w: lax.conv_transpose(x, w, (2,) * (x.ndim - 2), "SAME"),
+            draw(n, *space, c),
+            draw(*[4] * len(space), c, c),
+        )
 
 
 def main():
-    print(header(" ".join(["python -m benchmarks.convolutions", *sys.argv[1:]]), ROUNDS, allocator="default"))
-    print("| convolution | pass | YNNPACK ms | Eigen ms | tuned ms | Eigen / YNNPACK | tuned / YNNPACK |")
+    print(
+        header(
+            " ".join(["python -m benchmarks.convolutions", *sys.argv[1:]]),
+            ROUNDS,
+            allocator="default",
+        )
+    )
+    print(
+        "| convolution | pass | YNNPACK ms | Eigen ms | tuned ms | Eigen / YNNPACK | tuned / YNNPACK |"
+    )
     print("|---" * 7 + "|")
     for name, convolve, x, w in cases():
         if not all(word in name for word in sys.argv[1:]):
@@ -75,8 +112,14 @@ def main():
         loss = lambda x, w, f=convolve: jnp.square(f(x, w)).sum(dtype=jnp.float32)
         for phase, f in ("forward", convolve), ("gradient", jax.grad(loss, (0, 1))):
             times = milliseconds(f, x, w)
-            cells = [*times.values(), times["Eigen"] / times["YNNPACK"], times["tuned"] / times["YNNPACK"]]
-            print(f"| {name} | {phase} | {' | '.join(f'{cell:.2f}' for cell in cells)} |", flush=True)
+            cells = [
+                *times.values(),
+                times["Eigen"] / times["YNNPACK"],
+                times["tuned"] / times["YNNPACK"],
+            ]
+            print(
+                f"| {name} | {phase} | {' | '.join(f'{cell:.2f}' for cell in cells)} |", flush=True
+            )
 
 
 if __name__ == "__main__":

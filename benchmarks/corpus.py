@@ -33,20 +33,28 @@ def kinds(f, params, inputs):
     tx = optax.sgd(1e-3, momentum=0.9)
 
     def loss(params, *inputs):
-        return sum((leaf.astype(jnp.float32)**2).mean() for leaf in jax.tree.leaves(f(params, *inputs)))
+        return sum(
+            (leaf.astype(jnp.float32) ** 2).mean() for leaf in jax.tree.leaves(f(params, *inputs))
+        )
 
     def step(params, momentum, *inputs):
         value, grads = jax.value_and_grad(loss)(params, *inputs)
         updates, momentum = tx.update(grads, momentum, params)
         return optax.apply_updates(params, updates), momentum, value
 
-    return {"forward": (f, (params, *inputs)), "gradient": (jax.grad(loss), (params, *inputs)),
-            "step": (step, (params, tx.init(params), *inputs))}
+    return {
+        "forward": (f, (params, *inputs)),
+        "gradient": (jax.grad(loss), (params, *inputs)),
+        "step": (step, (params, tx.init(params), *inputs)),
+    }
 
 
 def compared(f, args, *, measure: bool) -> list[float]:
     """Returns the ratios tuned / plain of all rounds, in ascending order."""
-    runs = [jax.jit(lambda *args: f(*args)), ft.tune(jax.jit(lambda *args: f(*args)), measure=measure)]
+    runs = [
+        jax.jit(lambda *args: f(*args)),
+        ft.tune(jax.jit(lambda *args: f(*args)), measure=measure),
+    ]
     number = 1
     for run in runs:
         jax.block_until_ready(run(*args))
@@ -56,7 +64,7 @@ def compared(f, args, *, measure: bool) -> list[float]:
     ratios = []
     for turn in range(ROUNDS):
         times = [0.0, 0.0]
-        for i in ((0, 1), (1, 0))[turn % 2]:               # the order alternates
+        for i in ((0, 1), (1, 0))[turn % 2]:  # the order alternates
             began = time.perf_counter()
             for _ in range(number):
                 out = runs[i](*args)
@@ -67,7 +75,9 @@ def compared(f, args, *, measure: bool) -> list[float]:
 
 
 def main(arguments=None) -> None:
-    made = argparse.ArgumentParser(prog="python -m benchmarks.corpus", description=__doc__.split("\n\n")[0])
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.corpus", description=__doc__.split("\n\n")[0]
+    )
     made.add_argument("--only", default="", help="parts of names, separated by commas")
     made.add_argument("--measure", action="store_true", help="tune(measure=True)")
     made.add_argument("--kinds", default="forward,gradient,step")
@@ -90,11 +100,15 @@ def main(arguments=None) -> None:
             slow = median > AT_MOST and ratios[1] > 1
             every.append(median)
             slower += [f"{name}, {kind}: {median:.2f}"] * slow
-            print(f"| {name} | {kind} | {median:.2f} | {ratios[1]:.2f} to {ratios[-2]:.2f} | {'slower' * slow} |",
-                  flush=True)
+            print(
+                f"| {name} | {kind} | {median:.2f} | {ratios[1]:.2f} to {ratios[-2]:.2f} | {'slower' * slow} |",
+                flush=True,
+            )
         jax.clear_caches()
-    print(f"\n{len(every)} rows: worst {max(every):.2f}, median {statistics.median(every):.2f}, best {min(every):.2f}; "
-          f"{len(slower)} slower{': ' * bool(slower)}{'; '.join(slower)}")
+    print(
+        f"\n{len(every)} rows: worst {max(every):.2f}, median {statistics.median(every):.2f}, best {min(every):.2f}; "
+        f"{len(slower)} slower{': ' * bool(slower)}{'; '.join(slower)}"
+    )
     if missing:
         print(f"left out: {'; '.join(missing)}")
 

@@ -38,20 +38,31 @@ def compiled(model, batch, loss, device):
     tx = optax.adamw(6e-4)
 
     def step(params, opt_state, tokens):
-        gradient = ft.autocast(jax.value_and_grad(lambda params: loss(model, params, tokens).mean()), "bfloat16")
+        gradient = ft.autocast(
+            jax.value_and_grad(lambda params: loss(model, params, tokens).mean()), "bfloat16"
+        )
         value, grads = gradient(params)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
     params, _ = jax.eval_shape(model.init, jax.random.key(0), model.example())
     tokens = jax.ShapeDtypeStruct((batch, model.context + 1), jnp.int32)
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-                        (params, jax.eval_shape(tx.init, params), tokens))
-    return jax.jit(step, donate_argnums=(0, 1)).trace(*args).lower(lowering_platforms=("cuda",)).compile()
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        (params, jax.eval_shape(tx.init, params), tokens),
+    )
+    return (
+        jax.jit(step, donate_argnums=(0, 1))
+        .trace(*args)
+        .lower(lowering_platforms=("cuda",))
+        .compile()
+    )
 
 
 def whole(model, params, tokens):
-    return optax.softmax_cross_entropy_with_integer_labels(model(params, tokens[:, :-1]), tokens[:, 1:])
+    return optax.softmax_cross_entropy_with_integer_labels(
+        model(params, tokens[:, :-1]), tokens[:, 1:]
+    )
 
 
 def chunked(model, params, tokens):
@@ -60,18 +71,25 @@ def chunked(model, params, tokens):
 
 def main(_):
     device, model = h100(), models.GPT.preset(PRESET.value)
-    print(f"`python -m benchmarks.deviceless --preset={PRESET.value} --batch={','.join(BATCH.value)}`, jax "
-          f"{jax.__version__}, for one {device.device_kind}\n\n"
-          "| batch | loss | state GiB | temporary GiB | attention's kernels | compile s |\n|---|---|---|---|---|---|")
+    print(
+        f"`python -m benchmarks.deviceless --preset={PRESET.value} --batch={','.join(BATCH.value)}`, jax "
+        f"{jax.__version__}, for one {device.device_kind}\n\n"
+        "| batch | loss | state GiB | temporary GiB | attention's kernels | compile s |\n|---|---|---|---|---|---|"
+    )
     for batch in map(int, BATCH.value):
         for name, loss in ("model.cross_entropy", chunked), ("of whole logits", whole):
             start = time.perf_counter()
             step = compiled(model, batch, loss, device)
             memory = step.memory_analysis()
-            kernels = sorted(set(re.findall(r'custom_call_target="__cudnn\$(\w+)"', step.as_text())))
-            print(f"| {batch} | {name} | {memory.argument_size_in_bytes / 2 ** 30:.2f} | "
-                  f"{memory.temp_size_in_bytes / 2 ** 30:.2f} | {' and '.join(kernels) or 'none'} | "
-                  f"{time.perf_counter() - start:.0f} |", flush=True)
+            kernels = sorted(
+                set(re.findall(r'custom_call_target="__cudnn\$(\w+)"', step.as_text()))
+            )
+            print(
+                f"| {batch} | {name} | {memory.argument_size_in_bytes / 2**30:.2f} | "
+                f"{memory.temp_size_in_bytes / 2**30:.2f} | {' and '.join(kernels) or 'none'} | "
+                f"{time.perf_counter() - start:.0f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ def _time(model, params):
 def _model():
     from fnet import layers as nn
 
-    return nn.Sequential(fc0=nn.Dense(16), relu0=jax.nn.relu, fc1=nn.Dense(16), relu1=jax.nn.relu, head=nn.Dense(4))
+    return nn.Sequential(
+        fc0=nn.Dense(16), relu0=jax.nn.relu, fc1=nn.Dense(16), relu1=jax.nn.relu, head=nn.Dense(4)
+    )
 
 
 def fnet():
@@ -52,7 +54,7 @@ def handwritten():
 def _pmap(make):
     step = make(lambda params, x: [p + x.sum() for p in params])
     params = step([jnp.ones((8, 4))] * 8, jnp.ones((8, 4)))
-    x = step([jnp.ones((8, 4))], jnp.ones((8, 4)))[0]    # has the sharding of later calls
+    x = step([jnp.ones((8, 4))], jnp.ones((8, 4)))[0]  # has the sharding of later calls
     return seconds(lambda: jax.block_until_ready(step(params, x)), budget=3, repeats=15)
 
 
@@ -68,6 +70,18 @@ def jax_pmap():
 
 if __name__ == "__main__":
     if PMAP:
-        main("benchmarks.dispatch", {"ft.pmap": fnet_pmap, "jax.pmap": jax_pmap}, unit="µs", scale=1e6, rounds=9)
+        main(
+            "benchmarks.dispatch",
+            {"ft.pmap": fnet_pmap, "jax.pmap": jax_pmap},
+            unit="µs",
+            scale=1e6,
+            rounds=9,
+        )
     else:
-        main("benchmarks.dispatch", {"fnet": fnet, "hand-written": handwritten}, unit="µs", scale=1e6, rounds=9)
+        main(
+            "benchmarks.dispatch",
+            {"fnet": fnet, "hand-written": handwritten},
+            unit="µs",
+            scale=1e6,
+            rounds=9,
+        )

@@ -1,6 +1,6 @@
 """The forward pass of a 24-layer MLP without jit, as in debugging, compared with flax.linen and handwritten JAX.
 
-    python -m benchmarks.eager
+python -m benchmarks.eager
 """
 
 import jax
@@ -23,7 +23,9 @@ def fnet():
 def linen():
     from flax import linen
 
-    model = linen.Sequential([part for _ in range(DEPTH) for part in (linen.Dense(WIDTH), jnp.tanh)])
+    model = linen.Sequential(
+        [part for _ in range(DEPTH) for part in (linen.Dense(WIDTH), jnp.tanh)]
+    )
     params = model.init(jax.random.key(0), X)
     return seconds(lambda: jax.block_until_ready(model.apply(params, X)))
 
@@ -40,5 +42,10 @@ def handwritten():
 
 
 if __name__ == "__main__":
-    main("benchmarks.eager", {"fnet": fnet, "flax.linen": linen, "hand-written": handwritten}, unit="ms", scale=1e3,
-         base="fnet")
+    main(
+        "benchmarks.eager",
+        {"fnet": fnet, "flax.linen": linen, "hand-written": handwritten},
+        unit="ms",
+        scale=1e3,
+        base="fnet",
+    )

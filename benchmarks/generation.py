@@ -28,11 +28,30 @@ from benchmarks._live import Live, PeerError, serve
 
 # The arguments of models.Decoder.
 MODELS = {
-    "smollm-135m": dict(vocab_size=49152, width=576, depth=30, heads=9, kv_heads=3, hidden=1536, context=2048,
-                        tied=True),
-    "stories15m": dict(vocab_size=32000, width=288, depth=6, heads=6, kv_heads=6, hidden=768, context=256, tied=True),
+    "smollm-135m": dict(
+        vocab_size=49152,
+        width=576,
+        depth=30,
+        heads=9,
+        kv_heads=3,
+        hidden=1536,
+        context=2048,
+        tied=True,
+    ),
+    "stories15m": dict(
+        vocab_size=32000,
+        width=288,
+        depth=6,
+        heads=6,
+        kv_heads=6,
+        hidden=768,
+        context=256,
+        tied=True,
+    ),
 }
-SMALL = dict(vocab_size=64, width=16, depth=2, heads=2, kv_heads=2, hidden=24, context=64, tied=True)
+SMALL = dict(
+    vocab_size=64, width=16, depth=2, heads=2, kv_heads=2, hidden=24, context=64, tied=True
+)
 PEERS = ("fnet", "torch")
 
 
@@ -63,8 +82,13 @@ class Fnet:
 
         from fnet import models
 
-        out = models.generate(self.model, self.params, prompts(rows, length, self.model.vocab_size), max_tokens=new,
-                              temperature=0)
+        out = models.generate(
+            self.model,
+            self.params,
+            prompts(rows, length, self.model.vocab_size),
+            max_tokens=new,
+            temperature=0,
+        )
         return jax.device_get(out.tokens).tolist()
 
 
@@ -76,7 +100,7 @@ class Torch:
 
         transformers.logging.set_verbosity_error()
         self.network = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-        self.network.generation_config.eos_token_id = None      # so that all texts have the same length
+        self.network.generation_config.eos_token_id = None  # so that all texts have the same length
         self.vocab_size = fields["vocab_size"]
 
     def generate(self, rows, length, new):
@@ -84,8 +108,13 @@ class Torch:
 
         tokens = torch.tensor(prompts(rows, length, self.vocab_size), dtype=torch.int64)
         with torch.inference_mode():
-            out = self.network.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new,
-                                        do_sample=False, pad_token_id=0)
+            out = self.network.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=new,
+                do_sample=False,
+                pad_token_id=0,
+            )
         return out[:, length:].tolist()
 
 
@@ -125,7 +154,10 @@ def measure(live, name, options):
     for rows in options.rows:
         shape = dict(rows=rows, length=length, new=new)
         texts = [each.ask("generate", limit=600, **shape) for each in live]
-        equal = [sum(a == b for row, other in zip(texts[0], text) for a, b in zip(row, other)) for text in texts]
+        equal = [
+            sum(a == b for row, other in zip(texts[0], text) for a, b in zip(row, other))
+            for text in texts
+        ]
         if any(len(row) != new for text in texts for row in text):
             raise PeerError("a peer generated fewer tokens than the others")
         for each in live:
@@ -138,24 +170,41 @@ def measure(live, name, options):
         rates = {peer: [rows * new / value for value in values] for peer, values in seconds.items()}
         last = live[-1].name
         ratio = statistics.median(a / b for a, b in zip(rates[live[0].name], rates[last]))
-        cells = [name, str(rows), *(f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
-                                    for values in rates.values()), f"{ratio:.2f}", f"{equal[-1] / (rows * new):.0%}"]
-        more = {peer: statistics.median(a - b for a, b in zip(values, firsts[peer])) / (new - 1)
-                for peer, values in seconds.items()}
-        cells += [" / ".join(f"{1e3 * statistics.median(firsts[peer]):.0f}" for peer in firsts),
-                  " / ".join(f"{1e3 * each:.1f}" for each in more.values()),
-                  " / ".join(f"{size / each / rate:.0%}" for each in more.values()) + f" of {rate / 1e9:.0f} GB/s"]
+        cells = [
+            name,
+            str(rows),
+            *(
+                f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
+                for values in rates.values()
+            ),
+            f"{ratio:.2f}",
+            f"{equal[-1] / (rows * new):.0%}",
+        ]
+        more = {
+            peer: statistics.median(a - b for a, b in zip(values, firsts[peer])) / (new - 1)
+            for peer, values in seconds.items()
+        }
+        cells += [
+            " / ".join(f"{1e3 * statistics.median(firsts[peer]):.0f}" for peer in firsts),
+            " / ".join(f"{1e3 * each:.1f}" for each in more.values()),
+            " / ".join(f"{size / each / rate:.0%}" for each in more.values())
+            + f" of {rate / 1e9:.0f} GB/s",
+        ]
         print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def parser():
     numbers = lambda text: [int(number) for number in text.split(",")]
-    flags = argparse.ArgumentParser(prog="benchmarks.generation", description="Tokens per second of text generation.")
+    flags = argparse.ArgumentParser(
+        prog="benchmarks.generation", description="Tokens per second of text generation."
+    )
     flags.add_argument("models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}")
     flags.add_argument("--rows", type=numbers, default=[1, 4, 16], help="numbers of prompts")
     flags.add_argument("--rounds", type=int, default=3)
     flags.add_argument("--size", choices=("full", "small"), default="full")
-    flags.add_argument("--peers", type=lambda text: text.split(","), default=list(PEERS), help="the first is fnet")
+    flags.add_argument(
+        "--peers", type=lambda text: text.split(","), default=list(PEERS), help="the first is fnet"
+    )
     return flags
 
 
@@ -165,15 +214,36 @@ def main(arguments):
         for name in set(given) - set(known):
             parser().error(f"no {name!r} among {', '.join(known)}")
     if options.peers[0] != "fnet" or min([options.rounds, *options.rows]) < 1:
-        parser().error("expected fnet as the first of --peers, and --rounds and --rows of at least 1")
+        parser().error(
+            "expected fnet as the first of --peers, and --rounds and --rows of at least 1"
+        )
     with contextlib.ExitStack() as alive:
-        live = [alive.enter_context(Live(name, [sys.executable, "-m", "benchmarks.generation", "serve", name],
-                                         {"JAX_PLATFORMS": "cpu"})) for name in options.peers]
-        print(header(" ".join(["python -m benchmarks.generation", *arguments]), options.rounds,
-                     ("torch", "transformers"), allocator="default"))
-        print("| model | rows | " + " | ".join(f"{name} tokens/s" for name in options.peers)
-              + f" | ratio to {options.peers[-1]} | equal tokens | ms to the first token | ms for a further one "
-              + "| share of the bandwidth |\n" + "|---" * (len(live) + 7) + "|")
+        live = [
+            alive.enter_context(
+                Live(
+                    name,
+                    [sys.executable, "-m", "benchmarks.generation", "serve", name],
+                    {"JAX_PLATFORMS": "cpu"},
+                )
+            )
+            for name in options.peers
+        ]
+        print(
+            header(
+                " ".join(["python -m benchmarks.generation", *arguments]),
+                options.rounds,
+                ("torch", "transformers"),
+                allocator="default",
+            )
+        )
+        print(
+            "| model | rows | "
+            + " | ".join(f"{name} tokens/s" for name in options.peers)
+            + f" | ratio to {options.peers[-1]} | equal tokens | ms to the first token | ms for a further one "
+            + "| share of the bandwidth |\n"
+            + "|---" * (len(live) + 7)
+            + "|"
+        )
         for name in options.models:
             measure(live, name, options)
 

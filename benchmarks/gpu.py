@@ -28,7 +28,9 @@ from fnet import layers as nn
 from fnet import transforms as ft
 
 MINUTES = flags.DEFINE_float("minutes", 9, "the time for all parts; no part begins after it")
-PARTS_ = flags.DEFINE_list("parts", None, "of gpt, numerics, attention, resnet, decode, float16, medium; default: all")
+PARTS_ = flags.DEFINE_list(
+    "parts", None, "of gpt, numerics, attention, resnet, decode, float16, medium; default: all"
+)
 JSON = flags.DEFINE_string("json", "gpu.json", "the file of the figures")
 REHEARSAL = flags.DEFINE_bool("rehearsal", False, "small sizes, on any device")
 
@@ -65,13 +67,19 @@ def measured(step, donated, args, *, seconds, tuned=False):
     start = time.perf_counter()
     compiled = step.lower(*args).compile()
     compiling = time.perf_counter() - start
-    rest = args[len(donated):]
-    duration, state = timed(lambda state: compiled(*state[:len(donated)], *rest), args, seconds=seconds)
+    rest = args[len(donated) :]
+    duration, state = timed(
+        lambda state: compiled(*state[: len(donated)], *rest), args, seconds=seconds
+    )
     memory = compiled.memory_analysis()
-    found = {"seconds": duration, "compile s": compiling, "loss": float(state[-1]),
-             "predicted GiB": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2 ** 30}
+    found = {
+        "seconds": duration,
+        "compile s": compiling,
+        "loss": float(state[-1]),
+        "predicted GiB": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30,
+    }
     measured_memory = jax.devices()[0].memory_stats() or {}
-    return {**found, "peak GiB": measured_memory.get("peak_bytes_in_use", 0) / 2 ** 30}
+    return {**found, "peak GiB": measured_memory.get("peak_bytes_in_use", 0) / 2**30}
 
 
 def pytorch(workload, seconds):
@@ -81,8 +89,14 @@ def pytorch(workload, seconds):
         return {}
     from benchmarks.peers import _torch
 
-    run = _torch.build(workload, spec.weights(workload), spec.batches(workload, 1), train=True, mixed=True,
-                       compiled=_torch.DEVICE == "cuda")
+    run = _torch.build(
+        workload,
+        spec.weights(workload),
+        spec.batches(workload, 1),
+        train=True,
+        mixed=True,
+        compiled=_torch.DEVICE == "cuda",
+    )
     start = time.perf_counter()
     loss = float(run.step(0))
     compiling = time.perf_counter() - start
@@ -93,18 +107,30 @@ def pytorch(workload, seconds):
         return float(loss)
 
     duration, loss = timed(step, loss, seconds=seconds)
-    return {"PyTorch": {"seconds": duration, "compile s": compiling, "loss": loss,
-                        "peak GiB": (run.memory() or 0) / 2 ** 30}}
+    return {
+        "PyTorch": {
+            "seconds": duration,
+            "compile s": compiling,
+            "loss": loss,
+            "peak GiB": (run.memory() or 0) / 2**30,
+        }
+    }
 
 
 def gpt(size, seconds):
     """GPT-2 in bfloat16: fnet with and without tune, handwritten JAX, and PyTorch with torch.compile."""
     w, platform, rows = size.gpt, _platform(), {}
     peak = hardware.detect().peak("bfloat16")
-    useful = 6 * size.parameters * w.batch * w.time + 6 * w.depth * w.batch * w.time ** 2 * w.width
-    for name, form, tuned in (("fnet", "fnet", True), ("fnet, not tuned", "fnet", False), ("plain JAX", "hand", False)):
+    useful = 6 * size.parameters * w.batch * w.time + 6 * w.depth * w.batch * w.time**2 * w.width
+    for name, form, tuned in (
+        ("fnet", "fnet", True),
+        ("fnet, not tuned", "fnet", False),
+        ("plain JAX", "hand", False),
+    ):
         step, donated, shapes = steps.gpt(form, size, platform)
-        rows[name] = measured(step, donated, filled(shapes, vocab=w.vocab), seconds=seconds, tuned=tuned)
+        rows[name] = measured(
+            step, donated, filled(shapes, vocab=w.vocab), seconds=seconds, tuned=tuned
+        )
     rows |= pytorch(w, seconds)
     for row in rows.values():
         row["tokens/s"] = w.batch * w.time / row["seconds"]
@@ -119,15 +145,21 @@ def attention(size, seconds):
     shape = jax.ShapeDtypeStruct((w.batch, w.time, w.heads, w.width // w.heads), jnp.bfloat16)
     q = filled(shape)
     run = lambda q, k, v: nn.dot_product_attention(q, k, v, causal=True)
-    plain = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
-    flops = 2 * w.batch * w.time ** 2 * w.width
+    plain = lambda q, k, v: jax.nn.dot_product_attention(
+        q, k, v, is_causal=True, implementation="xla"
+    )
+    flops = 2 * w.batch * w.time**2 * w.width
     peak = hardware.detect().peak("bfloat16")
     for name, f in ("fnet", run), ("jax.nn, XLA", plain):
-        both = jax.jit(jax.grad(lambda q, k, v, f=f: f(q, k, v).astype(jnp.float32).sum(), (0, 1, 2)))
+        both = jax.jit(
+            jax.grad(lambda q, k, v, f=f: f(q, k, v).astype(jnp.float32).sum(), (0, 1, 2))
+        )
         for passes, call, work in (("forward", jax.jit(f), 1), ("both passes", both, 3.5)):
             duration, _ = timed(lambda _, call=call: call(q, q, q), None, seconds=seconds)
-            rows[f"{name}, {passes}"] = {"seconds": duration,
-                                         "of the peak": work * flops / duration / peak.flops if peak else None}
+            rows[f"{name}, {passes}"] = {
+                "seconds": duration,
+                "of the peak": work * flops / duration / peak.flops if peak else None,
+            }
     return rows
 
 
@@ -136,7 +168,9 @@ def resnet(size, seconds):
     rows = {}
     for name, form, tuned in (("fnet", "fnet", True), ("plain JAX", "hand", False)):
         step, donated, shapes = steps.resnet(form, size, _platform())
-        rows[name] = measured(step, donated, filled(shapes, vocab=size.resnet.classes), seconds=seconds, tuned=tuned)
+        rows[name] = measured(
+            step, donated, filled(shapes, vocab=size.resnet.classes), seconds=seconds, tuned=tuned
+        )
     rows |= pytorch(size.resnet, seconds)
     for row in rows.values():
         row["images/s"] = size.resnet.batch / row["seconds"]
@@ -150,8 +184,9 @@ def decode(size, seconds):
     count = min(256, model.context // 2)
     for batch in 1, 8:
         prompts = jnp.ones((batch, 16), jnp.int32)
-        call = lambda _, prompts=prompts: models.generate(model, params, prompts, max_tokens=count, temperature=0,
-                                                          dtype="bfloat16")
+        call = lambda _, prompts=prompts: models.generate(
+            model, params, prompts, max_tokens=count, temperature=0, dtype="bfloat16"
+        )
         duration, _ = timed(call, None, seconds=seconds, most=5)
         rows[f"batch {batch}"] = {"seconds": duration, "tokens/s": batch * count / duration}
     return rows
@@ -167,7 +202,9 @@ def float16(size, seconds):
     loss = lambda params, tokens: model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:]).mean()
 
     def step(params, opt_state, tokens):
-        value, grads = ft.autocast(ft.scaled_value_and_grad(loss), "float16")(opt_state, params, tokens)
+        value, grads = ft.autocast(ft.scaled_value_and_grad(loss), "float16")(
+            opt_state, params, tokens
+        )
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
@@ -178,7 +215,9 @@ def float16(size, seconds):
 def medium(size, seconds):
     """GPT-2 350M in bfloat16, with a batch of four texts and tune."""
     if size is steps.LARGE:
-        size = dataclasses.replace(size, gpt=dataclasses.replace(size.gpt, batch=4, width=1024, depth=24, heads=16))
+        size = dataclasses.replace(
+            size, gpt=dataclasses.replace(size.gpt, batch=4, width=1024, depth=24, heads=16)
+        )
     step, donated, shapes = steps.gpt("fnet", size, _platform())
     row = measured(step, donated, filled(shapes, vocab=size.gpt.vocab), seconds=seconds, tuned=True)
     return {"fnet": {**row, "tokens/s": size.gpt.batch * size.gpt.time / row["seconds"]}}
@@ -188,11 +227,17 @@ def numerics(size, seconds):
     """Relative errors on this device: attention and its gradients, and gradients of a small GPT in bfloat16, compared
     with float32 formulas."""
     w = size.gpt
-    q, k, v = (jax.random.normal(key, (2, w.time, w.heads, w.width // w.heads)) for key in
-               jax.random.split(jax.random.key(0), 3))
+    q, k, v = (
+        jax.random.normal(key, (2, w.time, w.heads, w.width // w.heads))
+        for key in jax.random.split(jax.random.key(0), 3)
+    )
     low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
-    fnet = lambda q, k, v: jnp.sin(nn.dot_product_attention(q, k, v, causal=True).astype(jnp.float32)).sum()
-    plain = lambda q, k, v: jnp.sin(jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")).sum()
+    fnet = lambda q, k, v: jnp.sin(
+        nn.dot_product_attention(q, k, v, causal=True).astype(jnp.float32)
+    ).sum()
+    plain = lambda q, k, v: jnp.sin(
+        jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+    ).sum()
     model = models.GPT(101, 64, 2, 2, context=64)
     tokens = filled(jax.ShapeDtypeStruct((4, 65), jnp.int32), vocab=101)
     params, _ = model.init(jax.random.key(0), tokens[:, :-1])
@@ -212,14 +257,27 @@ def numerics(size, seconds):
 
     wide = [x.astype(jnp.float32) for x in low]
     gradient = jax.value_and_grad(loss)
-    return {"attention, gradients, bfloat16": timed_error(lambda: jax.jit(jax.grad(fnet, (0, 1, 2)))(*low),
-                                                          lambda: jax.jit(jax.grad(plain, (0, 1, 2)))(*wide)),
-            "GPT, gradients, bfloat16": timed_error(lambda: ft.tune(ft.autocast(gradient, "bfloat16"))(params),
-                                                    lambda: jax.jit(gradient)(params))}
+    return {
+        "attention, gradients, bfloat16": timed_error(
+            lambda: jax.jit(jax.grad(fnet, (0, 1, 2)))(*low),
+            lambda: jax.jit(jax.grad(plain, (0, 1, 2)))(*wide),
+        ),
+        "GPT, gradients, bfloat16": timed_error(
+            lambda: ft.tune(ft.autocast(gradient, "bfloat16"))(params),
+            lambda: jax.jit(gradient)(params),
+        ),
+    }
 
 
-PARTS = {"gpt": gpt, "numerics": numerics, "attention": attention, "resnet": resnet, "decode": decode,
-         "float16": float16, "medium": medium}
+PARTS = {
+    "gpt": gpt,
+    "numerics": numerics,
+    "attention": attention,
+    "resnet": resnet,
+    "decode": decode,
+    "float16": float16,
+    "medium": medium,
+}
 
 
 def _platform():
@@ -230,13 +288,26 @@ def table(rows):
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     show = lambda value: "" if value is None else f"{value:.4g}"
     lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    return "\n".join([*lines, *(f"| {name} | {' | '.join(show(row.get(column)) for column in columns)} |"
-                                for name, row in rows.items())])
+    return "\n".join(
+        [
+            *lines,
+            *(
+                f"| {name} | {' | '.join(show(row.get(column)) for column in columns)} |"
+                for name, row in rows.items()
+            ),
+        ]
+    )
 
 
 def run(parts, size, *, minutes, path):
     """Runs the parts one after another until the time is over. Returns the content of the JSON file."""
-    found = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "parts": {}, "failed": {}, "skipped": []}
+    found = {
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "parts": {},
+        "failed": {},
+        "skipped": [],
+    }
     end = time.perf_counter() + 60 * minutes
     for number, (name, part) in enumerate(parts.items()):
         left = end - time.perf_counter()
@@ -245,9 +316,11 @@ def run(parts, size, *, minutes, path):
             print(f"no time is left for {', '.join(found['skipped'])}")
             break
         try:
-            found["parts"][name] = part(size, left / (len(parts) - number) / 8)    # half of the time is for compilation
+            found["parts"][name] = part(
+                size, left / (len(parts) - number) / 8
+            )  # half of the time is for compilation
             print(f"\n**{name}**: {part.__doc__}\n\n{table(found['parts'][name])}", flush=True)
-        except Exception as error:    # a failed part must not end the session
+        except Exception as error:  # a failed part must not end the session
             found["failed"][name] = f"{type(error).__name__}: {error}"
             print(f"\n**{name}** failed:", file=sys.stderr)
             traceback.print_exc()
@@ -256,7 +329,9 @@ def run(parts, size, *, minutes, path):
 
 
 def main(_):
-    print(f"`python -m benchmarks.gpu {' '.join(sys.argv[1:])}`, jax {jax.__version__}, {jax.devices()[0].device_kind}")
+    print(
+        f"`python -m benchmarks.gpu {' '.join(sys.argv[1:])}`, jax {jax.__version__}, {jax.devices()[0].device_kind}"
+    )
     parts = {name: PARTS[name] for name in PARTS_.value or PARTS}
     size = steps.SMALL if REHEARSAL.value else steps.LARGE
     found = run(parts, size, minutes=MINUTES.value, path=pathlib.Path(JSON.value))

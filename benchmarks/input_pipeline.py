@@ -30,7 +30,7 @@ from benchmarks._harness import header, table
 from benchmarks._live import Live, PeerError, serve
 
 CORES = len(os.sched_getaffinity(0))
-AHEAD = 2 * CORES    # batches that may be prepared before the clock starts, and after it stops
+AHEAD = 2 * CORES  # batches that may be prepared before the clock starts, and after it stops
 
 
 def write_photos(folder: Path, count: int) -> None:
@@ -44,8 +44,13 @@ def write_photos(folder: Path, count: int) -> None:
         source = sources[i % 2]
         width = int(random.integers(320, 560))
         height = width * 3 // 4
-        left, top = int(random.integers(source.width - width + 1)), int(random.integers(source.height - height + 1))
-        source.crop((left, top, left + width, top + height)).resize((500, 375)).save(folder / f"{i}.jpg", quality=90)
+        left, top = (
+            int(random.integers(source.width - width + 1)),
+            int(random.integers(source.height - height + 1)),
+        )
+        source.crop((left, top, left + width, top + height)).resize((500, 375)).save(
+            folder / f"{i}.jpg", quality=90
+        )
 
 
 def read_photo(file: Path, random: np.random.Generator, size: int) -> np.ndarray:
@@ -56,10 +61,19 @@ def read_photo(file: Path, random: np.random.Generator, size: int) -> np.ndarray
     with Image.open(file) as photo:
         area = random.uniform(0.08, 1) * photo.width * photo.height
         ratio = np.exp(random.uniform(np.log(3 / 4), np.log(4 / 3)))
-        width, height = min(int(np.sqrt(area * ratio)), photo.width), min(int(np.sqrt(area / ratio)), photo.height)
-        left, top = int(random.integers(photo.width - width + 1)), int(random.integers(photo.height - height + 1))
-        image = np.asarray(photo.convert("RGB").resize((size, size), Image.BILINEAR,
-                                                       box=(left, top, left + width, top + height)))
+        width, height = (
+            min(int(np.sqrt(area * ratio)), photo.width),
+            min(int(np.sqrt(area / ratio)), photo.height),
+        )
+        left, top = (
+            int(random.integers(photo.width - width + 1)),
+            int(random.integers(photo.height - height + 1)),
+        )
+        image = np.asarray(
+            photo.convert("RGB").resize(
+                (size, size), Image.BILINEAR, box=(left, top, left + width, top + height)
+            )
+        )
     return image[:, ::-1] if random.random() < 0.5 else image
 
 
@@ -79,7 +93,10 @@ class Photos:
         rows = random.integers(len(self.files), size=self.batch)
         read = lambda row, seed: read_photo(self.files[row], np.random.default_rng(seed), self.size)
         seeds = random.integers(1 << 32, size=self.batch)
-        return {"x": as_floats(list(self.threads.map(read, rows, seeds))), "y": np.asarray(rows % 2, np.int32)}
+        return {
+            "x": as_floats(list(self.threads.map(read, rows, seeds))),
+            "y": np.asarray(rows % 2, np.int32),
+        }
 
 
 def fnet(folder: str, batch: int, size: int, steps: int) -> float:
@@ -138,18 +155,31 @@ def waiting(folder: str, batch: int, size: int, model: str, steps: int) -> float
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), stats
 
     def step(state, batch):
-        (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(state.params, state.state, batch)
+        (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(
+            state.params, state.state, batch
+        )
         return state.apply(tx, grads, state=stats), {"loss": value}
 
     with tempfile.TemporaryDirectory() as workdir:
-        tr.fit(step, tr.TrainState.create(params, tx, state=stats), data, steps=1 + 2 * steps, log_every=steps,
-               workdir=workdir, tensorboard=False)
-        rows = [row["time/data"] for row in tr.read_metrics(workdir) if row.get("time/data") is not None]
+        tr.fit(
+            step,
+            tr.TrainState.create(params, tx, state=stats),
+            data,
+            steps=1 + 2 * steps,
+            log_every=steps,
+            workdir=workdir,
+            tensorboard=False,
+        )
+        rows = [
+            row["time/data"] for row in tr.read_metrics(workdir) if row.get("time/data") is not None
+        ]
     return rows[-1]
 
 
 def main(arguments=None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.input_pipeline", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.input_pipeline", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("--photos", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--size", type=int, default=224, help="pixels of a side of the crops")
@@ -158,25 +188,56 @@ def main(arguments=None) -> None:
     parser.add_argument("--peers", default="fnet,torch")
     parser.add_argument("--model", default="resnet50", help="the ResNet that waits for photos")
     options = parser.parse_args(arguments)
-    print(header(" ".join(["python -m benchmarks.input_pipeline", *(sys.argv[1:] if arguments is None else arguments)]),
-                 options.rounds, ("torch",), allocator="default"))
+    print(
+        header(
+            " ".join(
+                [
+                    "python -m benchmarks.input_pipeline",
+                    *(sys.argv[1:] if arguments is None else arguments),
+                ]
+            ),
+            options.rounds,
+            ("torch",),
+            allocator="default",
+        )
+    )
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as alive:
         write_photos(Path(folder), options.photos)
         details = {"folder": folder, "batch": options.batch, "size": options.size}
-        command, environment = [sys.executable, "-m", "benchmarks.input_pipeline", "serve"], {"JAX_PLATFORMS": "cpu"}
-        live = {name: alive.enter_context(Live(name, command, environment)) for name in options.peers.split(",")}
+        command, environment = (
+            [sys.executable, "-m", "benchmarks.input_pipeline", "serve"],
+            {"JAX_PLATFORMS": "cpu"},
+        )
+        live = {
+            name: alive.enter_context(Live(name, command, environment))
+            for name in options.peers.split(",")
+        }
         seconds: dict[str, list[float]] = {name: [] for name in live}
         try:
             for _ in range(options.rounds):
                 for name, process in live.items():
                     taken = process.ask(name, limit=300, steps=options.steps, **details)
                     seconds[name].append(taken / (options.steps * options.batch))
-            rates = {name: f"{1 / statistics.median(values):.0f}" for name, values in seconds.items()}
-            print(table(seconds, unit="ms per photo", scale=1e3, bases=[list(live)[-1]], more={"photos/s": rates}))
-            fraction = next(iter(live.values())).ask("waiting", limit=1200, steps=2, model=options.model, **details)
+            rates = {
+                name: f"{1 / statistics.median(values):.0f}" for name, values in seconds.items()
+            }
+            print(
+                table(
+                    seconds,
+                    unit="ms per photo",
+                    scale=1e3,
+                    bases=[list(live)[-1]],
+                    more={"photos/s": rates},
+                )
+            )
+            fraction = next(iter(live.values())).ask(
+                "waiting", limit=1200, steps=2, model=options.model, **details
+            )
         except PeerError as error:
             sys.exit(str(error))
-    print(f"\n`fit` of {options.model} with these photos waits for batches {100 * fraction:.2f} % of the time.")
+    print(
+        f"\n`fit` of {options.model} with these photos waits for batches {100 * fraction:.2f} % of the time."
+    )
 
 
 if __name__ == "__main__":

@@ -21,16 +21,23 @@ def draw(plan: parallel.Plan) -> Figure:
     step."""
     rows = plan.candidates[::-1]
     names = [row.strategy for row in rows]
-    limit = plan.chip.memory_bytes / 2 ** 30
+    limit = plan.chip.memory_bytes / 2**30
     colors = [BLUE if row.options == plan.options else GREY for row in rows]
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     memory, sent = figure.subplots(1, 2, sharey=True)
-    peaks = [row.peak / 2 ** 30 for row in rows]
+    peaks = [row.peak / 2**30 for row in rows]
     memory.barh(names, peaks, color=colors)
     memory.axvline(limit, color=RED, linewidth=1.5)
-    memory.text(limit * 1.04, len(rows) - 0.45, f"{limit:.0f} GiB of a TPU v5e", color=RED, fontsize=9, va="bottom")
+    memory.text(
+        limit * 1.04,
+        len(rows) - 0.45,
+        f"{limit:.0f} GiB of a TPU v5e",
+        color=RED,
+        fontsize=9,
+        va="bottom",
+    )
     memory.set(xlabel="peak memory of each chip, GiB (estimated)", title=" ")
-    sent.barh(names, [row.ledger.sent / 2 ** 30 for row in rows], color=colors)
+    sent.barh(names, [row.ledger.sent / 2**30 for row in rows], color=colors)
     sent.set(xlabel="sent by each chip in a step, GiB (estimated)", title=" ")
     for axis in (memory, sent):
         axis.spines[["top", "right"]].set_visible(False)
@@ -43,7 +50,9 @@ def draw(plan: parallel.Plan) -> Figure:
 def main(argv):
     del argv
     matplotlib.rcParams["font.size"] = 10
-    draw(planned(*CASES["872M"], compile=False)[1]).savefig(PATH.value, dpi=110, metadata={"Software": None})
+    draw(planned(*CASES["872M"], compile=False)[1]).savefig(
+        PATH.value, dpi=110, metadata={"Software": None}
+    )
     print(f"wrote {PATH.value}")
 
 

@@ -28,7 +28,9 @@ CASES = {
     "872M": (dict(vocab_size=32000, width=1536, depth=29, heads=12), 32, "v5e:2x2"),
 }
 ONLY = flags.DEFINE_string("only", None, f"one of {', '.join(CASES)}")
-CHILD = flags.DEFINE_bool("child", False, "run in this process and print the figures as JSON in the last line")
+CHILD = flags.DEFINE_bool(
+    "child", False, "run in this process and print the figures as JSON in the last line"
+)
 
 
 def planned(config, rows, devices, **options):
@@ -45,8 +47,9 @@ def planned(config, rows, devices, **options):
 
     state = jax.eval_shape(init, jax.random.key(0))
     count = sum(x.size for x in jax.tree.leaves(state.params))
-    return count, parallel.plan(step, init, jax.ShapeDtypeStruct((rows, 1025), jnp.int32), devices=devices,
-                                **options)
+    return count, parallel.plan(
+        step, init, jax.ShapeDtypeStruct((rows, 1025), jnp.int32), devices=devices, **options
+    )
 
 
 def figures(name):
@@ -55,10 +58,24 @@ def figures(name):
     print(f"{count:,} parameters")
     print(plan)
     seconds = time.perf_counter() - began
-    compiled = [(each.strategy, each.arguments, each.compiled.arguments, each.estimate.peak, each.compiled.peak)
-                for each in plan.candidates if each.compiled and each.compiled.peak]
-    return {"name": name, "seconds": seconds, "chosen": plan.strategy, "compiled": compiled,
-            "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20}
+    compiled = [
+        (
+            each.strategy,
+            each.arguments,
+            each.compiled.arguments,
+            each.estimate.peak,
+            each.compiled.peak,
+        )
+        for each in plan.candidates
+        if each.compiled and each.compiled.peak
+    ]
+    return {
+        "name": name,
+        "seconds": seconds,
+        "chosen": plan.strategy,
+        "compiled": compiled,
+        "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
 
 
 def main(argv):
@@ -68,18 +85,29 @@ def main(argv):
         return
     wrong = False
     for name in [ONLY.value] if ONLY.value else CASES:
-        child = subprocess.run([sys.executable, "-m", "benchmarks.pods", f"--only={name}", "--child"], check=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        child = subprocess.run(
+            [sys.executable, "-m", "benchmarks.pods", f"--only={name}", "--child"],
+            check=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
         text, last = child.stdout.rstrip().rsplit("\n", 1)
         found = json.loads(last)
         print(text)
-        print(f"\n{name} on {CASES[name][2]}: {found['chosen']}, planned and compiled in {found['seconds']:.0f} s, "
-              f"{found['gib']:.2f} GiB of memory")
+        print(
+            f"\n{name} on {CASES[name][2]}: {found['chosen']}, planned and compiled in {found['seconds']:.0f} s, "
+            f"{found['gib']:.2f} GiB of memory"
+        )
         for strategy, arguments, said, peak, needs in found["compiled"]:
             exact = "exactly" if arguments == said else "not"
-            print(f"  {strategy}: {arguments / 2 ** 20:,.1f} MiB of state and batch, {exact} as predicted; peak "
-                  f"predicted {peak / 2 ** 20:,.0f} MiB, {peak / needs:.2f} of the compiler's {needs / 2 ** 20:,.0f}")
-            wrong |= arguments != said or (strategy == found["chosen"] and not 0.75 <= peak / needs <= 1.25)
+            print(
+                f"  {strategy}: {arguments / 2**20:,.1f} MiB of state and batch, {exact} as predicted; peak "
+                f"predicted {peak / 2**20:,.0f} MiB, {peak / needs:.2f} of the compiler's {needs / 2**20:,.0f}"
+            )
+            wrong |= arguments != said or (
+                strategy == found["chosen"] and not 0.75 <= peak / needs <= 1.25
+            )
         print(flush=True)
     sys.exit(int(wrong))
 

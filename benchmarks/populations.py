@@ -23,18 +23,25 @@ from fnet import models, search
 from fnet import training as tr
 from fnet import transforms as ft
 
-TURN = 0.2                 # seconds of consecutive steps, whose data stay in the caches as in training
-ROUNDS, SECONDS = 9, 10    # at least ROUNDS rounds, and more if the steps are fast, until SECONDS are over
-MODELS = {"CNN 16-32, batch 32 of 28x28": (models.CNN(10, (16, 32), 2), 32),
-          "MLP 784-256-256-10, batch 64": (models.MLP((256, 256, 10)), 64)}
+TURN = 0.2  # seconds of consecutive steps, whose data stay in the caches as in training
+ROUNDS, SECONDS = (
+    9,
+    10,
+)  # at least ROUNDS rounds, and more if the steps are fast, until SECONDS are over
+MODELS = {
+    "CNN 16-32, batch 32 of 28x28": (models.CNN(10, (16, 32), 2), 32),
+    "MLP 784-256-256-10, batch 64": (models.MLP((256, 256, 10)), 64),
+}
 
 
 def programs(model, rows, n):
     """Returns {name: function that runs one step of n members, or of one member, and returns the metrics}, and an
     explanation of the method that `search.population` selected."""
     random = np.random.default_rng(0)
-    batch = {"x": jnp.asarray(random.random((rows, 28, 28, 1), np.float32)), "y": jnp.asarray(
-        random.integers(0, 10, rows).astype(np.int32))}
+    batch = {
+        "x": jnp.asarray(random.random((rows, 28, 28, 1), np.float32)),
+        "y": jnp.asarray(random.integers(0, 10, rows).astype(np.int32)),
+    }
     optimizer = lambda hyper: optax.sgd(hyper, momentum=0.9)
 
     def init(key, hyper):
@@ -55,8 +62,12 @@ def programs(model, rows, n):
     copy = lambda tree: jax.tree.map(jnp.copy, tree)
     single = jax.jit(step, donate_argnums=0)
     plain = jax.jit(jax.vmap(step, (0, None, 0)), donate_argnums=0)
-    held = {"one alone": [search.member(state, 0)], "vmap": copy(state.members),
-            "loop": [copy(search.member(state, i)) for i in range(n)], "search.population": copy(state)}
+    held = {
+        "one alone": [search.member(state, 0)],
+        "vmap": copy(state.members),
+        "loop": [copy(search.member(state, i)) for i in range(n)],
+        "search.population": copy(state),
+    }
 
     def alone():
         held["one alone"][0], loss = single(held["one alone"][0], batch, hyper[0])
@@ -84,15 +95,23 @@ def programs(model, rows, n):
 
 def main():
     n = int(sys.argv[1]) if sys.argv[1:] else 16
-    print(header(" ".join(["python -m benchmarks.populations", *sys.argv[1:]]), ROUNDS, allocator="default"))
-    print(f"| {n} members of | method | step ms | ms per member | to one alone | to the fastest of vmap and loop |")
+    print(
+        header(
+            " ".join(["python -m benchmarks.populations", *sys.argv[1:]]),
+            ROUNDS,
+            allocator="default",
+        )
+    )
+    print(
+        f"| {n} members of | method | step ms | ms per member | to one alone | to the fastest of vmap and loop |"
+    )
     print("|---|---|---|---|---|---|")
     for name, (model, rows) in MODELS.items():
         runs, chosen = programs(model, rows, n)
         times = {each: [] for each in runs}
         steps = {}
         for each, run in runs.items():
-            jax.block_until_ready(run())                   # the first call compiles
+            jax.block_until_ready(run())  # the first call compiles
             began = time.perf_counter()
             jax.block_until_ready(run())
             steps[each] = max(1, round(TURN / (time.perf_counter() - began)))
@@ -108,9 +127,16 @@ def main():
         for each, value in milliseconds.items():
             members = 1 if each == "one alone" else n
             method = f"{each} ({chosen.chosen})" if each == "search.population" else each
-            ratio = f"{statistics.median(a / b for a, b in zip(times[each], fastest)):.2f}" if members > 1 else ""
-            print(f"| {name} | {method} | {value:.1f} | {value / members:.2f} | "
-                  f"{value / members / milliseconds['one alone']:.2f} | {ratio} |", flush=True)
+            ratio = (
+                f"{statistics.median(a / b for a, b in zip(times[each], fastest)):.2f}"
+                if members > 1
+                else ""
+            )
+            print(
+                f"| {name} | {method} | {value:.1f} | {value / members:.2f} | "
+                f"{value / members / milliseconds['one alone']:.2f} | {ratio} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -21,15 +21,21 @@ def _trace(kind):
 
     block = nn.Sequential(
         nn.Residual(nn.LayerNorm(), nn.Attention(4, causal=True)),
-        nn.Residual(nn.LayerNorm(), nn.Dense(256), jax.nn.gelu, nn.Dense(64)))
+        nn.Residual(nn.LayerNorm(), nn.Dense(256), jax.nn.gelu, nn.Dense(64)),
+    )
     model = nn.Sequential(*[block] * 60)
     x = jax.ShapeDtypeStruct((2, 16, 64), jnp.float32)
     params = jax.eval_shape(lambda key: model.init(key, x)[0], jax.random.key(0))
 
     def once():
-        loss = lambda params, x: jnp.square(model(params, x)).mean()    # a new function, because JAX caches traces
-        f = {"plain": lambda: jax.grad(loss), "around": lambda: ft.autocast(jax.grad(loss), "bfloat16"),
-             "inside": lambda: jax.grad(ft.autocast(loss, "bfloat16"))}[kind]()
+        loss = lambda params, x: jnp.square(
+            model(params, x)
+        ).mean()  # a new function, because JAX caches traces
+        f = {
+            "plain": lambda: jax.grad(loss),
+            "around": lambda: ft.autocast(jax.grad(loss), "bfloat16"),
+            "inside": lambda: jax.grad(ft.autocast(loss, "bfloat16")),
+        }[kind]()
         start = time.perf_counter()
         jax.jit(f).trace(params, x)
         return time.perf_counter() - start
@@ -51,18 +57,31 @@ def _step(kind):
         return jnp.square(x).mean()
 
     full = functools.partial(loss, dot=jnp.dot)
-    by_hand = functools.partial(loss, dot=lambda x, w: jnp.dot(
-        x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32).astype(jnp.bfloat16))
-    gradient = {"float32": jax.grad(full), "autocast": ft.autocast(jax.grad(full), "bfloat16"),
-                "by hand": jax.grad(lambda params, x: by_hand(params, x).astype(jnp.float32))}[kind]
+    by_hand = functools.partial(
+        loss,
+        dot=lambda x, w: jnp.dot(
+            x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32
+        ).astype(jnp.bfloat16),
+    )
+    gradient = {
+        "float32": jax.grad(full),
+        "autocast": ft.autocast(jax.grad(full), "bfloat16"),
+        "by hand": jax.grad(lambda params, x: by_hand(params, x).astype(jnp.float32)),
+    }[kind]
     step = jax.jit(lambda params, x: [w - 0.1 * g for w, g in zip(params, gradient(params, x))])
     return seconds(lambda: jax.block_until_ready(step(params, x)), budget=2)
 
 
-TRACE = {"autocast around grad": functools.partial(_trace, "around"),
-         "autocast inside grad": functools.partial(_trace, "inside"), "plain": functools.partial(_trace, "plain")}
-STEP = {"autocast": functools.partial(_step, "autocast"), "float32": functools.partial(_step, "float32"),
-        "casts by hand": functools.partial(_step, "by hand")}
+TRACE = {
+    "autocast around grad": functools.partial(_trace, "around"),
+    "autocast inside grad": functools.partial(_trace, "inside"),
+    "plain": functools.partial(_trace, "plain"),
+}
+STEP = {
+    "autocast": functools.partial(_step, "autocast"),
+    "float32": functools.partial(_step, "float32"),
+    "casts by hand": functools.partial(_step, "by hand"),
+}
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["step"] or set(sys.argv[1:]) & set(STEP):

@@ -14,7 +14,7 @@ import os
 import time
 
 if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})      # before JAX counts the cores
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # before JAX counts the cores
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,15 @@ from fnet.models._cnn import conv_norm_relu
 
 ROUNDS = flags.DEFINE_integer("rounds", 15, "calls of each program")
 BATCH = flags.DEFINE_integer("batch", 32, "images of 28 x 28 pixels in a step")
-TOLERANCE = 0.15      # noise of the ablation, relative to the larger time
-CHANNELS = {"stage0/block0": 16, "stage0/block1": 16, "stage1/block0": 32, "stage1/block1": 64, "stage2/block0": 64,
-            "stage2/block1": 128}
+TOLERANCE = 0.15  # noise of the ablation, relative to the larger time
+CHANNELS = {
+    "stage0/block0": 16,
+    "stage0/block1": 16,
+    "stage1/block0": 32,
+    "stage1/block1": 64,
+    "stage2/block0": 64,
+    "stage2/block1": 128,
+}
 
 
 class Cheap(nn.Layer):
@@ -80,7 +86,7 @@ def main(_):
     labels = jnp.asarray(random.integers(0, 10, BATCH.value))
     programs = {name: step_of(network(name), x, labels) for name in (None, *CHANNELS)}
     for run, args in programs.values():
-        seconds(run, args)      # the first call compiles
+        seconds(run, args)  # the first call compiles
     best = dict.fromkeys(programs, float("inf"))
     for _ in range(ROUNDS.value):
         for name, (run, args) in programs.items():
@@ -88,16 +94,26 @@ def main(_):
     report = introspect.profile(*programs[None][:1], *programs[None][1], repeats=ROUNDS.value)
     saved = {name: best[None] - best[name] for name in CHANNELS}
     measured = {name: report[name.replace("/", "_")].total for name in CHANNELS}
-    print(header(f"python -m benchmarks.profiles --rounds={ROUNDS.value} --batch={BATCH.value}", ROUNDS.value))
+    print(
+        header(
+            f"python -m benchmarks.profiles --rounds={ROUNDS.value} --batch={BATCH.value}",
+            ROUNDS.value,
+        )
+    )
     print("| layer | profile ms | ablation ms |\n|---|---|---|")
     for name in sorted(CHANNELS, key=measured.__getitem__, reverse=True):
         print(f"| {name} | {1e3 * measured[name]:.2f} | {1e3 * saved[name]:.2f} |")
-    apart = [(a, b) for a, b in itertools.combinations(CHANNELS, 2)
-             if abs(saved[a] - saved[b]) > TOLERANCE * max(saved[a], saved[b])]
+    apart = [
+        (a, b)
+        for a, b in itertools.combinations(CHANNELS, 2)
+        if abs(saved[a] - saved[b]) > TOLERANCE * max(saved[a], saved[b])
+    ]
     agree = sum((saved[a] > saved[b]) == (measured[a] > measured[b]) for a, b in apart)
-    print(f"\n{agree} of {len(apart)} pairs of layers whose ablations differ by more than {TOLERANCE:.0%} have one "
-          f"order; the operations take {report.coverage:.1%} of the step of {1e3 * report.step_seconds:.2f} ms; "
-          f"{report.spanning:.1%} of that in fusions of several paths")
+    print(
+        f"\n{agree} of {len(apart)} pairs of layers whose ablations differ by more than {TOLERANCE:.0%} have one "
+        f"order; the operations take {report.coverage:.1%} of the step of {1e3 * report.step_seconds:.2f} ms; "
+        f"{report.spanning:.1%} of that in fusions of several paths"
+    )
 
 
 if __name__ == "__main__":

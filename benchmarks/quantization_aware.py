@@ -31,8 +31,10 @@ BATCH = flags.DEFINE_integer("qat_batch", 64, "images of a step")
 SEED = flags.DEFINE_integer("qat_seed", 0, "for the images, their order and the last layer")
 TEST = flags.DEFINE_integer("qat_test", 10000, "test images")
 KERNELS = "stage.*/conv/kernel|last/conv/kernel"
-RECIPES = {"int8": {KERNELS: compress.Int8(activations="dynamic")},
-           "int4": {".*depthwise/conv/kernel": compress.Int8(), KERNELS: compress.Int4(None)}}
+RECIPES = {
+    "int8": {KERNELS: compress.Int8(activations="dynamic")},
+    "int4": {".*depthwise/conv/kernel": compress.Int8(), KERNELS: compress.Int4(None)},
+}
 NAMES = flags.DEFINE_list("qat_formats", list(RECIPES), f"some of {', '.join(RECIPES)}")
 
 
@@ -47,7 +49,9 @@ def network():
 
 def prepared(images):
     """Returns the images, enlarged and normalized as for ImageNet."""
-    x = jax.image.resize(images.astype(jnp.float32) / 255, (len(images), SIZE.value, SIZE.value, 3), "bilinear")
+    x = jax.image.resize(
+        images.astype(jnp.float32) / 255, (len(images), SIZE.value, SIZE.value, 3), "bilinear"
+    )
     return (x - jnp.array([0.485, 0.456, 0.406])) / jnp.array([0.229, 0.224, 0.225])
 
 
@@ -62,23 +66,33 @@ def train(model, params, state, data, *, steps: int, peak: float):
 
         def loss(params):
             logits, new = run(params, images, state=state.state, train=True, key=key)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), new
+            return optax.softmax_cross_entropy_with_integer_labels(
+                logits, batch["label"]
+            ).mean(), new
 
         (value, new), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
         return state.apply(tx, grads, state=new), {"loss": value}
 
-    batches = tr.Batches({"image": data.train_images, "label": data.train_labels}, batch_size=BATCH.value,
-                         seed=SEED.value)
-    done = tr.fit(step, tr.TrainState.create(params, tx, state=state), batches, steps=steps, log_every=100)
+    batches = tr.Batches(
+        {"image": data.train_images, "label": data.train_labels},
+        batch_size=BATCH.value,
+        seed=SEED.value,
+    )
+    done = tr.fit(
+        step, tr.TrainState.create(params, tx, state=state), batches, steps=steps, log_every=100
+    )
     return done.params, done.state
 
 
 def accuracy(model, params, state, data) -> float:
-    classify = jax.jit(lambda params, images: ft.use_implicit_arrays(model)(
-        params, prepared(images), state=state)[0].argmax(-1))
-    images = data.test_images[:TEST.value]
-    guesses = [classify(params, images[i:i + 250]) for i in range(0, len(images), 250)]
-    return float((np.concatenate(guesses) == data.test_labels[:TEST.value]).mean())
+    classify = jax.jit(
+        lambda params, images: ft.use_implicit_arrays(model)(params, prepared(images), state=state)[
+            0
+        ].argmax(-1)
+    )
+    images = data.test_images[: TEST.value]
+    guesses = [classify(params, images[i : i + 250]) for i in range(0, len(images), 250)]
+    return float((np.concatenate(guesses) == data.test_labels[: TEST.value]).mean())
 
 
 def main(argv):
@@ -92,14 +106,28 @@ def main(argv):
     for name in NAMES.value:
         recipe = RECIPES[name]
         codes = compress.quantize(plain, recipe)
-        aware, aware_state = train(model, compress.fake_quantize(params, recipe), state, data, **more)
-        rows.append((name, codes, accuracy(model, codes, plain_state, data),
-                     accuracy(model, compress.convert(aware), aware_state, data)))
-    print(f"MobileNetV2, CIFAR-10 at {SIZE.value} x {SIZE.value}, {STEPS.value} + {STEPS.value // 2} steps of "
-          f"{BATCH.value} images, one seed, {time.perf_counter() - began:.0f} s\n")
-    print("| kernels | MB | rounded after training | quantization-aware training |\n|---|---|---|---|")
+        aware, aware_state = train(
+            model, compress.fake_quantize(params, recipe), state, data, **more
+        )
+        rows.append(
+            (
+                name,
+                codes,
+                accuracy(model, codes, plain_state, data),
+                accuracy(model, compress.convert(aware), aware_state, data),
+            )
+        )
+    print(
+        f"MobileNetV2, CIFAR-10 at {SIZE.value} x {SIZE.value}, {STEPS.value} + {STEPS.value // 2} steps of "
+        f"{BATCH.value} images, one seed, {time.perf_counter() - began:.0f} s\n"
+    )
+    print(
+        "| kernels | MB | rounded after training | quantization-aware training |\n|---|---|---|---|"
+    )
     for name, tree, after, aware in rows:
-        print(f"| {name} | {compress.size(tree) / 1e6:.1f} | {after:.2%} | {'' if aware is None else f'{aware:.2%}'} |")
+        print(
+            f"| {name} | {compress.size(tree) / 1e6:.1f} | {after:.2%} | {'' if aware is None else f'{aware:.2%}'} |"
+        )
 
 
 if __name__ == "__main__":

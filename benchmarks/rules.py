@@ -25,24 +25,37 @@ KERNELS = "convolution_kernels"
 
 def main(arguments=None) -> None:
     made = parser(prog="python -m benchmarks.rules", description=__doc__.split("\n")[0])
-    made.add_argument("--peer", choices=("jax", "fnet", "linen", "equinox"), default="jax", help="library of the step")
+    made.add_argument(
+        "--peer",
+        choices=("jax", "fnet", "linen", "equinox"),
+        default="jax",
+        help="library of the step",
+    )
     made.add_argument("--without", action="store_true", help="disable each rule in turn instead")
     options = made.parse_args(arguments)
     names = [rule.name for rule in RULES["cpu"]]
     plain, base = {"peer": options.peer}, "all" if options.without else KERNELS
     variants = {"plain": plain, "all": {**plain, "rules": dict.fromkeys(names, True)}}
     for name in names:
-        rules = {other: other != name if options.without else other in (name, KERNELS) for other in names}
+        rules = {
+            other: other != name if options.without else other in (name, KERNELS) for other in names
+        }
         variants["without " * options.without + name] = {**plain, "rules": rules}
     command = " ".join(sys.argv[1:] if arguments is None else arguments)
     print(header(f"python -m benchmarks.rules {command}", options.rounds, PACKAGES))
     for workload, mode, dtype in tables(options):
-        figures, text = compare(variants, workload, mode, dtype, options, bases=("plain", base), required=True)
+        figures, text = compare(
+            variants, workload, mode, dtype, options, bases=("plain", base), required=True
+        )
         print(text)
         for name in names:
             tried = "without " * options.without + name
             other = "plain" if tried == KERNELS else base
-            on, off = (figures[other], figures[tried]) if options.without else (figures[tried], figures[other])
+            on, off = (
+                (figures[other], figures[tried])
+                if options.without
+                else (figures[tried], figures[other])
+            )
             print(f"{name} {verdict(on, off)}")
         print(flush=True)
 

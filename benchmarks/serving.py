@@ -41,7 +41,12 @@ def minilm(path):
     params, _ = model.init(jax.random.key(0), tokens)
     embed = lambda params, tokens: model(params, tokens).hidden.mean(1)
     rows = np.random.default_rng(0).integers(0, model.vocab_size, (16, 1, TIME)).astype(np.int32)
-    write(export.program(embed, params, tokens=export.spec(f"b, {TIME}", "int32")), path, "tokens", rows[0])
+    write(
+        export.program(embed, params, tokens=export.spec(f"b, {TIME}", "int32")),
+        path,
+        "tokens",
+        rows[0],
+    )
     return "tokens", rows
 
 
@@ -80,8 +85,11 @@ def main():
             name, rows = MODELS[model](path)
             bundle = export.load(path.with_suffix(".fnet"))
             want = [np.asarray(bundle(row)) for row in rows]
-            peers = {"fnet serve": fnet_serve(path, args.max_batch, name, rows),
-                     "FastAPI + onnxruntime": fastapi(path, rows), "direct": contextlib.nullcontext((None, None))}
+            peers = {
+                "fnet serve": fnet_serve(path, args.max_batch, name, rows),
+                "FastAPI + onnxruntime": fastapi(path, rows),
+                "direct": contextlib.nullcontext((None, None)),
+            }
             for peer, running in peers.items():
                 with running as (port, requests):
                     for clients in CLIENTS:
@@ -90,16 +98,27 @@ def main():
                             if port is None:
                                 times, wall = direct(bundle, rows, clients, args.seconds)
                             else:
-                                times, wall = asyncio.run(load(port, requests, want, clients, args.seconds))
-                            figures.append((len(times) / wall, *(1e3 * np.percentile(times, q) for q in (50, 99))))
+                                times, wall = asyncio.run(
+                                    load(port, requests, want, clients, args.seconds)
+                                )
+                            figures.append(
+                                (
+                                    len(times) / wall,
+                                    *(1e3 * np.percentile(times, q) for q in (50, 99)),
+                                )
+                            )
                         cells = [f"{statistics.median(column):.3g}" for column in zip(*figures)]
                         print(f"| {model} | {peer} | {clients} | {' | '.join(cells)} |", flush=True)
 
 
 @contextlib.contextmanager
 def process(command, ready):
-    started = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True,
-                               env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    started = subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
     try:
         line = next(line for line in started.stdout if ready in line)
         threading.Thread(target=started.stdout.read, daemon=True).start()
@@ -116,17 +135,30 @@ def fnet_serve(path, max_batch, name, rows):
     with process(["-m", "fnet.cli", "serve", str(file), *options], "serving on") as port:
         requests = []
         for row in rows:
-            tensor = {"name": name, "shape": list(row.shape), "datatype": CODES[str(row.dtype)],
-                      "parameters": {"binary_data_size": row.nbytes}}
-            head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-            requests.append(http(f"/v2/models/{path.name}/infer", head + row.tobytes(),
-                                 f"Inference-Header-Content-Length: {len(head)}\r\n"))
+            tensor = {
+                "name": name,
+                "shape": list(row.shape),
+                "datatype": CODES[str(row.dtype)],
+                "parameters": {"binary_data_size": row.nbytes},
+            }
+            head = json.dumps(
+                {"inputs": [tensor], "parameters": {"binary_data_output": True}}
+            ).encode()
+            requests.append(
+                http(
+                    f"/v2/models/{path.name}/infer",
+                    head + row.tobytes(),
+                    f"Inference-Header-Content-Length: {len(head)}\r\n",
+                )
+            )
         yield port, requests
 
 
 @contextlib.contextmanager
 def fastapi(path, rows):
-    with process(["-m", "benchmarks.serving", "--fastapi", str(path.with_suffix(".onnx")), "0"], "fastapi on") as port:
+    with process(
+        ["-m", "benchmarks.serving", "--fastapi", str(path.with_suffix(".onnx")), "0"], "fastapi on"
+    ) as port:
         yield port, [http("/predict", row.tobytes()) for row in rows]
 
 
@@ -137,14 +169,17 @@ def fastapi_server(file, port):
     import uvicorn
 
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    value, = session.get_inputs()
-    dtype, shape = {"tensor(float)": np.float32, "tensor(int32)": np.int32}[value.type], [-1, *value.shape[1:]]
+    (value,) = session.get_inputs()
+    dtype, shape = (
+        {"tensor(float)": np.float32, "tensor(int32)": np.int32}[value.type],
+        [-1, *value.shape[1:]],
+    )
     app = fastapi.FastAPI()
 
     @app.post("/predict")
     async def predict(request: fastapi.Request):
         x = np.frombuffer(await request.body(), dtype).reshape(shape)
-        y, = await fastapi.concurrency.run_in_threadpool(session.run, None, {value.name: x})
+        (y,) = await fastapi.concurrency.run_in_threadpool(session.run, None, {value.name: x})
         return fastapi.Response(y.tobytes(), media_type="application/octet-stream")
 
     class Server(uvicorn.Server):
@@ -156,7 +191,10 @@ def fastapi_server(file, port):
 
 
 def http(path, body, more=""):
-    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n{more}\r\n".encode() + body
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n{more}\r\n".encode()
+        + body
+    )
 
 
 async def load(port, requests, want, clients, seconds):
@@ -172,17 +210,21 @@ async def load(port, requests, want, clients, seconds):
             writer.write(requests[i])
             await writer.drain()
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-            body = await reader.readexactly(int(head.split("\r\ncontent-length: ")[1].split("\r\n")[0]))
+            body = await reader.readexactly(
+                int(head.split("\r\ncontent-length: ")[1].split("\r\n")[0])
+            )
             times.append(time.perf_counter() - start)
             if not head.startswith("http/1.1 200"):
                 failures.append(head)
                 break
-            answer = np.frombuffer(body[len(body) - want[i].nbytes:], want[i].dtype).reshape(want[i].shape)
+            answer = np.frombuffer(body[len(body) - want[i].nbytes :], want[i].dtype).reshape(
+                want[i].shape
+            )
             if np.abs(answer - want[i]).max() > 1e-4 * np.abs(want[i]).max():
                 failures.append(i)
         writer.close()
 
-    end = time.perf_counter() + 1      # the first second warms up the server
+    end = time.perf_counter() + 1  # the first second warms up the server
     await asyncio.gather(*map(client, range(clients)))
     times.clear()
     start = time.perf_counter()

@@ -35,7 +35,8 @@ def start(peer: str, workload: str, size: str) -> tuple[float, float]:
     w = spec.workload(workload, size)
     module, how = PEERS[peer]
     run = importlib.import_module(f"benchmarks.peers.{module}").build(
-        w, spec.weights(w), spec.batches(w, 1), train=True, mixed=False, **how)
+        w, spec.weights(w), spec.batches(w, 1), train=True, mixed=False, **how
+    )
     if peer == "torch-compile":
         begun = time.perf_counter()
         run.wait(run.step(0))
@@ -49,7 +50,7 @@ def start(peer: str, workload: str, size: str) -> tuple[float, float]:
     ready = []
 
     def listen(event, _, fun_name="", **__):
-        if event.endswith("backend_compile_duration"):    # also if the program was loaded
+        if event.endswith("backend_compile_duration"):  # also if the program was loaded
             ready.append((fun_name, time.perf_counter()))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -76,13 +77,19 @@ def start(peer: str, workload: str, size: str) -> tuple[float, float]:
 
 
 def measured(peer: str, workload: str, size: str, cache: str) -> tuple[float, float]:
-    environment = {"JAX_PLATFORMS": "cpu", "FNET_CACHE": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/torch",
-                   "JAX_ENABLE_COMPILATION_CACHE": str(peer == "fnet").lower()}
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "FNET_CACHE": cache,
+        "TORCHINDUCTOR_CACHE_DIR": f"{cache}/torch",
+        "JAX_ENABLE_COMPILATION_CACHE": str(peer == "fnet").lower(),
+    }
     with Live(peer, [sys.executable, "-m", "benchmarks.startup", "serve"], environment) as process:
         return process.ask("start", limit=900, peer=peer, workload=workload, size=size)
 
 
-def compared(workload: str, size: str, peers: list[str], rounds: int) -> dict[str, list[tuple[float, float]]]:
+def compared(
+    workload: str, size: str, peers: list[str], rounds: int
+) -> dict[str, list[tuple[float, float]]]:
     """Returns {name of the start: seconds to the beginning and to the end of the first step, in each round}."""
     times: dict[str, list[tuple[float, float]]] = {}
     for _ in range(rounds):
@@ -95,17 +102,28 @@ def compared(workload: str, size: str, peers: list[str], rounds: int) -> dict[st
 
 
 def main(arguments=None) -> None:
-    made = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__.split("\n\n")[0])
-    made.add_argument("workloads", nargs="+", choices=list(spec.WORKLOADS), metavar="WORKLOAD",
-                      help=f"of {', '.join(spec.WORKLOADS)}")
-    made.add_argument("--size", choices=("full", "small"), default="full", help="small: to test this benchmark")
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.startup", description=__doc__.split("\n\n")[0]
+    )
+    made.add_argument(
+        "workloads",
+        nargs="+",
+        choices=list(spec.WORKLOADS),
+        metavar="WORKLOAD",
+        help=f"of {', '.join(spec.WORKLOADS)}",
+    )
+    made.add_argument(
+        "--size", choices=("full", "small"), default="full", help="small: to test this benchmark"
+    )
     made.add_argument("--peers", default="fnet,jax,torch-compile", help=f"of {', '.join(PEERS)}")
     made.add_argument("--rounds", type=int, default=3)
     options = made.parse_args(arguments)
     command = " ".join(sys.argv[1:] if arguments is None else arguments)
     print(header(f"python -m benchmarks.startup {command}", options.rounds, allocator="default"))
-    print("| workload | start | seconds to the beginning of the first step | ratio to fnet's first start | "
-          "seconds to its end | ratio |\n|---|---|---|---|---|---|")
+    print(
+        "| workload | start | seconds to the beginning of the first step | ratio to fnet's first start | "
+        "seconds to its end | ratio |\n|---|---|---|---|---|---|"
+    )
     for workload in options.workloads:
         try:
             times = compared(workload, options.size, options.peers.split(","), options.rounds)
@@ -114,7 +132,10 @@ def main(arguments=None) -> None:
         for name, seconds in times.items():
             cells = []
             for column, first in zip(zip(*seconds), zip(*times.get(FIRST, seconds))):
-                cells += [statistics.median(column), statistics.median(a / b for a, b in zip(column, first))]
+                cells += [
+                    statistics.median(column),
+                    statistics.median(a / b for a, b in zip(column, first)),
+                ]
             text = " | ".join("" if math.isnan(x) else f"{x:.2f}" for x in cells)
             print(f"| {workload} | {name} | {text} |", flush=True)
 

@@ -1,6 +1,6 @@
 """The time to trace a transformer's training step, by depth: Stack(block, 2), Stack(block, 48), and 48 unrolled blocks.
 
-    python -m benchmarks.tracing
+python -m benchmarks.tracing
 """
 
 import functools
@@ -17,14 +17,17 @@ def _time(depth, stacked):
 
     block = nn.Sequential(
         nn.Residual(nn.LayerNorm(), nn.Attention(4, causal=True)),
-        nn.Residual(nn.LayerNorm(), nn.Dense(256), jax.nn.gelu, nn.Dense(64)))
+        nn.Residual(nn.LayerNorm(), nn.Dense(256), jax.nn.gelu, nn.Dense(64)),
+    )
     model = nn.Stack(block, depth) if stacked else nn.Sequential(*[block] * depth)
     x = jax.ShapeDtypeStruct((2, 16, 64), jnp.float32)
     params = jax.eval_shape(lambda key: model.init(key, x)[0], jax.random.key(0))
 
     def once():
         # A new function for each call, because JAX caches traces.
-        step = jax.jit(lambda params, x: jax.grad(lambda params: jnp.square(model(params, x)).sum())(params))
+        step = jax.jit(
+            lambda params, x: jax.grad(lambda params: jnp.square(model(params, x)).sum())(params)
+        )
         start = time.perf_counter()
         step.trace(params, x)
         return time.perf_counter() - start

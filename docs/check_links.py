@@ -12,7 +12,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 LOADED = {("script", "src"), ("img", "src"), ("link", "href"), ("source", "src"), ("iframe", "src")}
-INSECURE = ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",)    # the server has no https
+INSECURE = (
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+)  # the server has no https
 
 
 class Page(HTMLParser):
@@ -33,7 +35,9 @@ class Page(HTMLParser):
 
 def check(root: Path) -> tuple[list[str], dict[str, set[str]], int]:
     """Returns the errors, the external links with their pages, and the number of internal links."""
-    files = [path for path in root.rglob("*.html") if path.name != "webpack-macros.html"]    # a template of the theme
+    files = [
+        path for path in root.rglob("*.html") if path.name != "webpack-macros.html"
+    ]  # a template of the theme
     pages = {path.resolve(): Page(path) for path in files}
     errors, external, internal = [], defaultdict(set), 0
     for path, page in pages.items():
@@ -45,8 +49,12 @@ def check(root: Path) -> tuple[list[str], dict[str, set[str]], int]:
                     errors.append(f"{at}: loads {link} from the network")
                 elif parts.scheme in ("http", "https"):
                     external[link].add(str(at))
-                    if " " in link or not parts.hostname or "." not in parts.hostname or (
-                            parts.scheme == "http" and link not in INSECURE):
+                    if (
+                        " " in link
+                        or not parts.hostname
+                        or "." not in parts.hostname
+                        or (parts.scheme == "http" and link not in INSECURE)
+                    ):
                         errors.append(f"{at}: {link} is not a valid https link")
                 elif parts.scheme not in ("mailto", "data"):
                     errors.append(f"{at}: {link} has an unknown scheme")
@@ -57,7 +65,11 @@ def check(root: Path) -> tuple[list[str], dict[str, set[str]], int]:
                 target /= "index.html"
             if not target.exists():
                 errors.append(f"{at}: {link} does not exist")
-            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].ids:
+            elif (
+                parts.fragment
+                and target in pages
+                and unquote(parts.fragment) not in pages[target].ids
+            ):
                 errors.append(f"{at}: {link} has no such anchor")
     return errors, external, internal
 
@@ -67,8 +79,14 @@ def main(argv: list[str]) -> int:
     errors, external, internal = check(Path(argv[0]))
     print("\n".join(sorted(set(errors))), end="\n" if errors else "")
     if "--external" in argv:
-        print("\n".join(f"{link}  ({', '.join(sorted(pages))})" for link, pages in sorted(external.items())))
-    print(f"{internal:,} internal links checked, {len(external)} external links not opened, {len(set(errors))} errors")
+        print(
+            "\n".join(
+                f"{link}  ({', '.join(sorted(pages))})" for link, pages in sorted(external.items())
+            )
+        )
+    print(
+        f"{internal:,} internal links checked, {len(external)} external links not opened, {len(set(errors))} errors"
+    )
     return bool(errors)
 
 

@@ -26,17 +26,28 @@ def adapted(key, params, rank, base):
     """
     kernels = inner_kernels(params)
     if FORMATS[base] is not None:
-        params = compress.quantize(params, {re.escape(path): fitting(FORMATS[base], n) for path, n in kernels.items()})
+        params = compress.quantize(
+            params, {re.escape(path): fitting(FORMATS[base], n) for path, n in kernels.items()}
+        )
     tables = ["embed/embedding"] if "embedding" in params.get("embed", {}) else []
-    return nn.partition(compress.lora(key, params, {re.escape(path): rank for path in (*kernels, *tables)}), ".*/[ab]")
+    return nn.partition(
+        compress.lora(key, params, {re.escape(path): rank for path in (*kernels, *tables)}),
+        ".*/[ab]",
+    )
 
 
 def inner_kernels(params):
     """Returns {path: number of inputs} of the kernels that get factors. Kernels with an odd number of inputs get no
     factors: the first kernel of a model for color images has 3 inputs, and kernels of depthwise convolutions have 1."""
-    paths = ((keystr(path, simple=True, separator="/"), leaf) for path, leaf in tree_flatten_with_path(params)[0])
-    return {path: leaf.shape[-2] for path, leaf in paths
-            if path.endswith("/kernel") and not path.startswith("head/") and leaf.shape[-2] % 2 == 0}
+    paths = (
+        (keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in tree_flatten_with_path(params)[0]
+    )
+    return {
+        path: leaf.shape[-2]
+        for path, leaf in paths
+        if path.endswith("/kernel") and not path.startswith("head/") and leaf.shape[-2] % 2 == 0
+    }
 
 
 def fitting(format, inputs):

@@ -44,11 +44,15 @@ def user_path(name, path):
       ConfigError: the home directory is unknown, or `path` is a URL.
     """
     if "://" in str(path):
-        raise tr.ConfigError(f"--{name}={path}: expected a local path; fit(workdir=) of your own program takes URLs")
+        raise tr.ConfigError(
+            f"--{name}={path}: expected a local path; fit(workdir=) of your own program takes URLs"
+        )
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise tr.ConfigError(f"--{name}={path}: there is no such home directory; give the whole path") from None
+        raise tr.ConfigError(
+            f"--{name}={path}: there is no such home directory; give the whole path"
+        ) from None
 
 
 def read_text(path):
@@ -59,7 +63,9 @@ def read_text(path):
       OSError: the file cannot be read.
     """
     if path.stat().st_size > 1 << 32:
-        raise ValueError(f"{path} has {path.stat().st_size:,} bytes: expected a text of at most 4 GiB")
+        raise ValueError(
+            f"{path} has {path.stat().st_size:,} bytes: expected a text of at most 4 GiB"
+        )
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -86,16 +92,20 @@ def check_memory(init, batch_bytes, advice):
       ConfigError: the memory is too small.
     """
     if only_planned():
-        return      # the plan for other devices states whether the run fits
+        return  # the plan for other devices states whether the run fits
     state = jax.eval_shape(init, jax.random.key(0))
-    count = lambda tree: sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-    need = count(state) + count(state.params) + batch_bytes      # with the gradients
+    count = lambda tree: sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+    )
+    need = count(state) + count(state.params) + batch_bytes  # with the gradients
     chip = hw.detect()
     chips = 1 if chip.kind == "cpu" else max(1, jax.device_count() // chip.jax_devices_per_chip)
     if chip.memory_bytes and need > chip.memory_bytes * chips:
-        raise tr.ConfigError(f"this run needs at least {need / 2**30:,.0f} GiB of memory for its parameters, optimizer "
-                             f"and batch, and there are {chip.memory_bytes * chips / 2**30:,.0f} GiB: make {advice} "
-                             "smaller")
+        raise tr.ConfigError(
+            f"this run needs at least {need / 2**30:,.0f} GiB of memory for its parameters, optimizer "
+            f"and batch, and there are {chip.memory_bytes * chips / 2**30:,.0f} GiB: make {advice} "
+            "smaller"
+        )
 
 
 def median_speed(rows):
@@ -145,7 +155,7 @@ def start(workdir, *outputs):
     workdir.mkdir(parents=True, exist_ok=True)
     if restarting():
         with tr.Checkpoints(workdir / "checkpoints") as checkpoints:
-            checkpoints.lock()                             # raises an error if another run is active
+            checkpoints.lock()  # raises an error if another run is active
             for name in outputs:
                 (workdir / name).unlink(missing_ok=True)
 
@@ -157,13 +167,28 @@ def decided(config, *workdirs, restart=False):
         return hw.policy(config.precision), config
     if only_planned():
         kind = flags.FLAGS.plan.partition(":")[0]
-        chip = hw.systems[kind].chip if kind in hw.systems else f"TPU {kind}" if f"TPU {kind}" in hw.chips else kind
+        chip = (
+            hw.systems[kind].chip
+            if kind in hw.systems
+            else f"TPU {kind}"
+            if f"TPU {kind}" in hw.chips
+            else kind
+        )
         policy = hw.policy(chip if chip != "local" else None)
         return policy, dataclasses.replace(config, precision=policy.compute.name)
     policy = hw.policy()
-    begun = [] if restart else [path for folder in workdirs if (path := folder / "config.json").exists()]
-    if begun and (precision := tr.load_config(type(config), begun[0]).precision) != policy.compute.name:
-        policy = dataclasses.replace(hw.policy(precision), reason="the run in this folder was started with it")
+    begun = (
+        []
+        if restart
+        else [path for folder in workdirs if (path := folder / "config.json").exists()]
+    )
+    if (
+        begun
+        and (precision := tr.load_config(type(config), begun[0]).precision) != policy.compute.name
+    ):
+        policy = dataclasses.replace(
+            hw.policy(precision), reason="the run in this folder was started with it"
+        )
     return policy, dataclasses.replace(config, precision=policy.compute.name)
 
 
@@ -178,24 +203,43 @@ def with_residual(policy, config):
 def define_run_flags():
     """Defines the flags of a training run that are not in its configuration. `fit_options` returns them for `fit`."""
     flags.DEFINE_bool("restart", False, "delete an earlier run in --workdir first")
-    flags.DEFINE_bool("nojit", False, "run the step without compilation, one operation at a time, for a debugger")
-    flags.DEFINE_enum("nonfinite", "stop", ["stop", "skip", "rollback"], "what to do if the loss or a parameter "
-                      "becomes NaN or infinite: stop the run, skip the update of this step, or roll back to the last "
-                      "checkpoint and continue with later batches")
+    flags.DEFINE_bool(
+        "nojit", False, "run the step without compilation, one operation at a time, for a debugger"
+    )
+    flags.DEFINE_enum(
+        "nonfinite",
+        "stop",
+        ["stop", "skip", "rollback"],
+        "what to do if the loss or a parameter "
+        "becomes NaN or infinite: stop the run, skip the update of this step, or roll back to the last "
+        "checkpoint and continue with later batches",
+    )
 
 
 def fit_options():
     given = flags.FLAGS
-    return {"jit": not given.nojit, "nonfinite": given.nonfinite, "debug": given.debug, "restart": given.restart}
+    return {
+        "jit": not given.nojit,
+        "nonfinite": given.nonfinite,
+        "debug": given.debug,
+        "restart": given.restart,
+    }
 
 
 def define_device_flags():
     """Defines the flags that select the devices of a run; `plan` converts them to the argument `plan` of
     `training.fit`."""
-    flags.DEFINE_string("devices", "1", "number of devices to use, or local for all devices of all processes of the "
-                        "run")
-    flags.DEFINE_string("plan", None, "print a plan for a step on these devices, which need not be attached, such as "
-                        "v5e:16x16, and exit")
+    flags.DEFINE_string(
+        "devices",
+        "1",
+        "number of devices to use, or local for all devices of all processes of the run",
+    )
+    flags.DEFINE_string(
+        "plan",
+        None,
+        "print a plan for a step on these devices, which need not be attached, such as "
+        "v5e:16x16, and exit",
+    )
 
 
 def only_planned():
@@ -239,7 +283,7 @@ def begin():
     Raises:
       ConfigError: --devices is invalid, or JAX finds no device or fewer devices than --devices.
     """
-    logging.set_verbosity(logging.WARNING)                 # JAX reports every accelerator it does not find
+    logging.set_verbosity(logging.WARNING)  # JAX reports every accelerator it does not find
     wanted = flags.FLAGS.devices if "devices" in flags.FLAGS else "1"
     if wanted != "local" and not re.fullmatch("[1-9][0-9]{0,8}", wanted):
         raise tr.ConfigError(f"--devices={wanted}: use a number, or local for all")
@@ -250,8 +294,10 @@ def begin():
     except (RuntimeError, AssertionError) as error:
         raise tr.ConfigError(no_device(error)) from None
     if wanted != "local" and int(wanted) > max(count, 1):
-        raise tr.ConfigError(f"--devices={wanted}: this run has {count} (to emulate them on a CPU, set "
-                             f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} in the environment)")
+        raise tr.ConfigError(
+            f"--devices={wanted}: this run has {count} (to emulate them on a CPU, set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} in the environment)"
+        )
 
 
 def plan(step, init, batch):
@@ -262,7 +308,9 @@ def plan(step, init, batch):
     wanted = flags.FLAGS.devices
     if wanted == "1" or len(jax.devices()) == 1:
         return None
-    made = parallel.plan(step, init, batch, devices=jax.devices()[:None if wanted == "local" else int(wanted)])
+    made = parallel.plan(
+        step, init, batch, devices=jax.devices()[: None if wanted == "local" else int(wanted)]
+    )
     print(made)
     return made
 
@@ -270,8 +318,12 @@ def plan(step, init, batch):
 def run(main):
     """Runs the function `main` with `absl.app.run`. If `main` raises an exception, `run` prints an error message and
     exits with one of the exit codes in the docstring of this module. With --debug, `run` prints the traceback."""
-    flags.DEFINE_bool("debug", False, "show the traceback of an error; if a value becomes NaN or infinite, replay the "
-                      "step and name the layer")
+    flags.DEFINE_bool(
+        "debug",
+        False,
+        "show the traceback of an error; if a value becomes NaN or infinite, replay the "
+        "step and name the layer",
+    )
     sys.stdout, sys.stderr = _Stream(sys.stdout, 1), _Stream(sys.stderr, 2)
     with tr.compilation_cache():
         app.run(functools.partial(_said, main), flags_parser=parse_flags)
@@ -285,9 +337,9 @@ class _Stream:
     """
 
     def __init__(self, stream, number):
-        self._stream, self._number = stream or open(os.devnull, "w"), number      # None: it was closed
+        self._stream, self._number = stream or open(os.devnull, "w"), number  # None: it was closed
         if hasattr(self._stream, "reconfigure"):
-            with contextlib.suppress(OSError):      # a stream that was replaced since it was opened
+            with contextlib.suppress(OSError):  # a stream that was replaced since it was opened
                 self._stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name):
@@ -305,7 +357,9 @@ class _Stream:
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
-            null = os.open(os.devnull, os.O_WRONLY)       # what is still buffered goes there when Python ends
+            null = os.open(
+                os.devnull, os.O_WRONLY
+            )  # what is still buffered goes there when Python ends
             os.dup2(null, self._number)
             os.close(null)
             return len(args[0]) if args else None
@@ -327,8 +381,17 @@ def _said(main, argv):
         stop(sentence(error), 2 if isinstance(error, _GIVEN) else 1)
 
 
-_GIVEN = (ValueError, TypeError, OSError, LookupError, OverflowError, MemoryError, ModuleNotFoundError,
-          tr.CheckpointError, tr.PeerLost)
+_GIVEN = (
+    ValueError,
+    TypeError,
+    OSError,
+    LookupError,
+    OverflowError,
+    MemoryError,
+    ModuleNotFoundError,
+    tr.CheckpointError,
+    tr.PeerLost,
+)
 
 
 def sentence(error):
@@ -341,14 +404,18 @@ def sentence(error):
     if isinstance(error, tr.CheckpointError | tr.Diverged | tr.OutOfMemory):
         return text
     first = (text.splitlines() or [type(error).__name__])[0]
-    return first if isinstance(error, _GIVEN) and text == first else f"{first} (--debug shows where)"
+    return (
+        first if isinstance(error, _GIVEN) and text == first else f"{first} (--debug shows where)"
+    )
 
 
 def parse_flags(argv):
     """Parses the flags with absl. For an unknown flag or an invalid value, prints a one-line error and exits with code
     2."""
     try:
-        for flag, value in zip(argv, [*argv[1:], ""]):      # absl reads a flag file to its end: a pipe may have none
+        for flag, value in zip(
+            argv, [*argv[1:], ""]
+        ):  # absl reads a flag file to its end: a pipe may have none
             if flag.lstrip("-").partition("=")[0] == "flagfile":
                 tr.flags.regular_file("flagfile", flag.partition("=")[2] or value)
         rest = flags.FLAGS(argv)
@@ -357,12 +424,14 @@ def parse_flags(argv):
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"--{name}={value}: expected a finite number")
         return rest
-    except (flags.Error, ValueError, OSError) as error:      # the last two: of a --flagfile
+    except (flags.Error, ValueError, OSError) as error:  # the last two: of a --flagfile
         stop(f"{' '.join(str(error).split())} (--help lists the flags)")
 
 
 def stop(message, code=2):
-    print("error:", " ".join(str(message).splitlines()).strip(), file=sys.stderr)    # an argument may hold a line break
+    print(
+        "error:", " ".join(str(message).splitlines()).strip(), file=sys.stderr
+    )  # an argument may hold a line break
     sys.exit(code)
 
 

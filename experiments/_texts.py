@@ -26,12 +26,17 @@ def network(config):
     of a framework, such as "huggingface". The parameters in the file of weights have the names of this framework."""
     path = pretrained.find(config.weights or config.model)
     folder = path if path.is_dir() else path.parent
-    model = models.Decoder.of_model_bin(path / "model.bin") if (path / "model.bin").is_file() else pretrained.model(
-        config.model, path)
+    model = (
+        models.Decoder.of_model_bin(path / "model.bin")
+        if (path / "model.bin").is_file()
+        else pretrained.model(config.model, path)
+    )
     tokenizer = models.read_tokenizer(folder)
     if tokenizer.vocab_size > model.vocab_size:
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.vocab_size}: use a "
-                         "tokenizer and a model of one vocabulary")
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.vocab_size}: use a "
+            "tokenizer and a model of one vocabulary"
+        )
     params, _ = pretrained.load(model, path)
     return model, params, tokenizer, pretrained.names_of(model, path), folder
 
@@ -58,7 +63,9 @@ def task(config, model, params):
     """
     if not config.lora:
         return params, {}, lambda f: lambda params, arrays, *inputs: f(params, *inputs)
-    trainable, frozen = adapters.adapted(jax.random.key(config.seed), params, config.lora, config.base)
+    trainable, frozen = adapters.adapted(
+        jax.random.key(config.seed), params, config.lora, config.base
+    )
 
     def evaluate(f):
         run = ft.use_implicit_arrays(f)
@@ -78,43 +85,78 @@ def train(config, workdir, policy, **fit_options):
     context = min(config.context, model.context)
     params, arrays, evaluate = task(config, model, published)
     total, trained = adapters.count(published), adapters.count(params)
-    batches = tr.Windows(train_tokens, length=context, batch_size=config.batch_size, seed=config.seed)
+    batches = tr.Windows(
+        train_tokens, length=context, batch_size=config.batch_size, seed=config.seed
+    )
     steps = config.steps or common.check_steps(
-        math.ceil(config.epochs * len(train_tokens) / (context * config.batch_size)))
+        math.ceil(config.epochs * len(train_tokens) / (context * config.batch_size))
+    )
     rate = tr.schedule(config.schedule, config.learning_rate, steps, warmup=config.warmup)
     axes = model.spec(jax.ShapeDtypeStruct((1, context), jnp.int32))
     tx = tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay, clip=1.0, axes=axes)
     tx = ft.loss_scale(tx, policy)
-    cross_entropy = evaluate(lambda params, tokens: model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:]))
+    cross_entropy = evaluate(
+        lambda params, tokens: model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:])
+    )
 
     def step(state, batch):
         def loss(params):
             return cross_entropy(params, state.state, batch["tokens"]).mean()
 
-        value, grads = ft.autocast(ft.scaled_value_and_grad(loss), policy)(state.opt_state, state.params)
+        value, grads = ft.autocast(ft.scaled_value_and_grad(loss), policy)(
+            state.opt_state, state.params
+        )
         return state.apply(tx, grads), {"loss": value, "learning_rate": rate(state.step)}
 
     def measure(state, batch):
-        each = ft.autocast(cross_entropy, policy)(state.averaged, state.state, batch["tokens"])    # [batch, time]
+        each = ft.autocast(cross_entropy, policy)(
+            state.averaged, state.state, batch["tokens"]
+        )  # [batch, time]
         return {"loss": tr.mean(each, jnp.broadcast_to(batch["weight"][:, None], each.shape))}
 
     held_out = tr.stretches(test_tokens, context)[:2000]
     test = tr.evaluator(measure, {"tokens": held_out}, batch_size=config.batch_size)
-    stop = tr.EarlyStop(metric="validation/loss", patience=config.early_stop, mode="min") if config.early_stop else None
+    stop = (
+        tr.EarlyStop(metric="validation/loss", patience=config.early_stop, mode="min")
+        if config.early_stop
+        else None
+    )
     init = lambda key: tr.TrainState.create(params, tx, state=arrays, ema=config.ema or None)
-    common.check_memory(init, 4 * config.batch_size * context * model.width, "--batch_size or --context")
-    print(f"{config.model}, {names} names: {total:,} parameters, {trained:,} trained ({100 * trained / total:.2f} %)")
+    common.check_memory(
+        init, 4 * config.batch_size * context * model.width, "--batch_size or --context"
+    )
+    print(
+        f"{config.model}, {names} names: {total:,} parameters, {trained:,} trained ({100 * trained / total:.2f} %)"
+    )
     if config.lora:
         whole = nn.combine(params, arrays)
-        print(f"base={config.base}: {compress.size(whole) / 1e6:.1f} MB with adapters, of "
-              f"{compress.size(published) / 1e6:.1f} MB")
-    print(f"{len(train_tokens):,} tokens to train on, {held_out.shape[0] * context:,} to validate on; {steps} steps of "
-          f"{config.batch_size} x {context} tokens")
+        print(
+            f"base={config.base}: {compress.size(whole) / 1e6:.1f} MB with adapters, of "
+            f"{compress.size(published) / 1e6:.1f} MB"
+        )
+    print(
+        f"{len(train_tokens):,} tokens to train on, {held_out.shape[0] * context:,} to validate on; {steps} steps of "
+        f"{config.batch_size} x {context} tokens"
+    )
     common.start(workdir, "curves.png")
     every, began = max(math.ceil(steps / 20), 5), time.perf_counter()
-    state = tr.fit(step, init(None), batches, steps=steps, workdir=workdir, evaluate={"validation": test}, every=every,
-                   log_every=every, best="validation/loss", best_mode="min", early_stop=stop, progress=tr.Progress(),
-                   notes={"policy": str(policy), **common.weights_notes(folder)}, config=config, **fit_options)
+    state = tr.fit(
+        step,
+        init(None),
+        batches,
+        steps=steps,
+        workdir=workdir,
+        evaluate={"validation": test},
+        every=every,
+        log_every=every,
+        best="validation/loss",
+        best_mode="min",
+        early_stop=stop,
+        progress=tr.Progress(),
+        notes={"policy": str(policy), **common.weights_notes(folder)},
+        config=config,
+        **fit_options,
+    )
     best = tr.restore(workdir, jax.eval_shape(init, None), which="best")
     params = nn.combine(best.averaged, best.state) if config.lora else best.averaged
     if config.lora:
@@ -124,10 +166,14 @@ def train(config, workdir, policy, **fit_options):
     loss = min(row["validation/loss"] for row in rows if "validation/loss" in row)
     title = f"{config.model}, {config.mode}: validation loss {loss:.4f}"
     tr.plots.curves(rows, workdir / "curves.png", title=title)
-    print(f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}; the best state is that of "
-          f"step {int(best.step)}")
-    print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, merged"
-          + (", adapter" if config.lora else ""))
+    print(
+        f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}; the best state is that of "
+        f"step {int(best.step)}"
+    )
+    print(
+        f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, merged"
+        + (", adapter" if config.lora else "")
+    )
     return {"loss": loss}
 
 
@@ -142,5 +188,7 @@ def save(model, params, names, published, folder):
     folder.mkdir(exist_ok=True)
     pretrained.save(model, params, {}, folder, names=names)
     for file in published.glob("*"):
-        if file.is_file() and (file.name.startswith("tokenizer") or file.name in ("config.json", "vocab.txt")):
+        if file.is_file() and (
+            file.name.startswith("tokenizer") or file.name in ("config.json", "vocab.txt")
+        ):
             shutil.copyfile(file, folder / file.name)

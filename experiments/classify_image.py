@@ -39,15 +39,29 @@ IMAGENET = Path(__file__).parent / "data" / "imagenet_labels.txt"
 class Config:
     """The flags: the weights, the labels and the precision."""
 
-    model: str | None = option(None, f"name of the model: {', '.join(photos.PRESETS)}; if not given, the model of the "
-                               "weights, or resnet50", choices=photos.PRESETS)
-    weights: str | None = option(None, "file, folder or repository of the weights, or folder of a run of finetune.py")
+    model: str | None = option(
+        None,
+        f"name of the model: {', '.join(photos.PRESETS)}; if not given, the model of the "
+        "weights, or resnet50",
+        choices=photos.PRESETS,
+    )
+    weights: str | None = option(
+        None, "file, folder or repository of the weights, or folder of a run of finetune.py"
+    )
     labels: str | None = option(None, "file with the names of the labels: one per line, or JSON")
-    size: int | None = option(None, "height and width of the model's input; if not given, the size for which the "
-                              "weights were trained", within="[1, 4096]")
+    size: int | None = option(
+        None,
+        "height and width of the model's input; if not given, the size for which the "
+        "weights were trained",
+        within="[1, 4096]",
+    )
     top: int = option(5, "number of labels to print for each photo", within="[1, 1000000]")
-    precision: str = option("float32", "dtype of matrix products and convolutions: auto (chosen for the chip), "
-                            "float32, bfloat16 or float16", choices=common.PRECISIONS)
+    precision: str = option(
+        "float32",
+        "dtype of matrix products and convolutions: auto (chosen for the chip), "
+        "float32, bfloat16 or float16",
+        choices=common.PRECISIONS,
+    )
 
 
 def main(argv):
@@ -58,13 +72,19 @@ def main(argv):
         path = pretrained.find(config.weights or config.model or "resnet50")
         model, params, state, prepare, labels = read(config, path)
     policy = hw.policy() if config.precision == "auto" else hw.policy(config.precision)
-    predict = jax.jit(ft.autocast(lambda params, state, x: jax.nn.softmax(model(params, x, state=state)[0]), policy))
-    print(f"{type(model).__name__} from {path}: {prepare.size} x {prepare.size} pixels, {len(labels)} labels")
+    predict = jax.jit(
+        ft.autocast(
+            lambda params, state, x: jax.nn.softmax(model(params, x, state=state)[0]), policy
+        )
+    )
+    print(
+        f"{type(model).__name__} from {path}: {prepare.size} x {prepare.size} pixels, {len(labels)} labels"
+    )
     for file, picture in zip(files, pictures):
-        x = prepare.normalize(prepare.crop(picture))[None]                  # [1, height, width, 3]
-        shares = np.asarray(predict(params, state, x), np.float32)[0]       # [labels]
+        x = prepare.normalize(prepare.crop(picture))[None]  # [1, height, width, 3]
+        shares = np.asarray(predict(params, state, x), np.float32)[0]  # [labels]
         print(file)
-        for index in np.argsort(-shares)[:config.top]:
+        for index in np.argsort(-shares)[: config.top]:
             print(f"  {shares[index]:.3f}  {labels[index]}")
 
 
@@ -79,9 +99,15 @@ def read(config, path):
     if described and preset is None:
         model, params, state = pretrained.load(path)
         example = model.example()
-        if getattr(model, "classes", None) is None or isinstance(example, tuple) or len(example.shape) != 4:
-            raise ValueError(f"{folder} has a {type(model).__name__} without classes of images; expected an image "
-                             "classifier")
+        if (
+            getattr(model, "classes", None) is None
+            or isinstance(example, tuple)
+            or len(example.shape) != 4
+        ):
+            raise ValueError(
+                f"{folder} has a {type(model).__name__} without classes of images; expected an image "
+                "classifier"
+            )
         labels = read_labels(config, path, model.classes)
     else:
         labels = read_labels(config, path)
@@ -92,7 +118,9 @@ def read(config, path):
     except FileNotFoundError:
         prepare = model.NAMES[pretrained.names_of(model, path)].image.at(model.example().shape[1])
     prepare = prepare.at(size or prepare.size)
-    model.spec(jax.ShapeDtypeStruct((1, prepare.size, prepare.size, 3), np.float32))    # checks the size
+    model.spec(
+        jax.ShapeDtypeStruct((1, prepare.size, prepare.size, 3), np.float32)
+    )  # checks the size
     return model, params, state, prepare, labels
 
 
@@ -130,7 +158,9 @@ def read_labels(config, path, classes=None):
         file = common.user_path("labels", config.labels)
     elif (folder / "labels.json").is_file():
         file = folder / "labels.json"
-    elif (file := folder / "config.json").is_file() and re.search('"(id2label|label_names)"', common.read_text(file)):
+    elif (file := folder / "config.json").is_file() and re.search(
+        '"(id2label|label_names)"', common.read_text(file)
+    ):
         pass
     elif classes in (None, 1000):
         file = IMAGENET
@@ -140,9 +170,13 @@ def read_labels(config, path, classes=None):
     try:
         labels = _labels(json.loads(labels)) if file.suffix == ".json" else labels.splitlines()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"{file} holds no labels: a list of names, or names by the numbers 0, 1, ...") from None
+        raise ValueError(
+            f"{file} holds no labels: a list of names, or names by the numbers 0, 1, ..."
+        ) from None
     if classes not in (None, len(labels)):
-        raise ValueError(f"{file} has {len(labels)} labels, the model has {classes} classes; name others with --labels")
+        raise ValueError(
+            f"{file} has {len(labels)} labels, the model has {classes} classes; name others with --labels"
+        )
     return labels
 
 

@@ -31,14 +31,21 @@ class Config:
     """The configuration of the program. Each field is the value of the flag with the same name."""
 
     model: str = option("minilm-l6", f"name of the model: {', '.join(PRESETS)}", choices=PRESETS)
-    weights: str | None = option(None, "file or folder of the weights, with vocab.txt in the same folder")
+    weights: str | None = option(
+        None, "file or folder of the weights, with vocab.txt in the same folder"
+    )
     file: str | None = option(None, "text file whose lines are searched")
     top: int = option(5, "number of lines to show for each sentence", within="[1, 1000000]")
-    max_length: int = option(256, "number of tokens to which longer sentences are truncated",
-                             within="[2, 512]")
+    max_length: int = option(
+        256, "number of tokens to which longer sentences are truncated", within="[2, 512]"
+    )
     batch_size: int = option(64, "number of sentences in a batch", within="[1, 65536]")
-    precision: str = option("float32", "dtype of matrix products and convolutions: auto (chosen for the chip), "
-                            "float32, bfloat16 or float16", choices=common.PRECISIONS)
+    precision: str = option(
+        "float32",
+        "dtype of matrix products and convolutions: auto (chosen for the chip), "
+        "float32, bfloat16 or float16",
+        choices=common.PRECISIONS,
+    )
 
 
 def main(argv):
@@ -55,7 +62,9 @@ def main(argv):
             text = common.read_text(common.user_path("file", config.file))
             lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
     policy = hw.policy() if config.precision == "auto" else hw.policy(config.precision)
-    embed = lambda params, tokens, lengths: models.sentence_embedding(model(params, tokens, lengths).hidden, lengths)
+    embed = lambda params, tokens, lengths: models.sentence_embedding(
+        model(params, tokens, lengths).hidden, lengths
+    )
     encode = jax.jit(ft.autocast(embed, policy))
 
     def vectors(texts):
@@ -65,12 +74,14 @@ def main(argv):
         order = np.argsort([len(row) for row in rows], kind="stable")
         found = np.zeros((len(rows), model.width), np.float32)
         for start in range(0, len(rows), config.batch_size):
-            chosen = order[start:start + config.batch_size]
+            chosen = order[start : start + config.batch_size]
             tokens, lengths = models.padded([rows[i] for i in chosen])
-            size = max(8, 1 << (tokens.shape[1] - 1).bit_length())          # few lengths, few compilations
+            size = max(8, 1 << (tokens.shape[1] - 1).bit_length())  # few lengths, few compilations
             short = config.batch_size - len(chosen) if len(rows) > config.batch_size else 0
             tokens = np.pad(tokens, ((0, short), (0, min(size, model.context) - tokens.shape[1])))
-            found[chosen] = encode(params, tokens, np.pad(lengths, (0, short), constant_values=1))[:len(chosen)]
+            found[chosen] = encode(params, tokens, np.pad(lengths, (0, short), constant_values=1))[
+                : len(chosen)
+            ]
         return found
 
     own = vectors(sentences)
@@ -79,10 +90,10 @@ def main(argv):
         for number, (sentence, row) in enumerate(zip(sentences, nearness), 1):
             print(f"{number:3d}  {' '.join(f'{value:6.3f}' for value in row)}  {sentence}")
         return
-    nearness = own @ vectors(lines).T                                       # [sentences, lines]
+    nearness = own @ vectors(lines).T  # [sentences, lines]
     for sentence, row in zip(sentences, nearness):
         print(sentence)
-        for index in np.argsort(-row)[:config.top]:
+        for index in np.argsort(-row)[: config.top]:
             print(f"  {row[index]:.3f}  {lines[index]}")
 
 
@@ -97,7 +108,9 @@ def configured(argv):
       ValueError: a flag is missing or invalid, or flags contradict each other; the message names the flag.
     """
     if not argv[1:]:
-        raise tr.ConfigError('no sentence given: python experiments/embed.py "A cat sits." "The feline rests."')
+        raise tr.ConfigError(
+            'no sentence given: python experiments/embed.py "A cat sits." "The feline rests."'
+        )
     return checked(tr.flags.read(Config, flags.FLAGS))
 
 

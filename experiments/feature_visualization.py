@@ -44,35 +44,61 @@ from fnet.models import pretrained
 option = tr.flags.option
 # Colors of natural photos, as three uncorrelated components: the square root of the covariance of ImageNet's pixels.
 COLORS = np.array([[0.26, 0.09, 0.02], [0.27, 0.00, -0.05], [0.27, -0.09, 0.03]], np.float32)
-TOGETHER = 8      # images that are optimized at once
-LABELS = (1, 130, 323, 954, 817, 985)      # goldfish, flamingo, monarch, banana, sports car, daisy
+TOGETHER = 8  # images that are optimized at once
+LABELS = (1, 130, 323, 954, 817, 985)  # goldfish, flamingo, monarch, banana, sports car, daisy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """The values of the command-line flags."""
 
-    model: str | None = option(None, f"name of the model: {', '.join(photos.PRESETS)}; if not given, resnet50",
-                               choices=photos.PRESETS)
-    weights: str | None = option(None, "file or folder of the weights, or folder of a run of finetune.py")
+    model: str | None = option(
+        None,
+        f"name of the model: {', '.join(photos.PRESETS)}; if not given, resnet50",
+        choices=photos.PRESETS,
+    )
+    weights: str | None = option(
+        None, "file or folder of the weights, or folder of a run of finetune.py"
+    )
     labels: str | None = option(None, "file with the names of the labels: one per line, or JSON")
     workdir: str = option("runs/features", "folder to which the pictures are written")
-    layers: str = option("stem/pool,stage1/block2,stage2/block3,stage3/block5,stage4/block2,head",
-                         "names of layers, or of other sites of the model, separated by commas; empty: draw only "
-                         "saliency maps")
+    layers: str = option(
+        "stem/pool,stage1/block2,stage2/block3,stage3/block5,stage4/block2,head",
+        "names of layers, or of other sites of the model, separated by commas; empty: draw only "
+        "saliency maps",
+    )
     cam: str = option("stage4/block2", "layer, or other site, whose values Grad-CAM shows")
-    channels: int = option(6, "number of channels to visualize in each layer, chosen at random; for head, "
-                           + "number of labels from the list " + ", ".join(map(str, LABELS)), within="[1, 64]")
+    channels: int = option(
+        6,
+        "number of channels to visualize in each layer, chosen at random; for head, "
+        + "number of labels from the list "
+        + ", ".join(map(str, LABELS)),
+        within="[1, 64]",
+    )
     steps: int = option(128, "number of optimization steps for each channel", within="[1, 100000]")
     size: int = option(160, "height and width of the optimized images", within="[16, 4096]")
-    learning_rate: float = option(0.05, "learning rate of Adam for the amplitudes of the frequencies; it decreases to "
-                                  "a tenth of this value", within="(0, 100]")
-    jitter: int = option(16, "largest random shift of an image in each step, in pixels", within="[0, 4096]")
-    samples: int = option(24, "number of noisy copies for SmoothGrad, and of points on the path of integrated "
-                          "gradients", within="[1, 10000]")
-    noise: float = option(0.15, "standard deviation of SmoothGrad's noise, as a fraction of the range of the pixels",
-                          within="[0, 10]")
-    seed: int = option(0, "random seed of the channels, the noise and the initial images", within="[0, 4294967295]")
+    learning_rate: float = option(
+        0.05,
+        "learning rate of Adam for the amplitudes of the frequencies; it decreases to "
+        "a tenth of this value",
+        within="(0, 100]",
+    )
+    jitter: int = option(
+        16, "largest random shift of an image in each step, in pixels", within="[0, 4096]"
+    )
+    samples: int = option(
+        24,
+        "number of noisy copies for SmoothGrad, and of points on the path of integrated gradients",
+        within="[1, 10000]",
+    )
+    noise: float = option(
+        0.15,
+        "standard deviation of SmoothGrad's noise, as a fraction of the range of the pixels",
+        within="[0, 10]",
+    )
+    seed: int = option(
+        0, "random seed of the channels, the noise and the initial images", within="[0, 4294967295]"
+    )
 
 
 def main(argv):
@@ -124,18 +150,24 @@ def load(config):
     params, state = pretrained.load(model, path)
     network = Network(model, params, state, model.NAMES[names].image, labels)
     parameters = sum(x.size for x in jax.tree.leaves(params))
-    print(f"{config.model or 'resnet50'}, {names} names, from {path}: {parameters:,} parameters, {len(labels)} labels; "
-          f"on {hw.detect().name}")
+    print(
+        f"{config.model or 'resnet50'}, {names} names, from {path}: {parameters:,} parameters, {len(labels)} labels; "
+        f"on {hw.detect().name}"
+    )
     return network
 
 
 def check_sites(network, names):
     """Raises ValueError if a name is not the name of a site (see `transforms.sites`)."""
     size = network.prepare.size
-    known = ft.sites(network)(network.weights, jax.ShapeDtypeStruct((1, size, size, 3), np.float32)).names
+    known = ft.sites(network)(
+        network.weights, jax.ShapeDtypeStruct((1, size, size, 3), np.float32)
+    ).names
     for name in names:
         if name not in known:
-            raise tr.ConfigError(f"--layers or --cam: the model has no site {name!r}; it has {', '.join(known)}")
+            raise tr.ConfigError(
+                f"--layers or --cam: the model has no site {name!r}; it has {', '.join(known)}"
+            )
 
 
 # Saliency.
@@ -144,7 +176,7 @@ def check_sites(network, names):
 def saliency(network, config, file, picture, path):
     """Draws a photo and its four saliency maps."""
     began = time.perf_counter()
-    x = jnp.asarray(network.prepare.crop(picture), jnp.float32)[None] / 255                   # [1, height, width, 3]
+    x = jnp.asarray(network.prepare.crop(picture), jnp.float32)[None] / 255  # [1, height, width, 3]
     logits = jax.jit(network)(network.weights, x)[0]
     label = int(jnp.argmax(logits))
     share = float(jax.nn.softmax(logits)[label])
@@ -188,9 +220,11 @@ def integrated_gradients(network, x, label, config):
     logit of x and the logit of the gray image.
     """
     gray = jnp.full_like(x, 0.5)
-    points = (np.arange(config.samples) + 0.5) / config.samples      # midpoints
-    total = sum(slope(network, label)(gray + float(a) * (x - gray), network.weights) for a in points)
-    parts = (x - gray) * total / config.samples                                               # [1, height, width, 3]
+    points = (np.arange(config.samples) + 0.5) / config.samples  # midpoints
+    total = sum(
+        slope(network, label)(gray + float(a) * (x - gray), network.weights) for a in points
+    )
+    parts = (x - gray) * total / config.samples  # [1, height, width, 3]
     return jnp.abs(parts[0].sum(-1)), float(parts.sum())
 
 
@@ -201,8 +235,8 @@ def grad_cam(network, x, label, site):
     logit = lambda weights, x: network(weights, x)[0, label]
     _, seen = jax.jit(ft.capture(logit, site))(network.weights, x)
     _, slopes = jax.jit(ft.capture_cotangents(logit, site))(network.weights, x)
-    importance = slopes[site].mean((1, 2), keepdims=True)                                     # [1, 1, 1, channels]
-    cam = jax.nn.relu((importance * seen[site]).sum(-1)[0])                                   # [rows, columns]
+    importance = slopes[site].mean((1, 2), keepdims=True)  # [1, 1, 1, channels]
+    cam = jax.nn.relu((importance * seen[site]).sum(-1)[0])  # [rows, columns]
     return jax.image.resize(cam, x.shape[1:3], "linear")
 
 
@@ -219,44 +253,63 @@ def shown(values):
 def features(network, config, site, path):
     """Draws images optimized for some channels of a site, and prints the time, the FLOPs and the MFU."""
     began, processor = time.perf_counter(), time.process_time()
-    value = jax.eval_shape(ft.capture(network, site), network.weights,
-                           jax.ShapeDtypeStruct((1, config.size, config.size, 3), np.float32))[1][site]
+    value = jax.eval_shape(
+        ft.capture(network, site),
+        network.weights,
+        jax.ShapeDtypeStruct((1, config.size, config.size, 3), np.float32),
+    )[1][site]
     count = value.shape[-1]
     if site == "head" and len(network.labels) > max(LABELS):
-        chosen = [label for label in LABELS if label < count][:config.channels]
+        chosen = [label for label in LABELS if label < count][: config.channels]
     else:
-        chosen = np.random.default_rng(config.seed).permutation(responding(network, config, site))[:config.channels]
+        chosen = np.random.default_rng(config.seed).permutation(responding(network, config, site))[
+            : config.channels
+        ]
     ascend = jax.jit(functools.partial(step, network, config, site))
     images, seconds, steps = [], 0.0, 0
     for first in range(0, len(chosen), TOGETHER):
-        channels = jnp.asarray(chosen[first:first + TOGETHER])
+        channels = jnp.asarray(chosen[first : first + TOGETHER])
         key = jax.random.key(config.seed + first)
         spectrum = start(key, len(channels), config.size)
         state = optimizer(config).init(spectrum)
         for i in range(config.steps):
-            if i == 1:      # the first step was compiled
+            if i == 1:  # the first step was compiled
                 jax.block_until_ready(spectrum)
                 clock = time.perf_counter()
-            spectrum, state, responses = ascend(network.weights, spectrum, state, channels, jax.random.fold_in(key, i))
+            spectrum, state, responses = ascend(
+                network.weights, spectrum, state, channels, jax.random.fold_in(key, i)
+            )
         jax.block_until_ready(spectrum)
         if config.steps > 1:
-            seconds, steps = seconds + time.perf_counter() - clock, steps + (config.steps - 1) * len(channels)
+            seconds, steps = (
+                seconds + time.perf_counter() - clock,
+                steps + (config.steps - 1) * len(channels),
+            )
         named = site == "head" and len(network.labels) == count
-        names = [network.labels[channel] if named else f"channel {channel}" for channel in channels.tolist()]
-        images += [(f"{name}: {float(response):.3g}", image(each)) for name, response, each in
-                   zip(names, responses, spectrum)]
+        names = [
+            network.labels[channel] if named else f"channel {channel}"
+            for channel in channels.tolist()
+        ]
+        images += [
+            (f"{name}: {float(response):.3g}", image(each))
+            for name, response, each in zip(names, responses, spectrum)
+        ]
     draw(path, f"{site}: {len(images)} of {count} channels", images)
     flops, chip = flops_of(network, site, config.size), hw.detect()
     each = seconds / max(1, steps)
     used = hw.mfu(flops, each, chip, "float32") if each else "one step alone was not timed"
-    print(f"{site} {list(value.shape[1:])}: {each * 1e3:.1f} ms a step and image of {flops / 1e9:.2f} GFLOP, {used}; "
-          f"{path}; {time.perf_counter() - began:.1f} s, of the processor {time.process_time() - processor:.1f} s")
+    print(
+        f"{site} {list(value.shape[1:])}: {each * 1e3:.1f} ms a step and image of {flops / 1e9:.2f} GFLOP, {used}; "
+        f"{path}; {time.perf_counter() - began:.1f} s, of the processor {time.process_time() - processor:.1f} s"
+    )
 
 
 def responding(network, config, site):
     """Returns the channels of a site that respond to a random image. Other channels may have a gradient of 0."""
     x = image(start(jax.random.key(config.seed), 1, config.size)[0])[None]
-    value = jax.jit(lambda weights, x: ft.capture(network, site)(weights, x)[1][site])(network.weights, x)
+    value = jax.jit(lambda weights, x: ft.capture(network, site)(weights, x)[1][site])(
+        network.weights, x
+    )
     means = np.asarray(value).reshape(-1, value.shape[-1]).mean(0)
     return np.flatnonzero(means > 0) if (means > 0).any() else np.arange(len(means))
 
@@ -268,12 +321,17 @@ def optimizer(config):
 def step(network, config, site, weights, spectra, state, channels, key):
     """Makes one step of gradient ascent on one image for each channel. Returns (spectra, optimizer state, channel
     means)."""
+
     def objective(spectra):
         keys = jax.random.split(key, len(channels))
-        x = jax.vmap(lambda key, spectrum: moved(key, image(spectrum), config.jitter))(keys, spectra)
-        value = ft.capture(network, site)(weights, x)[1][site]       # the layers after the site are not computed
-        value = value.reshape(len(channels), -1, value.shape[-1])             # [images, positions, channels]
-        responses = jnp.take_along_axis(value, channels[:, None, None], 2).mean((1, 2))       # [images]
+        x = jax.vmap(lambda key, spectrum: moved(key, image(spectrum), config.jitter))(
+            keys, spectra
+        )
+        value = ft.capture(network, site)(weights, x)[1][
+            site
+        ]  # the layers after the site are not computed
+        value = value.reshape(len(channels), -1, value.shape[-1])  # [images, positions, channels]
+        responses = jnp.take_along_axis(value, channels[:, None, None], 2).mean((1, 2))  # [images]
         return responses.sum(), responses
 
     (_, responses), slopes = jax.value_and_grad(objective, has_aux=True)(spectra)
@@ -297,7 +355,9 @@ def image(spectrum):
     """
     size = spectrum.shape[1]
     rows, columns = jnp.fft.fftfreq(size)[:, None], jnp.fft.rfftfreq(size)[None]
-    scale = 1 / jnp.maximum(jnp.sqrt(rows**2 + columns**2), 1 / size)[..., None]              # [size, size // 2 + 1, 1]
+    scale = (
+        1 / jnp.maximum(jnp.sqrt(rows**2 + columns**2), 1 / size)[..., None]
+    )  # [size, size // 2 + 1, 1]
     amplitudes = jax.lax.complex(spectrum[0] * scale, spectrum[1] * scale)
     values = jnp.fft.irfft2(amplitudes, (size, size), axes=(0, 1), norm="ortho") @ COLORS.T
     return jax.nn.sigmoid(values / (values.std() + 1e-6))
@@ -317,7 +377,9 @@ def moved(key, x, jitter):
     at = jnp.arange(size, dtype=jnp.float32) - center
     rows = factor * (jnp.cos(angle) * at[:, None] - jnp.sin(angle) * at[None]) + center
     columns = factor * (jnp.sin(angle) * at[:, None] + jnp.cos(angle) * at[None]) + center
-    offset = jax.random.uniform(shift, (2,), minval=-jitter, maxval=jitter) if jitter else jnp.zeros(2)
+    offset = (
+        jax.random.uniform(shift, (2,), minval=-jitter, maxval=jitter) if jitter else jnp.zeros(2)
+    )
     at = [rows + offset[0], columns + offset[1]]
     sample = lambda plane: jax.scipy.ndimage.map_coordinates(plane, at, 1, mode="reflect")
     return jnp.stack([sample(x[..., i]) for i in range(3)], -1)
@@ -331,7 +393,7 @@ def flops_of(network, site, size):
     paths = list(counted.scopes)
     inside = [i for i, path in enumerate(paths) if path == site or path.startswith(site + "/")]
     last = max(inside, default=len(paths) - 1)
-    return 2 * sum(counted.scopes[path].matmul for path in paths[:last + 1])
+    return 2 * sum(counted.scopes[path].matmul for path in paths[: last + 1])
 
 
 # Pictures.
@@ -375,7 +437,9 @@ def checked(config):
     """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each other."""
     tr.flags.check(config)
     if config.jitter >= config.size:
-        raise tr.ConfigError(f"--jitter={config.jitter}: expected fewer pixels than --size={config.size}")
+        raise tr.ConfigError(
+            f"--jitter={config.jitter}: expected fewer pixels than --size={config.size}"
+        )
     return config
 
 

@@ -56,48 +56,115 @@ option = tr.flags.option
 class Config:
     """The hyperparameters, which determine the result of a run, and the paths data_dir and weights, which do not."""
 
-    mode: str = option("linear", "linear (train only a new last layer), full (train all weights) or lora (train "
-                       "low-rank changes); with --lora, the default is lora; for texts, it is full",
-                       choices=("linear", "full", "lora"))
-    lora: int = option(0, "rank of the low-rank changes; 0: no low-rank changes", within="[0, 4096]")
-    base: str = option("none", "with --mode=lora: format of the frozen kernels: none (unchanged), int8, int4 or nf4",
-                       choices=tuple(adapters.FORMATS))
-    model: str = option("resnet50", f"name of the model: {', '.join(photos.PRESETS)}; for texts "
-                        f"{', '.join(texts.PRESETS)}", choices=(*photos.PRESETS, *texts.PRESETS))
+    mode: str = option(
+        "linear",
+        "linear (train only a new last layer), full (train all weights) or lora (train "
+        "low-rank changes); with --lora, the default is lora; for texts, it is full",
+        choices=("linear", "full", "lora"),
+    )
+    lora: int = option(
+        0, "rank of the low-rank changes; 0: no low-rank changes", within="[0, 4096]"
+    )
+    base: str = option(
+        "none",
+        "with --mode=lora: format of the frozen kernels: none (unchanged), int8, int4 or nf4",
+        choices=tuple(adapters.FORMATS),
+    )
+    model: str = option(
+        "resnet50",
+        f"name of the model: {', '.join(photos.PRESETS)}; for texts {', '.join(texts.PRESETS)}",
+        choices=(*photos.PRESETS, *texts.PRESETS),
+    )
     weights: str | None = option(None, "file or folder of the pretrained weights", decides=False)
-    dataset: str = option("digits", "name of the data set: digits, mnist, fashion_mnist, cifar10, photos (of "
-                          "--data_dir) or text", choices=(*tr.datasets.NAMES, "photos", "text"))
-    data_dir: str | None = option(None, "folder of the photos or of the text, or to which another data set is "
-                                  "downloaded; if not given, fnet's cache", decides=False)
-    size: int | None = option(None, "height and width to which images are resized; if not given, the size for which "
-                              "the weights were trained", within="[1, 4096]")
-    context: int | None = option(None, "for texts: number of tokens in an example", within="[1, 1048576]")
-    epochs: float | None = option(None, "number of passes over the training images or text", within="(0, 1000000]")
-    steps: int | None = option(None, "number of training steps; replaces --epochs", within=tr.flags.STEPS)
-    batch_size: int | None = option(None, "number of images or texts in a batch", within="[1, 1048576]")
-    optimizer: str | None = option(None, f"name of the optimizer: {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
-    schedule: str = option("cosine", f"schedule of the learning rate: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
+    dataset: str = option(
+        "digits",
+        "name of the data set: digits, mnist, fashion_mnist, cifar10, photos (of "
+        "--data_dir) or text",
+        choices=(*tr.datasets.NAMES, "photos", "text"),
+    )
+    data_dir: str | None = option(
+        None,
+        "folder of the photos or of the text, or to which another data set is "
+        "downloaded; if not given, fnet's cache",
+        decides=False,
+    )
+    size: int | None = option(
+        None,
+        "height and width to which images are resized; if not given, the size for which "
+        "the weights were trained",
+        within="[1, 4096]",
+    )
+    context: int | None = option(
+        None, "for texts: number of tokens in an example", within="[1, 1048576]"
+    )
+    epochs: float | None = option(
+        None, "number of passes over the training images or text", within="(0, 1000000]"
+    )
+    steps: int | None = option(
+        None, "number of training steps; replaces --epochs", within=tr.flags.STEPS
+    )
+    batch_size: int | None = option(
+        None, "number of images or texts in a batch", within="[1, 1048576]"
+    )
+    optimizer: str | None = option(
+        None, f"name of the optimizer: {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS
+    )
+    schedule: str = option(
+        "cosine", f"schedule of the learning rate: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES
+    )
     learning_rate: float | None = option(None, "largest learning rate", within="(0, 1000]")
-    warmup: float = option(0.1, "fraction of the training steps during which the learning rate increases",
-                           within="[0, 1)")
-    weight_decay: float | None = option(None, "coefficient of the weight decay, which applies to kernels but not to "
-                                        "biases and norm scales", within="[0, 1000]")
-    label_smoothing: float = option(0.0, "fraction of each label's probability that is distributed equally over all "
-                                    "classes", within="[0, 1)")
-    augment: str = option("none", "with --mode=full: augmentation of the images: none, flip or flip_crop",
-                          choices=("none", "flip", "flip_crop"))
-    freeze_norms: bool = option(False, "with --mode=full: keep the pretrained statistics of BatchNorm")
-    ema: float = option(0.0, "decay rate of the moving average of the weights, which is evaluated instead of the "
-                        "weights; 0: no average", within="[0, 1)")
-    early_stop: int = option(0, "number of evaluations without improvement after which the training stops; a tenth of "
-                             "the training images or text is held out for these evaluations; 0: no early stopping",
-                             within="[0, 1000000]")
-    precision: str = option("auto", "dtype of matrix products and convolutions: auto (chosen for the chip), float32, "
-                            "bfloat16 or float16", choices=common.PRECISIONS)
-    residual: str = option("auto", "dtype of the residual stream: auto (bfloat16 if the products are in bfloat16) or "
-                           "float32", choices=common.RESIDUALS)
-    seed: int = option(0, "random seed of the new layer, the order of the examples, the augmentation and dropout",
-                       within=tr.flags.SEED)
+    warmup: float = option(
+        0.1,
+        "fraction of the training steps during which the learning rate increases",
+        within="[0, 1)",
+    )
+    weight_decay: float | None = option(
+        None,
+        "coefficient of the weight decay, which applies to kernels but not to "
+        "biases and norm scales",
+        within="[0, 1000]",
+    )
+    label_smoothing: float = option(
+        0.0,
+        "fraction of each label's probability that is distributed equally over all classes",
+        within="[0, 1)",
+    )
+    augment: str = option(
+        "none",
+        "with --mode=full: augmentation of the images: none, flip or flip_crop",
+        choices=("none", "flip", "flip_crop"),
+    )
+    freeze_norms: bool = option(
+        False, "with --mode=full: keep the pretrained statistics of BatchNorm"
+    )
+    ema: float = option(
+        0.0,
+        "decay rate of the moving average of the weights, which is evaluated instead of the "
+        "weights; 0: no average",
+        within="[0, 1)",
+    )
+    early_stop: int = option(
+        0,
+        "number of evaluations without improvement after which the training stops; a tenth of "
+        "the training images or text is held out for these evaluations; 0: no early stopping",
+        within="[0, 1000000]",
+    )
+    precision: str = option(
+        "auto",
+        "dtype of matrix products and convolutions: auto (chosen for the chip), float32, "
+        "bfloat16 or float16",
+        choices=common.PRECISIONS,
+    )
+    residual: str = option(
+        "auto",
+        "dtype of the residual stream: auto (bfloat16 if the products are in bfloat16) or float32",
+        choices=common.RESIDUALS,
+    )
+    seed: int = option(
+        0,
+        "random seed of the new layer, the order of the examples, the augmentation and dropout",
+        within=tr.flags.SEED,
+    )
 
 
 PRESETS, TEXT_PRESETS = tr.presets.FINETUNE, tr.presets.FINETUNE_TEXT
@@ -106,7 +173,8 @@ AUGMENT = {
     "none": lambda key, images: images,
     "flip": tr.random_flip,
     "flip_crop": lambda key, images: tr.random_crop(
-        jax.random.fold_in(key, 1), tr.random_flip(key, images), images.shape[1] // 8),
+        jax.random.fold_in(key, 1), tr.random_flip(key, images), images.shape[1] // 8
+    ),
 }
 
 
@@ -126,7 +194,9 @@ class Network:
         """Resizes and normalizes images, float32 [batch, height, width, 1 or 3] from 0 to 255, for the network."""
         size = self.image.size
         images = jnp.broadcast_to(images, (*images.shape[:3], 3))
-        return self.image.normalize(jax.image.resize(images, (len(images), size, size, 3), "linear"))
+        return self.image.normalize(
+            jax.image.resize(images, (len(images), size, size, 3), "linear")
+        )
 
 
 def network(config):
@@ -136,7 +206,9 @@ def network(config):
     image = model.NAMES[names].image
     size = config.size or image.size
     if isinstance(model, (models.ViT, models.AlexNet)) and size != model.example().shape[1]:
-        raise tr.ConfigError(f"--size={size}: {config.model} takes images of {model.example().shape[1]} pixels alone")
+        raise tr.ConfigError(
+            f"--size={size}: {config.model} takes images of {model.example().shape[1]} pixels alone"
+        )
     return Network(model, *pretrained.load(model, path), names, image.at(size), path)
 
 
@@ -157,24 +229,36 @@ def train(config, workdir, policy, **fit_options):
     count = sum(leaf.size for leaf in jax.tree.leaves(held.params))
     size = held.image.size
     print(f"{config.model}, {held.names} names: {count:,} parameters, images of {size} x {size}")
-    print(f"{config.dataset}: {len(data.train_labels)} training images, {len(data.test_labels)} test images, "
-          f"{classes} classes")
+    print(
+        f"{config.dataset}: {len(data.train_labels)} training images, {len(data.test_labels)} test images, "
+        f"{classes} classes"
+    )
     make = {"linear": probe, "full": everything, "lora": low_rank}[config.mode]
     inputs, params, state, forward = make(config, policy, held, model, data)
 
-    train_set, test_set = ({"x": x, "label": y} for x, y in zip(inputs, (data.train_labels, data.test_labels)))
+    train_set, test_set = (
+        {"x": x, "label": y} for x, y in zip(inputs, (data.train_labels, data.test_labels))
+    )
     held_out = None
     if config.early_stop:
         train_set, held_out = tr.split(train_set, 0.1, seed=config.seed)
-    batches = tr.Batches(train_set, batch_size=min(config.batch_size, len(train_set["label"])), seed=config.seed)
+    batches = tr.Batches(
+        train_set, batch_size=min(config.batch_size, len(train_set["label"])), seed=config.seed
+    )
     steps = config.steps or common.check_steps(batches.steps(config.epochs))
     rate = tr.schedule(config.schedule, config.learning_rate, steps, warmup=config.warmup)
-    axes = model.spec(jax.eval_shape(held.prepare, jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)))
-    tx = ft.loss_scale(tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay, axes=axes), policy)
+    axes = model.spec(
+        jax.eval_shape(held.prepare, jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32))
+    )
+    tx = ft.loss_scale(
+        tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay, axes=axes), policy
+    )
 
     def step(state, batch):
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        target = optax.smooth_labels(jax.nn.one_hot(batch["label"], classes), config.label_smoothing)
+        target = optax.smooth_labels(
+            jax.nn.one_hot(batch["label"], classes), config.label_smoothing
+        )
 
         def loss(params):
             logits, new = forward(params, state.state, batch["x"], key)
@@ -202,11 +286,30 @@ def train(config, workdir, policy, **fit_options):
     init = lambda key: tr.TrainState.create(params, tx, state=state, ema=config.ema or None)
     pixels = 0 if config.mode == "linear" else 3 * size**2
     common.check_memory(init, 4 * batches.batch_size * pixels, "--batch_size or --size")
-    common.start(workdir, "model.safetensors", "labels.json", "curves.png", "confusion.png", "predictions.json")
+    common.start(
+        workdir,
+        "model.safetensors",
+        "labels.json",
+        "curves.png",
+        "confusion.png",
+        "predictions.json",
+    )
     every = max(math.ceil(steps / 20), 10)
-    state = tr.fit(step, init(None), batches, steps=steps, workdir=workdir, evaluate=evaluate, every=every,
-                   log_every=every, early_stop=stop, progress=tr.Progress(), config=config,
-                   notes={"policy": str(policy), **common.weights_notes(held.path)}, **fit_options)
+    state = tr.fit(
+        step,
+        init(None),
+        batches,
+        steps=steps,
+        workdir=workdir,
+        evaluate=evaluate,
+        every=every,
+        log_every=every,
+        early_stop=stop,
+        progress=tr.Progress(),
+        config=config,
+        notes={"policy": str(policy), **common.weights_notes(held.path)},
+        **fit_options,
+    )
 
     params, arrays = {**held.params, **state.averaged}, state.state or held.state
     if config.mode == "lora":
@@ -216,12 +319,20 @@ def train(config, workdir, policy, **fit_options):
     pretrained.save(model, params, arrays, workdir / "model.safetensors", names=held.names)
     (workdir / "labels.json").write_text(json.dumps(data.classes))
     values = evaluate["test"](state)
-    title = f"{config.dataset}, {config.model}, {config.mode}: test accuracy {values['accuracy']:.4f}"
+    title = (
+        f"{config.dataset}, {config.model}, {config.mode}: test accuracy {values['accuracy']:.4f}"
+    )
     tr.plots.curves(tr.read_metrics(workdir), workdir / "curves.png", title=title)
-    tr.plots.confusion_matrix(values["confusion"], data.classes, workdir / "confusion.png", title=title)
-    save_predictions(workdir, ft.autocast(forward, policy), state, test_set, data, min(config.batch_size, 64))
-    print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, confusion.png, "
-          "model.safetensors, labels.json" + (", adapter" if config.mode == "lora" else ""))
+    tr.plots.confusion_matrix(
+        values["confusion"], data.classes, workdir / "confusion.png", title=title
+    )
+    save_predictions(
+        workdir, ft.autocast(forward, policy), state, test_set, data, min(config.batch_size, 64)
+    )
+    print(
+        f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, confusion.png, "
+        "model.safetensors, labels.json" + (", adapter" if config.mode == "lora" else "")
+    )
     print(f"show the run: fnet report {workdir}")
     return values
 
@@ -230,19 +341,28 @@ def in_batches(f, x, size):
     """Returns f(x), evaluated on batches of `size` examples. The last batch is padded if necessary."""
     rows = []
     for at in range(0, len(x), size):
-        batch = x[at:at + size]
+        batch = x[at : at + size]
         padded = np.pad(batch, ((0, size - len(batch)), *((0, 0),) * (x.ndim - 1)))
-        rows.append(np.asarray(f(padded))[:len(batch)])
+        rows.append(np.asarray(f(padded))[: len(batch)])
     return np.concatenate(rows)
 
 
 def save_predictions(workdir, forward, state, test_set, data, size):
     """Writes a file for `fnet report`. The file contains the confusion matrix, and the wrong predictions with the
     highest probabilities. Large images are subsampled."""
-    run = jax.jit(lambda x: jax.nn.softmax(forward(state.averaged, state.state, x, None)[0].astype(jnp.float32)))
+    run = jax.jit(
+        lambda x: jax.nn.softmax(
+            forward(state.averaged, state.state, x, None)[0].astype(jnp.float32)
+        )
+    )
     stride = max(1, data.test_images.shape[1] // 96)
-    tr.save_predictions(workdir, in_batches(run, test_set["x"], size), test_set["label"], classes=data.classes,
-                        images=data.test_images[:, ::stride, ::stride])
+    tr.save_predictions(
+        workdir,
+        in_batches(run, test_set["x"], size),
+        test_set["label"],
+        classes=data.classes,
+        images=data.test_images[:, ::stride, ::stride],
+    )
 
 
 def probe(config, policy, held, model, data):
@@ -252,23 +372,36 @@ def probe(config, policy, held, model, data):
 
     @jax.jit
     def features(params, state, images):
-        run = lambda params, images: held.model.features(params, held.prepare(images), state=state)[0]
+        run = lambda params, images: held.model.features(params, held.prepare(images), state=state)[
+            0
+        ]
         return ft.autocast(run, policy)(params, images.astype(jnp.float32)).astype(jnp.float32)
 
     began, size = time.perf_counter(), min(config.batch_size, 64)
-    inputs = [in_batches(lambda images: features(held.params, held.state, images), images, size)
-              for images in (data.train_images, data.test_images)]
-    print(f"features: {inputs[0].shape[1]} of each image, {len(inputs[0]) + len(inputs[1])} images in "
-          f"{tr.duration(time.perf_counter() - began)}")
+    inputs = [
+        in_batches(lambda images: features(held.params, held.state, images), images, size)
+        for images in (data.train_images, data.test_images)
+    ]
+    print(
+        f"features: {inputs[0].shape[1]} of each image, {len(inputs[0]) + len(inputs[1])} images in "
+        f"{tr.duration(time.perf_counter() - began)}"
+    )
     head = nn.Dense(model.classes)
     params, _ = head.init(jax.random.key(config.seed), inputs[0][:1])
-    return inputs, {"head": params}, {}, lambda params, state, x, key: (head(params["head"], x), state)
+    return (
+        inputs,
+        {"head": params},
+        {},
+        lambda params, state, x, key: (head(params["head"], x), state),
+    )
 
 
 def everything(config, policy, held, model, data):
     """Returns (inputs, params, state, forward) for --mode=full. `inputs` contains the training images and the test
     images. `params`, `state` and `forward` are those of the whole network with a new last layer."""
-    fresh, _ = nn.Dense(model.classes).init(jax.random.key(config.seed), held.params["head"]["kernel"].T[:1])
+    fresh, _ = nn.Dense(model.classes).init(
+        jax.random.key(config.seed), held.params["head"]["kernel"].T[:1]
+    )
     augment = AUGMENT[config.augment]
 
     def forward(params, state, images, key):
@@ -287,9 +420,13 @@ def low_rank(config, policy, held, model, data):
     images. `params` contains the low-rank factors and a new last layer. `state` contains the frozen parameters and the
     state of the network. `forward` is the function of the whole network."""
     inputs, params, state, forward = everything(config, policy, held, model, data)
-    trainable, frozen = adapters.adapted(jax.random.key(config.seed), params, config.lora, config.base)
-    trainable, frozen = trainable | {"head": params["head"]}, frozen | {"head": jax.tree.map(lambda _: None,
-                                                                                            params["head"])}
+    trainable, frozen = adapters.adapted(
+        jax.random.key(config.seed), params, config.lora, config.base
+    )
+    trainable, frozen = (
+        trainable | {"head": params["head"]},
+        frozen | {"head": jax.tree.map(lambda _: None, params["head"])},
+    )
     print(f"base={config.base}: {adapters.count(trainable):,} parameters trained")
     run = ft.use_implicit_arrays(forward)
 
@@ -330,24 +467,35 @@ def checked(config):
     """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each other."""
     tr.flags.check(config)
     if (config.mode == "lora") != bool(config.lora):
-        raise tr.ConfigError(f"--mode={config.mode} --lora={config.lora}: --mode=lora needs a rank, such as --lora=8, "
-                             "and a rank needs --mode=lora")
+        raise tr.ConfigError(
+            f"--mode={config.mode} --lora={config.lora}: --mode=lora needs a rank, such as --lora=8, "
+            "and a rank needs --mode=lora"
+        )
     if config.base != "none" and not config.lora:
-        raise tr.ConfigError(f"--base={config.base} is the format of the frozen kernels of --lora=RANK")
+        raise tr.ConfigError(
+            f"--base={config.base} is the format of the frozen kernels of --lora=RANK"
+        )
     if (config.dataset == "text") != (config.model in texts.PRESETS):
-        raise tr.ConfigError(f"--model={config.model} --dataset={config.dataset}: --dataset=text is for "
-                             f"{', '.join(texts.PRESETS)}, the others are for images")
+        raise tr.ConfigError(
+            f"--model={config.model} --dataset={config.dataset}: --dataset=text is for "
+            f"{', '.join(texts.PRESETS)}, the others are for images"
+        )
     if config.dataset == "text":
         if config.mode == "linear":
             raise tr.ConfigError("--mode=linear is for images: use --mode=full or --lora=8")
-        images = [field for field in ("size", "augment", "freeze_norms", "label_smoothing")
-                  if getattr(config, field) != Config.__dataclass_fields__[field].default]
+        images = [
+            field
+            for field in ("size", "augment", "freeze_norms", "label_smoothing")
+            if getattr(config, field) != Config.__dataclass_fields__[field].default
+        ]
         if images:
             raise tr.ConfigError(f"--{images[0]} is for images")
     elif config.context is not None:
         raise tr.ConfigError(f"--context={config.context} is for --dataset=text")
     if config.mode == "linear" and (config.augment != "none" or config.freeze_norms):
-        raise tr.ConfigError("--mode=linear sees each image once: --augment and --freeze_norms are for --mode=full")
+        raise tr.ConfigError(
+            "--mode=linear sees each image once: --augment and --freeze_norms are for --mode=full"
+        )
     if config.dataset == "photos" and config.data_dir is None:
         raise tr.ConfigError("--dataset=photos: --data_dir is the folder of DIR/CLASS/*.jpg")
     tr.optimizer(config.optimizer, 0.1, weight_decay=config.weight_decay)
@@ -365,8 +513,11 @@ def main(argv):
     print(f"chip: {hw.detect()}")
     print(f"policy: {policy}")
     values = train(config, workdir, policy, **common.fit_options())
-    print(f"validation loss {values['loss']:.4f}" if config.dataset == "text" else
-          f"test accuracy {values['accuracy']:.4f}")
+    print(
+        f"validation loss {values['loss']:.4f}"
+        if config.dataset == "text"
+        else f"test accuracy {values['accuracy']:.4f}"
+    )
 
 
 if __name__ == "__main__":

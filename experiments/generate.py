@@ -39,36 +39,78 @@ class Config:
     """The flags: the weights, and the options of the generation."""
 
     model: str = option("stories15m", f"name of the model: {', '.join(PRESETS)}")
-    weights: str | None = option(None, "file or folder of the weights, or folder of a run of language_model.py")
-    tokenizer: str | None = option(None, "file or folder of the tokenizer; if not given, the tokenizer in the folder "
-                                   "of the weights")
+    weights: str | None = option(
+        None, "file or folder of the weights, or folder of a run of language_model.py"
+    )
+    tokenizer: str | None = option(
+        None,
+        "file or folder of the tokenizer; if not given, the tokenizer in the folder of the weights",
+    )
     max_tokens: int = option(200, "maximum number of tokens to generate", within="[1, 1048576]")
-    temperature: float = option(0.8, "temperature by which the logits are divided; 0: always select the most probable "
-                                "token", within="[0, 1000]")
-    top_k: int = option(0, "number of the most probable tokens from which a token is sampled; 0: all tokens",
-                        within="[0, 2147483647]")
-    top_p: float = option(0.95, "sample from the most probable tokens whose total probability is at least this number; "
-                          "1: all tokens", within="(0, 1]")
-    min_p: float = option(0.0, "sample from tokens whose probability is at least this fraction of the largest "
-                          "probability", within="[0, 1]")
-    repetition_penalty: float = option(1.0, "number by which the logits of tokens that are already in the text are "
-                                       "divided; 1: no penalty", within="[0.001, 1000]")
-    presence_penalty: float = option(0.0, "number that is subtracted from the logits of tokens that have already been "
-                                     "generated", within="[-100, 100]")
-    frequency_penalty: float = option(0.0, "number that is subtracted from the logit of a token once for each time it "
-                                      "has been generated", within="[-100, 100]")
+    temperature: float = option(
+        0.8,
+        "temperature by which the logits are divided; 0: always select the most probable token",
+        within="[0, 1000]",
+    )
+    top_k: int = option(
+        0,
+        "number of the most probable tokens from which a token is sampled; 0: all tokens",
+        within="[0, 2147483647]",
+    )
+    top_p: float = option(
+        0.95,
+        "sample from the most probable tokens whose total probability is at least this number; "
+        "1: all tokens",
+        within="(0, 1]",
+    )
+    min_p: float = option(
+        0.0,
+        "sample from tokens whose probability is at least this fraction of the largest probability",
+        within="[0, 1]",
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "number by which the logits of tokens that are already in the text are "
+        "divided; 1: no penalty",
+        within="[0.001, 1000]",
+    )
+    presence_penalty: float = option(
+        0.0,
+        "number that is subtracted from the logits of tokens that have already been generated",
+        within="[-100, 100]",
+    )
+    frequency_penalty: float = option(
+        0.0,
+        "number that is subtracted from the logit of a token once for each time it "
+        "has been generated",
+        within="[-100, 100]",
+    )
     samples: int = option(1, "number of texts to generate for each prompt", within="[1, 4096]")
-    beams: int = option(0, "number of texts that beam search keeps for each prompt; 0: sampling instead of beam search",
-                        within="[0, 1024]")
-    length_penalty: float = option(1.0, "exponent of the length in the scores of beam search; larger values favor "
-                                   "longer texts", within="[-100, 100]")
+    beams: int = option(
+        0,
+        "number of texts that beam search keeps for each prompt; 0: sampling instead of beam search",
+        within="[0, 1024]",
+    )
+    length_penalty: float = option(
+        1.0,
+        "exponent of the length in the scores of beam search; larger values favor longer texts",
+        within="[-100, 100]",
+    )
     stop: str | None = option(None, "string that ends a text; several strings are separated by |")
     log_probs: bool = option(False, "print the sum of the log-probabilities of each text")
-    chat: bool = option(False, "hold a conversation with the model's chat template; each prompt, or each line of "
-                        "input, is a message")
-    system: str | None = option(None, "with --chat: the system message, with which the conversation starts")
-    precision: str = option("float32", "dtype of the weights: float32, bfloat16 or float16",
-                            choices=("float32", "bfloat16", "float16"))
+    chat: bool = option(
+        False,
+        "hold a conversation with the model's chat template; each prompt, or each line of "
+        "input, is a message",
+    )
+    system: str | None = option(
+        None, "with --chat: the system message, with which the conversation starts"
+    )
+    precision: str = option(
+        "float32",
+        "dtype of the weights: float32, bfloat16 or float16",
+        choices=("float32", "bfloat16", "float16"),
+    )
     seed: int = option(0, "random seed for sampling", within=tr.flags.SEED)
 
 
@@ -93,7 +135,9 @@ def main(argv):
             model, params = models.unstack(model, params)
         most = min(config.max_tokens, model.context + 1 - int(lengths.max()))
         if most < 1:
-            raise ValueError(f"the longest prompt has {lengths.max()} tokens; the model sees {model.context}")
+            raise ValueError(
+                f"the longest prompt has {lengths.max()} tokens; the model sees {model.context}"
+            )
         options = dict(lengths=lengths, stop=tokenizer.stop)
         if config.beams:
             options |= dict(beams=config.beams, length_penalty=config.length_penalty)
@@ -106,29 +150,42 @@ def main(argv):
     for _ in range(2):
         began = time.perf_counter()
         out = jax.block_until_ready(
-            models.beam_search(model, params, tokens, max_tokens=most, **options) if config.beams
-            else models.generate(model, params, tokens, key, max_tokens=most, **options))
+            models.beam_search(model, params, tokens, max_tokens=most, **options)
+            if config.beams
+            else models.generate(model, params, tokens, key, max_tokens=most, **options)
+        )
         seconds.append(time.perf_counter() - began)
     first, took = seconds
-    if config.beams:    # the best text of each prompt
+    if config.beams:  # the best text of each prompt
         rows, sizes, scores = (np.asarray(x[:, 0]) for x in out)
     else:
-        rows, sizes, scores = np.asarray(out.tokens), np.asarray(out.lengths), np.asarray(out.log_probs.sum(-1))
+        rows, sizes, scores = (
+            np.asarray(out.tokens),
+            np.asarray(out.lengths),
+            np.asarray(out.log_probs.sum(-1)),
+        )
     for i, (row, length, score) in enumerate(zip(rows, sizes, scores)):
         start = starts[i // (1 if config.beams else config.samples)]
         print(f"\n{ended(tokenizer, start, row[:length], stops(config))}")
         if config.log_probs:
             print(f"({'score' if config.beams else 'log-probability'} {score:.4f})")
     count = int(out.lengths.sum())
-    print(f"\n{count} tokens in {took:.2f} s, {count / took:.0f} tokens/s (compiling included: {first:.1f} s)")
+    print(
+        f"\n{count} tokens in {took:.2f} s, {count / took:.0f} tokens/s (compiling included: {first:.1f} s)"
+    )
 
 
 def sampling(config):
     """Returns the sampling options for `models.generate` and `models.chat`."""
-    return dict(temperature=config.temperature, top_k=config.top_k or None, min_p=config.min_p or None,
-                top_p=config.top_p if config.top_p < 1 else None,
-                repetition_penalty=config.repetition_penalty if config.repetition_penalty != 1 else None,
-                presence_penalty=config.presence_penalty or None, frequency_penalty=config.frequency_penalty or None)
+    return dict(
+        temperature=config.temperature,
+        top_k=config.top_k or None,
+        min_p=config.min_p or None,
+        top_p=config.top_p if config.top_p < 1 else None,
+        repetition_penalty=config.repetition_penalty if config.repetition_penalty != 1 else None,
+        presence_penalty=config.presence_penalty or None,
+        frequency_penalty=config.frequency_penalty or None,
+    )
 
 
 def stops(config):
@@ -138,20 +195,28 @@ def stops(config):
 def ended(tokenizer, start, tokens, stop):
     """Returns the text of the prompt and of the generated tokens, up to the first stop string after the prompt."""
     text, begin = tokenizer.decode([*start, *tokens]), len(tokenizer.decode(start))
-    return text[:min((at for at in (text.find(each, begin) for each in stop) if at >= 0), default=len(text))]
+    return text[
+        : min(
+            (at for at in (text.find(each, begin) for each in stop) if at >= 0), default=len(text)
+        )
+    ]
 
 
 def describe(config, model, params):
-    print(f"{config.model if not config.weights else config.weights}: {type(model).__name__}, "
-          f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, {config.precision}, {hw.detect().name}")
+    print(
+        f"{config.model if not config.weights else config.weights}: {type(model).__name__}, "
+        f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, {config.precision}, {hw.detect().name}"
+    )
 
 
 def converse(config, model, params, tokenizer, prompts):
     """Holds one conversation, in which the model answers each prompt. If `prompts` is empty, the model answers each
     nonempty line of standard input."""
     if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError("--chat needs a folder with a chat template (chat_template.jinja, or chat_template in "
-                         "tokenizer_config.json): name one with --weights")
+        raise ValueError(
+            "--chat needs a folder with a chat template (chat_template.jinja, or chat_template in "
+            "tokenizer_config.json): name one with --weights"
+        )
     if jax.default_backend() == "cpu":
         model, params = models.unstack(model, params)
     describe(config, model, params)
@@ -162,8 +227,16 @@ def converse(config, model, params, tokenizer, prompts):
             print(f"\n> {line}")
         messages.append({"role": "user", "content": line})
         answer = ""
-        for piece in models.chat(model, params, tokenizer, messages, jax.random.fold_in(key, number),
-                                 max_tokens=config.max_tokens, stop=stops(config), **sampling(config)):
+        for piece in models.chat(
+            model,
+            params,
+            tokenizer,
+            messages,
+            jax.random.fold_in(key, number),
+            max_tokens=config.max_tokens,
+            stop=stops(config),
+            **sampling(config),
+        ):
             print(piece, end="", flush=True)
             answer += piece
         print(flush=True)
@@ -208,8 +281,10 @@ def read(config, folder, path):
 
 def fitting(tokenizer, model, fits):
     if not fits:
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.vocab_size}: use a "
-                         "tokenizer and a model of one vocabulary")
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.vocab_size}: use a "
+            "tokenizer and a model of one vocabulary"
+        )
 
 
 def begin(tokenizer):
@@ -241,7 +316,9 @@ def checked(config):
     if config.beams and config.samples > 1:
         raise tr.ConfigError("--beams and --samples: use one of them; beam search does not sample")
     if config.chat and (config.beams or config.samples > 1 or config.log_probs):
-        raise tr.ConfigError("--chat generates one answer: leave out --beams, --samples and --log_probs")
+        raise tr.ConfigError(
+            "--chat generates one answer: leave out --beams, --samples and --log_probs"
+        )
     if config.system and not config.chat:
         raise tr.ConfigError("--system is for --chat")
     if config.weights is None and config.model not in PRESETS:

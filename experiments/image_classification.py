@@ -41,45 +41,104 @@ AUGMENTATIONS = ("none", "shift", "affine", "flip", "flip_crop", "flip_crop_cuto
 class Config:
     """The hyperparameters, which determine the result of a run, and the path data_dir, which does not."""
 
-    dataset: str = option("digits", "name of the data set: digits, mnist, fashion_mnist or cifar10",
-                          choices=tr.datasets.NAMES)
-    data_dir: str | None = option(None, "folder of the data set's files, to which missing files are downloaded; if not "
-                                  "given, fnet's cache", decides=False)
-    split: str = option("random", "test images of digits: random, or last20 (the last 20 % of the file)",
-                        choices=("random", "last20"))
+    dataset: str = option(
+        "digits",
+        "name of the data set: digits, mnist, fashion_mnist or cifar10",
+        choices=tr.datasets.NAMES,
+    )
+    data_dir: str | None = option(
+        None,
+        "folder of the data set's files, to which missing files are downloaded; if not "
+        "given, fnet's cache",
+        decides=False,
+    )
+    split: str = option(
+        "random",
+        "test images of digits: random, or last20 (the last 20 % of the file)",
+        choices=("random", "last20"),
+    )
     model: str = option("cnn", "model: cnn or mlp", choices=("cnn", "mlp"))
-    width: int | None = option(None, "number of channels in the first stage of the CNN; each later stage has twice as "
-                               "many", within="[1, 8192]")
-    depth: int = option(1, "number of convolutions in the first stage of the CNN; the other stages have two",
-                        within="[1, 128]")
-    dropout: float = option(0.2, "dropout rate, before the last layer of the CNN or after each hidden layer of the MLP",
-                            within="[0, 1)")
-    epochs: float | None = option(None, "number of passes over the training images", within="(0, 1000000]")
-    steps: int | None = option(None, "number of training steps; replaces --epochs", within=tr.flags.STEPS)
+    width: int | None = option(
+        None,
+        "number of channels in the first stage of the CNN; each later stage has twice as many",
+        within="[1, 8192]",
+    )
+    depth: int = option(
+        1,
+        "number of convolutions in the first stage of the CNN; the other stages have two",
+        within="[1, 128]",
+    )
+    dropout: float = option(
+        0.2,
+        "dropout rate, before the last layer of the CNN or after each hidden layer of the MLP",
+        within="[0, 1)",
+    )
+    epochs: float | None = option(
+        None, "number of passes over the training images", within="(0, 1000000]"
+    )
+    steps: int | None = option(
+        None, "number of training steps; replaces --epochs", within=tr.flags.STEPS
+    )
     batch_size: int | None = option(None, "number of images in a batch", within="[1, 1048576]")
-    optimizer: str = option("nesterov", f"name of the optimizer: {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
-    wrapper: str = option("none", f"transformation of the optimizer: {', '.join(WRAPPERS)}", choices=WRAPPERS)
-    sam_radius: float = option(0.05, "with --wrapper=sam: distance from the weights at which the gradient is computed",
-                               within="(0, 1000]")
-    schedule: str = option("cosine", f"schedule of the learning rate: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
+    optimizer: str = option(
+        "nesterov", f"name of the optimizer: {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS
+    )
+    wrapper: str = option(
+        "none", f"transformation of the optimizer: {', '.join(WRAPPERS)}", choices=WRAPPERS
+    )
+    sam_radius: float = option(
+        0.05,
+        "with --wrapper=sam: distance from the weights at which the gradient is computed",
+        within="(0, 1000]",
+    )
+    schedule: str = option(
+        "cosine", f"schedule of the learning rate: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES
+    )
     learning_rate: float | None = option(None, "largest learning rate", within="(0, 1000]")
-    warmup: float = option(0.15, "fraction of the training steps during which the learning rate increases",
-                           within="[0, 1)")
-    weight_decay: float | None = option(None, "coefficient of the weight decay, which applies to kernels but not to "
-                                        "biases and norm scales", within="[0, 1000]")
-    label_smoothing: float = option(0.0, "fraction of each label's probability that is distributed equally over all "
-                                    "classes", within="[0, 1)")
-    augment: str | None = option(None, "augmentation of the images: none, shift, affine, flip, flip_crop or "
-                                 "flip_crop_cutout", choices=AUGMENTATIONS)
-    ema: float = option(0.99, "decay rate of the moving average of the weights, which is evaluated instead of the "
-                        "weights; 0: no average", within="[0, 1)")
-    early_stop: int = option(0, "number of evaluations without improvement after which the training stops; a tenth of "
-                             "the training images is held out for these evaluations; 0: no early stopping",
-                             within="[0, 1000000]")
-    precision: str = option("auto", "dtype of matrix products and convolutions: auto (chosen for the chip), float32, "
-                            "bfloat16 or float16", choices=common.PRECISIONS)
-    seed: int = option(0, "random seed of the initial weights, the order of the images, the augmentation and dropout",
-                       within=tr.flags.SEED)
+    warmup: float = option(
+        0.15,
+        "fraction of the training steps during which the learning rate increases",
+        within="[0, 1)",
+    )
+    weight_decay: float | None = option(
+        None,
+        "coefficient of the weight decay, which applies to kernels but not to "
+        "biases and norm scales",
+        within="[0, 1000]",
+    )
+    label_smoothing: float = option(
+        0.0,
+        "fraction of each label's probability that is distributed equally over all classes",
+        within="[0, 1)",
+    )
+    augment: str | None = option(
+        None,
+        "augmentation of the images: none, shift, affine, flip, flip_crop or flip_crop_cutout",
+        choices=AUGMENTATIONS,
+    )
+    ema: float = option(
+        0.99,
+        "decay rate of the moving average of the weights, which is evaluated instead of the "
+        "weights; 0: no average",
+        within="[0, 1)",
+    )
+    early_stop: int = option(
+        0,
+        "number of evaluations without improvement after which the training stops; a tenth of "
+        "the training images is held out for these evaluations; 0: no early stopping",
+        within="[0, 1000000]",
+    )
+    precision: str = option(
+        "auto",
+        "dtype of matrix products and convolutions: auto (chosen for the chip), float32, "
+        "bfloat16 or float16",
+        choices=common.PRECISIONS,
+    )
+    seed: int = option(
+        0,
+        "random seed of the initial weights, the order of the images, the augmentation and dropout",
+        within=tr.flags.SEED,
+    )
 
 
 PRESETS = tr.presets.IMAGE_CLASSIFICATION
@@ -103,7 +162,7 @@ def make_optimizer(config, rate, axes):
     tx = tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay, axes=axes)
     if config.wrapper == "lookahead":
         return tr.lookahead(tx)
-    if config.wrapper == "sam":                            # two gradients for each step
+    if config.wrapper == "sam":  # two gradients for each step
         ascent = optax.chain(optax.contrib.normalize(), optax.sgd(config.sam_radius))
         return optax.contrib.sam(tx, ascent, opaque_mode=True)
     return tx
@@ -112,7 +171,7 @@ def make_optimizer(config, rate, axes):
 def make_model(config, classes, size):
     if config.model == "mlp":
         return models.MLP((512, 256, classes), config.dropout)
-    if size < 16:                                          # digits are 8 × 8
+    if size < 16:  # digits are 8 × 8
         return models.CNN(classes, (config.width, 2 * config.width), 2, dropout=config.dropout)
     widths = tuple(config.width * 2**i for i in range(3))
     return models.CNN(classes, widths, (config.depth, 2, 2), stem=(5, 2), dropout=config.dropout)
@@ -132,7 +191,7 @@ def train(config, workdir, policy, **fit_options):
     steps = config.steps or common.check_steps(batches.steps(config.epochs))
 
     pixels = train_set["image"][:10_000].astype(np.float32) / 255
-    mean, std = pixels.mean((0, 1, 2)), pixels.std((0, 1, 2))             # [channels]
+    mean, std = pixels.mean((0, 1, 2)), pixels.std((0, 1, 2))  # [channels]
     standard = lambda images: (images - mean[None, None, None]) / std[None, None, None]
     augment = AUGMENT[config.augment]
     model = make_model(config, classes, height)
@@ -143,7 +202,9 @@ def train(config, workdir, policy, **fit_options):
     def step(state, batch):
         key, dropout = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.step))
         images = standard(augment(key, batch["image"].astype(jnp.float32) / 255))
-        target = optax.smooth_labels(jax.nn.one_hot(batch["label"], classes), config.label_smoothing)
+        target = optax.smooth_labels(
+            jax.nn.one_hot(batch["label"], classes), config.label_smoothing
+        )
 
         def loss(params):
             logits, new = model(params, images, state=state.state, key=dropout, train=True)
@@ -182,33 +243,56 @@ def train(config, workdir, policy, **fit_options):
         params, variables = model.init(key, example)
         return tr.TrainState.create(params, tx, state=variables, ema=config.ema or None)
 
-    features = config.width if config.model == "cnn" else channels       # of each pixel of the first activation
-    common.check_memory(init, 4 * config.batch_size * height * width * features,
-                        "--batch_size, --width or --depth")
+    features = (
+        config.width if config.model == "cnn" else channels
+    )  # of each pixel of the first activation
+    common.check_memory(
+        init, 4 * config.batch_size * height * width * features, "--batch_size, --width or --depth"
+    )
     plan = common.plan(step, init, batches(0))
     state = (plan.init if plan else init)(jax.random.key(config.seed))
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     split = f" ({config.split} split)" if config.dataset == "digits" else ""
-    print(f"{config.dataset}{split}: {batches.length} training images, {len(data.test_labels)} test images, "
-          f"{height} x {width} x {channels}, {classes} classes")
+    print(
+        f"{config.dataset}{split}: {batches.length} training images, {len(data.test_labels)} test images, "
+        f"{height} x {width} x {channels}, {classes} classes"
+    )
     print(f"{config.model}: {count:,} parameters, {steps} steps of {config.batch_size} images")
 
     every = max(math.ceil(steps / 20), 10)
-    common.start(workdir, "curves.png", "confusion.png", "model.json", "predictions.json",
-                 "summary.json")
-    export.record(workdir, model, labels=data.classes, standardize={"mean": mean, "std": std},
-                  x=export.spec(f"b, {height}, {width}, {channels}"))
+    common.start(
+        workdir, "curves.png", "confusion.png", "model.json", "predictions.json", "summary.json"
+    )
+    export.record(
+        workdir,
+        model,
+        labels=data.classes,
+        standardize={"mean": mean, "std": std},
+        x=export.spec(f"b, {height}, {width}, {channels}"),
+    )
     began = time.perf_counter()
     state = tr.fit(
-        step, state, batches, steps=steps, workdir=workdir, evaluate=evaluate,
-        every=every, log_every=every, early_stop=stop,
+        step,
+        state,
+        batches,
+        steps=steps,
+        workdir=workdir,
+        evaluate=evaluate,
+        every=every,
+        log_every=every,
+        early_stop=stop,
         progress=tr.Progress(),
-        config=config, notes={"policy": str(policy)}, plan=plan, **fit_options,
+        config=config,
+        notes={"policy": str(policy)},
+        plan=plan,
+        **fit_options,
     )
     rows = tr.read_metrics(workdir)
     speed = common.median_speed(rows)
-    print(f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}, "
-          f"{speed:.1f} steps/s, {speed * config.batch_size:.0f} images/s")
+    print(
+        f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}, "
+        f"{speed:.1f} steps/s, {speed * config.batch_size:.0f} images/s"
+    )
 
     values = evaluate["test"](state)
     title = f"{config.dataset}, {config.model}: test accuracy {values['accuracy']:.4f}"
@@ -218,9 +302,17 @@ def train(config, workdir, policy, **fit_options):
     )
     if jax.process_count() == 1:
         probabilities = predict(ft.autocast(model, policy), state, test_set["image"], standard)
-        tr.save_predictions(workdir, probabilities, test_set["label"], classes=data.classes, images=test_set["image"])
+        tr.save_predictions(
+            workdir,
+            probabilities,
+            test_set["label"],
+            classes=data.classes,
+            images=test_set["image"],
+        )
         common.save_summary(workdir, model, example)
-    print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, confusion.png")
+    print(
+        f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, confusion.png"
+    )
     print(f"export the model: fnet export {workdir} --to=bundle,onnx")
     print(f"show the run: fnet report {workdir}")
     return values
@@ -228,6 +320,7 @@ def train(config, workdir, policy, **fit_options):
 
 def predict(model, state, images, standard, batch_size=500):
     """Returns the probabilities of the classes, [images, classes]."""
+
     @jax.jit
     def probabilities(params, variables, images):
         logits, _ = model(params, standard(images.astype(jnp.float32) / 255), state=variables)
@@ -235,9 +328,11 @@ def predict(model, state, images, standard, batch_size=500):
 
     size, found = min(batch_size, len(images)), []
     for start in range(0, len(images), size):
-        rows = np.minimum(np.arange(start, start + size), len(images) - 1)      # the last batch repeats an image
+        rows = np.minimum(
+            np.arange(start, start + size), len(images) - 1
+        )  # the last batch repeats an image
         found.append(np.asarray(probabilities(state.averaged, state.state, images[rows])))
-    return np.concatenate(found)[:len(images)]
+    return np.concatenate(found)[: len(images)]
 
 
 def define_flags():
@@ -245,8 +340,12 @@ def define_flags():
     flags.DEFINE_string("workdir", None, "folder of the run (default: runs/DATASET)")
     common.define_run_flags()
     common.define_device_flags()
-    flags.DEFINE_bool("last20", True, "for digits: also train and test with the conventional split, in which the last "
-                      "20 % are the test images")
+    flags.DEFINE_bool(
+        "last20",
+        True,
+        "for digits: also train and test with the conventional split, in which the last "
+        "20 % are the test images",
+    )
 
 
 def configured(argv):
@@ -263,7 +362,9 @@ def checked(config):
     """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each other."""
     tr.flags.check(config)
     if config.split != "random" and config.dataset != "digits":
-        raise tr.ConfigError(f"--split={config.split}: it is for --dataset=digits, {config.dataset} has a fixed split")
+        raise tr.ConfigError(
+            f"--split={config.split}: it is for --dataset=digits, {config.dataset} has a fixed split"
+        )
     tr.optimizer(config.optimizer, 0.1, weight_decay=config.weight_decay)
     return config
 
@@ -272,9 +373,13 @@ def main(argv):
     config = configured(argv)
     common.needs("matplotlib")
     workdir = common.user_path("workdir", flags.FLAGS.workdir or f"runs/{config.dataset}")
-    policy, config = common.decided(config, workdir, workdir / "last20", restart=flags.FLAGS.restart)
+    policy, config = common.decided(
+        config, workdir, workdir / "last20", restart=flags.FLAGS.restart
+    )
     if config.wrapper == "sam" and policy.loss_scale is not None:
-        raise tr.ConfigError("--wrapper=sam: its second gradient has no loss scale; use --precision=float32")
+        raise tr.ConfigError(
+            "--wrapper=sam: its second gradient has no loss scale; use --precision=float32"
+        )
     runs = {workdir: config}
     if config.dataset == "digits" and config.split == "random" and flags.FLAGS.last20:
         runs = {workdir / "last20": dataclasses.replace(config, split="last20")} | runs
@@ -285,7 +390,10 @@ def main(argv):
     chip = hw.detect()
     print(f"chip: {chip}")
     print(f"policy: {policy}")
-    results = {each.split: train(each, folder, policy, **common.fit_options()) for folder, each in runs.items()}
+    results = {
+        each.split: train(each, folder, policy, **common.fit_options())
+        for folder, each in runs.items()
+    }
     if len(results) == 2:
         print(f"accuracy on the last 20 % of the file {results['last20']['accuracy']:.4f}")
     print(f"test accuracy {results[config.split]['accuracy']:.4f}")

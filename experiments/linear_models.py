@@ -32,7 +32,9 @@ from fnet import transforms as ft
 
 
 def log_loss(scores, labels):
-    return optax.sigmoid_binary_cross_entropy(scores, (labels + 1) / 2)     # optax expects labels 0 and 1
+    return optax.sigmoid_binary_cross_entropy(
+        scores, (labels + 1) / 2
+    )  # optax expects labels 0 and 1
 
 
 LOSSES = {
@@ -53,8 +55,8 @@ def empirical_risk(model, loss, x, y, l2):
     """Returns the empirical risk as a function of the parameters."""
 
     def risk(params):
-        scores = model(params, x)[:, 0]                                     # [examples]
-        weights = [p for p in jax.tree.leaves(params) if p.ndim == 2]       # no penalty for biases
+        scores = model(params, x)[:, 0]  # [examples]
+        weights = [p for p in jax.tree.leaves(params) if p.ndim == 2]  # no penalty for biases
         return loss(scores, y).mean() + l2 / 2 * sum((w**2).sum() for w in weights)
 
     return risk
@@ -103,7 +105,7 @@ def fit_linear(name, x, y, l2):
     model = network()
     params, _ = model.init(jax.random.key(0), x)
     risk = empirical_risk(model, LOSSES[name], x, y, l2)
-    if name == "linear SVM":    # the hinge loss is not smooth: the step size must decrease
+    if name == "linear SVM":  # the hinge loss is not smooth: the step size must decrease
         optimizer, steps = optax.adam(optax.cosine_decay_schedule(0.1, 5000)), 5000
     else:
         optimizer, steps = optax.lbfgs(), 200
@@ -127,11 +129,13 @@ def solved_otherwise(name, x, y, l2):
     x, y = x.astype(np.float64), y.astype(np.float64)
     if name == "linear regression":
         how, (kernel, bias) = "closed form", least_squares(x, y, l2)
-    else:   # scikit-learn minimises  sum of losses · C + |kernel|² / 2
+    else:  # scikit-learn minimises  sum of losses · C + |kernel|² / 2
         c = 1 / (l2 * len(x))
         smooth = name == "logistic regression"
-        other = LogisticRegression(C=c, tol=1e-8, max_iter=1000) if smooth else SVC(
-            C=c, kernel="linear", tol=1e-6
+        other = (
+            LogisticRegression(C=c, tol=1e-8, max_iter=1000)
+            if smooth
+            else SVC(C=c, kernel="linear", tol=1e-6)
         )
         how, other = type(other).__name__, other.fit(x, y)
         kernel, bias = other.coef_[0], other.intercept_[0]
@@ -168,7 +172,7 @@ def spirals(n, noise, seed):
     """Returns two spirals of two turns, with n / 2 points each: x [n, 2], and y [n] of -1 and +1."""
     rng = np.random.default_rng(seed)
     y = np.where(np.arange(n) % 2 == 0, 1.0, -1.0)
-    radius = np.sqrt(rng.uniform(0.02, 1, n))       # evenly along the arm
+    radius = np.sqrt(rng.uniform(0.02, 1, n))  # evenly along the arm
     angle = 4 * np.pi * radius
     x = (radius * y)[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=1)
     x += noise * rng.standard_normal((n, 2))
@@ -206,19 +210,25 @@ def draw(panels, points, path):
     x, y = points
     edge = 1.05 * np.abs(x).max()
     axis = np.linspace(-edge, edge, 300, dtype=np.float32)
-    grid = np.stack(np.meshgrid(axis, axis), axis=-1)                       # [300, 300, 2]
+    grid = np.stack(np.meshgrid(axis, axis), axis=-1)  # [300, 300, 2]
     figure, axes = plt.subplots(1, 3, figsize=(12, 4.2), layout="constrained")
     for panel, (title, scores) in zip(axes, panels):
         probability = jax.nn.sigmoid(scores(grid.reshape(-1, 2))).reshape(300, 300)
         shades = panel.imshow(
-            probability, extent=(-edge, edge, -edge, edge), origin="lower",
-            cmap="RdBu", vmin=-0.4, vmax=1.4,   # pale, so that the points stand out
+            probability,
+            extent=(-edge, edge, -edge, edge),
+            origin="lower",
+            cmap="RdBu",
+            vmin=-0.4,
+            vmax=1.4,  # pale, so that the points stand out
         )
         panel.contour(axis, axis, probability, [0.5], colors="black", linewidths=1.2)
         for label, colour in ((1, "#10407f"), (-1, "#8c1023")):
             panel.scatter(*x[y == label].T, s=12, color=colour, edgecolors="white", linewidths=0.4)
         panel.set(title=title, xticks=[], yticks=[])
-    bar = figure.colorbar(shades, ax=axes, shrink=0.85, ticks=[0, 0.5, 1], boundaries=np.linspace(0, 1, 101))
+    bar = figure.colorbar(
+        shades, ax=axes, shrink=0.85, ticks=[0, 0.5, 1], boundaries=np.linspace(0, 1, 101)
+    )
     bar.set_label("probability of blue")
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -226,13 +236,33 @@ def draw(panels, points, path):
 
 def define_flags():
     flags.DEFINE_string("workdir", "runs/linear_models", "folder to which the figure is written")
-    flags.DEFINE_float("l2", 0.1, "coefficient of the squared weights in the risk", lower_bound=1e-6, upper_bound=1e6)
-    flags.DEFINE_integer("width", 12, "number of units in a hidden layer", lower_bound=1, upper_bound=4096)
-    flags.DEFINE_integer("steps", 3000, "number of training steps for each number of layers", lower_bound=1,
-                         upper_bound=10**7)
-    flags.DEFINE_float("noise", 0.03, "standard deviation of the noise that is added to the points of the spirals",
-                       lower_bound=0, upper_bound=1000)
-    flags.DEFINE_integer("seed", 0, "random seed of the points and the weights", lower_bound=0, upper_bound=2**32 - 2)
+    flags.DEFINE_float(
+        "l2",
+        0.1,
+        "coefficient of the squared weights in the risk",
+        lower_bound=1e-6,
+        upper_bound=1e6,
+    )
+    flags.DEFINE_integer(
+        "width", 12, "number of units in a hidden layer", lower_bound=1, upper_bound=4096
+    )
+    flags.DEFINE_integer(
+        "steps",
+        3000,
+        "number of training steps for each number of layers",
+        lower_bound=1,
+        upper_bound=10**7,
+    )
+    flags.DEFINE_float(
+        "noise",
+        0.03,
+        "standard deviation of the noise that is added to the points of the spirals",
+        lower_bound=0,
+        upper_bound=1000,
+    )
+    flags.DEFINE_integer(
+        "seed", 0, "random seed of the points and the weights", lower_bound=0, upper_bound=2**32 - 2
+    )
 
 
 def configured(argv):
@@ -248,7 +278,9 @@ def main(argv):
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        common.stop(f"--workdir={options.workdir} cannot be created ({error.strerror}): choose another folder")
+        common.stop(
+            f"--workdir={options.workdir} cannot be created ({error.strerror}): choose another folder"
+        )
     compare_losses(options.l2)
     panels, points = compare_depths(options.width, options.steps, options.noise, options.seed)
     draw(panels, points, path)

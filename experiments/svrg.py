@@ -62,16 +62,20 @@ def train(method, optimizer, x, y, l2, *, batch_size, passes, seed, refresh=2):
     """
     n, least = len(x), risk(optimum(x, y, l2), x, y, l2)
     per_pass = n // batch_size
-    tx = {"svrg": tr.svrg, "lookahead": lambda tx: optax.lookahead(tx, 5, 0.5),
-          "sam": lambda tx: optax.contrib.sam(tx, optax.chain(optax.contrib.normalize(), optax.sgd(0.01)), 2),
-          }.get(method, lambda tx: tx)(optimizer)
+    tx = {
+        "svrg": tr.svrg,
+        "lookahead": lambda tx: optax.lookahead(tx, 5, 0.5),
+        "sam": lambda tx: optax.contrib.sam(
+            tx, optax.chain(optax.contrib.normalize(), optax.sgd(0.01)), 2
+        ),
+    }.get(method, lambda tx: tx)(optimizer)
     w = jnp.zeros(x.shape[1])
     if method == "lookahead":
         w = optax.LookaheadParams(w, w)
     state = tx.init(w)
 
     @jax.jit
-    def epoch(w, state, rows):                             # rows: [steps, batch]
+    def epoch(w, state, rows):  # rows: [steps, batch]
         def step(carry, batch):
             w, state = carry
             gradient = lambda w: jax.grad(risk)(w, x[batch], y[batch], l2)
@@ -82,7 +86,9 @@ def train(method, optimizer, x, y, l2, *, batch_size, passes, seed, refresh=2):
 
         return jax.lax.scan(step, (w, state), rows)[0]
 
-    anchor = jax.jit(lambda w, state: tr.refresh_anchor(state, w, lambda w: jax.grad(risk)(w, x, y, l2)))
+    anchor = jax.jit(
+        lambda w, state: tr.refresh_anchor(state, w, lambda w: jax.grad(risk)(w, x, y, l2))
+    )
     rng, spent, used, gaps = np.random.default_rng(seed), 0.0, [0.0], []
     value = jax.jit(lambda w: risk(w.slow if method == "lookahead" else w, x, y, l2))
     gaps.append(float(value(w) - least))
@@ -119,11 +125,18 @@ def plot(results, path):
 
 def define_flags():
     flags.DEFINE_string("workdir", "runs/svrg", "folder to which svrg.png and gaps.csv are written")
-    flags.DEFINE_list("methods", list(METHODS), f"methods to compare, separated by commas: {', '.join(METHODS)}")
-    flags.DEFINE_enum("optimizer", "sgd", list(tr.OPTIMIZERS), "name of the optimizer that each method uses")
+    flags.DEFINE_list(
+        "methods", list(METHODS), f"methods to compare, separated by commas: {', '.join(METHODS)}"
+    )
+    flags.DEFINE_enum(
+        "optimizer", "sgd", list(tr.OPTIMIZERS), "name of the optimizer that each method uses"
+    )
     flags.DEFINE_float("learning_rate", 0.05, "learning rate, which is constant")
-    flags.DEFINE_float("l2", 0.1, "coefficient of the squared weights in the risk, which makes the risk strongly "
-                       "convex")
+    flags.DEFINE_float(
+        "l2",
+        0.1,
+        "coefficient of the squared weights in the risk, which makes the risk strongly convex",
+    )
     flags.DEFINE_integer("batch_size", 8, "number of examples in a batch")
     flags.DEFINE_integer("passes", 60, "number of passes over the data")
     flags.DEFINE_integer("seed", 0, "random seed of the order of the examples")
@@ -132,22 +145,41 @@ def define_flags():
 def main(argv):
     common.no_arguments(argv, "--methods=svrg,sgd")
     given = flags.FLAGS
-    workdir = common.begin_comparison(METHODS, {
-        "learning_rate": "(0, 1000]", "l2": "(0, 1000]", "batch_size": "[1, 569]", "passes": "[1, 100000]",
-        "seed": tr.flags.SEED})
+    workdir = common.begin_comparison(
+        METHODS,
+        {
+            "learning_rate": "(0, 1000]",
+            "l2": "(0, 1000]",
+            "batch_size": "[1, 569]",
+            "passes": "[1, 100000]",
+            "seed": tr.flags.SEED,
+        },
+    )
     jax.config.update("jax_enable_x64", True)
     x, y = map(jnp.asarray, tumors())
     results = {}
     for method in given.methods:
         optimizer = tr.optimizer(given.optimizer, given.learning_rate, axes={"": "in"})
-        results[method] = used, gaps = train(method, optimizer, x, y, given.l2, batch_size=given.batch_size,
-                                             passes=given.passes, seed=given.seed)
-        print(f"{method}: gap {gaps[-1]:.2e} after {used[-1]:.0f} passes, "
-              f"factor {rate(used, gaps):.3f} per pass")
+        results[method] = used, gaps = train(
+            method,
+            optimizer,
+            x,
+            y,
+            given.l2,
+            batch_size=given.batch_size,
+            passes=given.passes,
+            seed=given.seed,
+        )
+        print(
+            f"{method}: gap {gaps[-1]:.2e} after {used[-1]:.0f} passes, "
+            f"factor {rate(used, gaps):.3f} per pass"
+        )
     with open(workdir / "gaps.csv", "w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["method", "passes", "gap"])
-        rows.writerows([method, a, b] for method, values in results.items() for a, b in zip(*values))
+        rows.writerows(
+            [method, a, b] for method, values in results.items() for a, b in zip(*values)
+        )
     plot(results, workdir / "svrg.png")
     print(f"{workdir}: svrg.png, gaps.csv")
 

@@ -25,7 +25,7 @@ from fnet import layers as nn
 from fnet import transforms as ft
 from fnet.training import datasets
 
-TOLERANCE = 1e-5    # of every loss: |a - b|, of every parameter array: max |a - b| / max |b|
+TOLERANCE = 1e-5  # of every loss: |a - b|, of every parameter array: max |a - b| / max |b|
 
 
 # 1. By hand: the forward pass line by line, then its derivatives line by line from the end.
@@ -36,18 +36,18 @@ def step_by_hand(params, x, labels, rate):
     w1, b1 = params["hidden"]["kernel"], params["hidden"]["bias"]
     w2, b2 = params["head"]["kernel"], params["head"]["bias"]
 
-    hidden = 1 / (1 + jnp.exp(-(x @ w1 + b1[None])))                    # [batch, width]
-    logits = hidden @ w2 + b2[None]                                     # [batch, 10]
-    logits -= logits.max(axis=1, keepdims=True)             # exp cannot overflow, loss is the same
+    hidden = 1 / (1 + jnp.exp(-(x @ w1 + b1[None])))  # [batch, width]
+    logits = hidden @ w2 + b2[None]  # [batch, 10]
+    logits -= logits.max(axis=1, keepdims=True)  # exp cannot overflow, loss is the same
     log_probs = logits - jnp.log(jnp.exp(logits).sum(axis=1, keepdims=True))
     rows = jnp.arange(len(x))
     loss = -log_probs[rows, labels].mean()
 
     # d loss / d logits = (softmax(logits) - one_hot(label)) / batch
-    d_logits = jnp.exp(log_probs).at[rows, labels].add(-1) / len(x)     # [batch, 10]
+    d_logits = jnp.exp(log_probs).at[rows, labels].add(-1) / len(x)  # [batch, 10]
     d_w2, d_b2 = hidden.T @ d_logits, d_logits.sum(axis=0)
-    d_hidden = d_logits @ w2.T                                          # [batch, width]
-    d_z = d_hidden * hidden * (1 - hidden)      # sigmoid' = sigmoid (1 - sigmoid)
+    d_hidden = d_logits @ w2.T  # [batch, width]
+    d_z = d_hidden * hidden * (1 - hidden)  # sigmoid' = sigmoid (1 - sigmoid)
     d_w1, d_b1 = x.T @ d_z, d_z.sum(axis=0)
 
     return loss, {
@@ -90,7 +90,7 @@ sigmoid.defvjp(sigmoid_forward, sigmoid_backward)
 def loss_fn(params, x, labels):
     w1, b1 = params["hidden"]["kernel"], params["hidden"]["bias"]
     w2, b2 = params["head"]["kernel"], params["head"]["bias"]
-    logits = sigmoid(x @ w1 + b1[None]) @ w2 + b2[None]                 # [batch, 10]
+    logits = sigmoid(x @ w1 + b1[None]) @ w2 + b2[None]  # [batch, 10]
     log_probs = jax.nn.log_softmax(logits)
     return -log_probs[jnp.arange(len(x)), labels].mean()
 
@@ -148,13 +148,11 @@ def train(data, *, steps, batch_size, width, rate, seed, print_every):
         x, y = images[rows], labels[rows]
         loss_a, by_hand = hand_step(by_hand, x, y, rate)
         loss_b, with_grad = grad_step(with_grad, x, y, rate)
-        loss_c, with_layers, opt_state = layers_step(
-            model, optimizer, with_layers, opt_state, x, y
-        )
+        loss_c, with_layers, opt_state = layers_step(model, optimizer, with_layers, opt_state, x, y)
         apart = [float(difference(params, with_layers)) for params in (by_hand, with_grad)]
         apart += [abs(float(loss - loss_c)) for loss in (loss_a, loss_b)]
-        apart = np.max(apart)           # NumPy's max: Python's may lose a NaN
-        if not apart <= TOLERANCE:      # NaN is no agreement
+        apart = np.max(apart)  # NumPy's max: Python's may lose a NaN
+        if not apart <= TOLERANCE:  # NaN is no agreement
             sys.exit(f"step {step}: the three differ by {apart:.1e}, more than {TOLERANCE:.0e}")
         worst = max(worst, apart)
         if step == 1 or step % print_every == 0 or step == steps:
@@ -181,17 +179,31 @@ def show_sigmoids():
     print("     x        plain   jax.nn.sigmoid   custom_vjp        exact")
     for x in (-1000.0, -85.0, -20.0, 0.0, 20.0, 85.0, 1000.0):
         slopes = [float(ft.grad(f)(x)) for f in (plain, jax.nn.sigmoid, sigmoid)]
-        e = np.exp(-abs(x))     # in float64
+        e = np.exp(-abs(x))  # in float64
         print("{:6.0f} {:12.4g} {:16.4g} {:12.4g} {:12.4g}".format(x, *slopes, e / (1 + e) ** 2))
 
 
 def define_flags():
-    flags.DEFINE_integer("steps", 1000, "number of training steps", lower_bound=1, upper_bound=10**9)
-    flags.DEFINE_integer("batch_size", 128, "number of images in a batch", lower_bound=1, upper_bound=1437)
-    flags.DEFINE_integer("width", 64, "number of units in the hidden layer", lower_bound=1, upper_bound=65536)
+    flags.DEFINE_integer(
+        "steps", 1000, "number of training steps", lower_bound=1, upper_bound=10**9
+    )
+    flags.DEFINE_integer(
+        "batch_size", 128, "number of images in a batch", lower_bound=1, upper_bound=1437
+    )
+    flags.DEFINE_integer(
+        "width", 64, "number of units in the hidden layer", lower_bound=1, upper_bound=65536
+    )
     flags.DEFINE_float("rate", 1.0, "learning rate", lower_bound=0.0, upper_bound=1000.0)
-    flags.DEFINE_integer("seed", 0, "random seed of the weights and the batches", lower_bound=0, upper_bound=2**32 - 1)
-    flags.DEFINE_integer("print_every", 100, "number of steps between two lines of output", lower_bound=1)
+    flags.DEFINE_integer(
+        "seed",
+        0,
+        "random seed of the weights and the batches",
+        lower_bound=0,
+        upper_bound=2**32 - 1,
+    )
+    flags.DEFINE_integer(
+        "print_every", 100, "number of steps between two lines of output", lower_bound=1
+    )
 
 
 def configured(argv):

@@ -11,12 +11,23 @@ from typing import TYPE_CHECKING
 
 from fnet import hardware, layers, transforms
 
-if TYPE_CHECKING:    # for editors
+if TYPE_CHECKING:  # for editors
     from fnet import compress, introspect, models, parallel, report, search, training
 
 __version__ = "0.1.0"
-__all__ = ["compress", "export", "hardware", "introspect", "layers", "models", "parallel", "report", "search",
-           "training", "transforms"]
+__all__ = [
+    "compress",
+    "export",
+    "hardware",
+    "introspect",
+    "layers",
+    "models",
+    "parallel",
+    "report",
+    "search",
+    "training",
+    "transforms",
+]
 _LAZY = ("compress", "export", "introspect", "models", "parallel", "report", "search", "training")
 
 

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_DESCRIPTION = __doc__ + """
+_DESCRIPTION = (
+    __doc__
+    + """
 
 The function has no arguments and returns (step, init, batch):
   step(state, batch) -> (state, metrics), written for one device;
@@ -39,23 +41,43 @@ and the commands
     fnet plan train.py:make --devices v5e:4x4
     fnet plan train.py:make --devices h100:2x8 --mesh data=-1,tensor=4 --rule 'kernel=None,tensor'
 """
+)
 
 
 def define(commands: Any) -> None:
     """Adds the command `plan` to the parser of `fnet`."""
-    plan = commands.add_parser("plan", help="show how to run a training step on several devices, attached or not",
-                               formatter_class=argparse.RawDescriptionHelpFormatter, description=_DESCRIPTION)
-    plan.add_argument("function", help="function that returns the step, as module:function or file.py:function")
-    plan.add_argument("--devices", default="local",
-                      help="devices to plan for: local (default), v5e:16x16, v5p:4x4x4*2, h100:4x8, 'RTX 3080', dgx-1")
-    plan.add_argument("--strategy", default="auto",
-                      help="strategy: auto (default), data, zero1, fsdp or fsdp+pins; +remat and +microbatches=N can "
-                      "be appended to each")
+    plan = commands.add_parser(
+        "plan",
+        help="show how to run a training step on several devices, attached or not",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_DESCRIPTION,
+    )
+    plan.add_argument(
+        "function", help="function that returns the step, as module:function or file.py:function"
+    )
+    plan.add_argument(
+        "--devices",
+        default="local",
+        help="devices to plan for: local (default), v5e:16x16, v5p:4x4x4*2, h100:4x8, 'RTX 3080', dgx-1",
+    )
+    plan.add_argument(
+        "--strategy",
+        default="auto",
+        help="strategy: auto (default), data, zero1, fsdp or fsdp+pins; +remat and +microbatches=N can "
+        "be appended to each",
+    )
     plan.add_argument("--mesh", help="names and sizes of the mesh axes, such as data=-1,tensor=4")
-    plan.add_argument("--rule", action="append", default=[], metavar="PATTERN=AXES",
-                      help="mesh axis for each axis of the parameters whose path matches PATTERN, such as "
-                      "'fc/kernel=None,tensor'; can be repeated")
-    plan.add_argument("--estimate", action="store_true", help="estimate the cost without compiling the step")
+    plan.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="PATTERN=AXES",
+        help="mesh axis for each axis of the parameters whose path matches PATTERN, such as "
+        "'fc/kernel=None,tensor'; can be repeated",
+    )
+    plan.add_argument(
+        "--estimate", action="store_true", help="estimate the cost without compiling the step"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,8 +90,16 @@ def run(args: argparse.Namespace) -> int:
 
     mesh = _mesh(args.mesh) if args.mesh else None
     rules = dict(_rule(text) for text in args.rule)
-    print(parallel.plan(*found(args.function), devices=args.devices, strategy=args.strategy, mesh=mesh, rules=rules,
-                        compile=not args.estimate))
+    print(
+        parallel.plan(
+            *found(args.function),
+            devices=args.devices,
+            strategy=args.strategy,
+            mesh=mesh,
+            rules=rules,
+            compile=not args.estimate,
+        )
+    )
     return 0
 
 
@@ -96,22 +126,37 @@ def found(name: str) -> tuple:
     if not callable(getattr(module, function, None)):
         raise ValueError(f"{where} has no function {function!r}")
     made = getattr(module, function)()
-    if not isinstance(made, tuple) or len(made) != 3 or not callable(made[0]) or not callable(made[1]):
-        raise ValueError(f"{name} must return (step, init, batch); it returned "
-                         f"{f'{len(made)} values' if isinstance(made, tuple) else type(made).__name__}")
+    if (
+        not isinstance(made, tuple)
+        or len(made) != 3
+        or not callable(made[0])
+        or not callable(made[1])
+    ):
+        raise ValueError(
+            f"{name} must return (step, init, batch); it returned "
+            f"{f'{len(made)} values' if isinstance(made, tuple) else type(made).__name__}"
+        )
     return made
 
 
 def _mesh(text: str) -> dict[str, int]:
     try:
-        return {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
+        return {
+            name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))
+        }
     except ValueError:
-        raise ValueError(f"--mesh={text}: expected axes and their lengths, such as data=-1,tensor=4") from None
+        raise ValueError(
+            f"--mesh={text}: expected axes and their lengths, such as data=-1,tensor=4"
+        ) from None
 
 
 def _rule(text: str) -> tuple[str, tuple[str | None, ...]]:
     pattern, found, axes = text.rpartition("=")
     if not found or not axes:
-        raise ValueError(f"--rule={text}: expected a pattern, = and a mesh axis or None for each axis of the "
-                         "parameter, such as fc/kernel=None,tensor")
-    return pattern, tuple(None if axis.strip().lower() == "none" else axis.strip() for axis in axes.split(","))
+        raise ValueError(
+            f"--rule={text}: expected a pattern, = and a mesh axis or None for each axis of the "
+            "parameter, such as fc/kernel=None,tensor"
+        )
+    return pattern, tuple(
+        None if axis.strip().lower() == "none" else axis.strip() for axis in axes.split(",")
+    )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-_DESCRIPTION = __doc__ + """
+_DESCRIPTION = (
+    __doc__
+    + """
 
 A RUN is the folder of a training run, as fit(workdir=) and the experiments write it. The file loads nothing, and can be
 sent to others. It shows learning curves, speed, predictions, text samples, the model, profiles, differences between the
@@ -15,15 +17,23 @@ band.
     fnet report runs/digits
     fnet report runs/digits runs/digits/last20 -o digits.html
 """
+)
 
 
 def define(commands: Any) -> None:
     """Adds the command `report` to the parser of `fnet`."""
-    parser = commands.add_parser("report", help="write an HTML report of training runs", description=_DESCRIPTION,
-                                 formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.add_parser(
+        "report",
+        help="write an HTML report of training runs",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run", nargs="+", help="folder of a run; several runs are compared")
-    parser.add_argument("-o", "--output", help="path of the report (default: report.html in the folder of the first "
-                        "run)")
+    parser.add_argument(
+        "-o",
+        "--output",
+        help="path of the report (default: report.html in the folder of the first run)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

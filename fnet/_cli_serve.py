@@ -20,24 +20,61 @@ The token for clients, if any, is in the file of --token-file or in the environm
 
 def define(commands: Any) -> None:
     """Adds the command `serve` to the parser of `fnet`."""
-    serve = commands.add_parser("serve", help="serve exported models over HTTP", description=_DESCRIPTION,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    serve.add_argument("files", nargs="+", metavar="FILE", help="bundle to serve, as FILE, NAME=FILE or "
-                       "NAME:VERSION=FILE")
-    serve.add_argument("--host", default="127.0.0.1", help="address of the server (default: %(default)s)")
-    serve.add_argument("--port", type=int, default=8000, help="port of the server; 0 selects a free port (default: "
-                       "%(default)s)")
-    serve.add_argument("--max-batch", type=int, default=32, help="maximum number of rows in a batch (default: 32)")
-    serve.add_argument("--max-delay", type=float, default=2.0, metavar="MS",
-                       help="maximum time in milliseconds for which a request waits for other requests (default: 2)")
-    serve.add_argument("--max-queue", type=int, default=256, help="maximum number of requests that wait for a model "
-                       "(default: 256)")
-    serve.add_argument("--max-body", type=float, default=64, metavar="MB",
-                       help="maximum size of a request in megabytes (default: 64)")
-    serve.add_argument("--timeout", type=float, default=30, help="time limit of a request in seconds (default: 30)")
-    serve.add_argument("--pad", action="append", default=[], metavar="NAME=SIZES",
-                       help="sizes to which a size variable is padded, such as t=32,64,128; the smallest sufficient "
-                       "size is used")
+    serve = commands.add_parser(
+        "serve",
+        help="serve exported models over HTTP",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    serve.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="bundle to serve, as FILE, NAME=FILE or NAME:VERSION=FILE",
+    )
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address of the server (default: %(default)s)"
+    )
+    serve.add_argument(
+        "--port",
+        type=int,
+        default=8000,
+        help="port of the server; 0 selects a free port (default: %(default)s)",
+    )
+    serve.add_argument(
+        "--max-batch", type=int, default=32, help="maximum number of rows in a batch (default: 32)"
+    )
+    serve.add_argument(
+        "--max-delay",
+        type=float,
+        default=2.0,
+        metavar="MS",
+        help="maximum time in milliseconds for which a request waits for other requests (default: 2)",
+    )
+    serve.add_argument(
+        "--max-queue",
+        type=int,
+        default=256,
+        help="maximum number of requests that wait for a model (default: 256)",
+    )
+    serve.add_argument(
+        "--max-body",
+        type=float,
+        default=64,
+        metavar="MB",
+        help="maximum size of a request in megabytes (default: 64)",
+    )
+    serve.add_argument(
+        "--timeout", type=float, default=30, help="time limit of a request in seconds (default: 30)"
+    )
+    serve.add_argument(
+        "--pad",
+        action="append",
+        default=[],
+        metavar="NAME=SIZES",
+        help="sizes to which a size variable is padded, such as t=32,64,128; the smallest sufficient "
+        "size is used",
+    )
     serve.add_argument("--token-file", help="file with the token that clients must send")
 
 
@@ -49,13 +86,24 @@ def run(args: argparse.Namespace) -> int:
     if args.token_file:
         token = Path(args.token_file).read_text(encoding="utf-8").strip()
     options = serve.Options(
-        host=args.host, port=args.port, max_batch=args.max_batch, max_delay=args.max_delay / 1000,
-        max_queue=args.max_queue, max_body=int(args.max_body * 1e6), timeout=args.timeout, token=token or None,
-        pad=dict(map(_sizes, args.pad)))
+        host=args.host,
+        port=args.port,
+        max_batch=args.max_batch,
+        max_delay=args.max_delay / 1000,
+        max_queue=args.max_queue,
+        max_body=int(args.max_body * 1e6),
+        timeout=args.timeout,
+        token=token or None,
+        pad=dict(map(_sizes, args.pad)),
+    )
     if not options.loopback and options.token is None:
-        print(f"fnet serve: all clients that reach {options.host} can use the models; set a token with --token-file",
-              file=sys.stderr)
-    serve.run(args.files, options, started=lambda address: print(f"serving on {address}", flush=True))
+        print(
+            f"fnet serve: all clients that reach {options.host} can use the models; set a token with --token-file",
+            file=sys.stderr,
+        )
+    serve.run(
+        args.files, options, started=lambda address: print(f"serving on {address}", flush=True)
+    )
     return 0
 
 

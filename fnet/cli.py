@@ -1,19 +1,19 @@
 """The `fnet` command.
 
-    fnet devices            shows the chips of this machine and the dtypes that fnet selects for them; if JAX computes
-                            on a CPU, the first call also measures the CPU
-    fnet chips              shows the catalog of chips
-    fnet chips "TPU v5e"    shows computed and published peaks, prices, FLOP per dollar, power and sources of a chip
-    fnet chips --plot FILE  plots FLOP per dollar and per watt over the years
-    fnet export runs/digits --to=bundle,onnx,litert         writes the trained model of a run as files
-    fnet bundle show FILE   describes an exported model
-    fnet bundle check FILE  compares the outputs of an exported model with the outputs that are stored in the file
-    fnet bundle renew FILE  writes the programs of an exported model again, with the installed version of JAX
-    fnet serve FILE         serves exported models over HTTP
-    fnet report runs/digits                                 writes an HTML report of a run
-    fnet plan module:function --devices v5e:16x16           selects the sharding of a training step
-    fnet sweep SCRIPT --space space.json --budget 30m       searches for hyperparameters
-    fnet compare resnet50 --chips "RTX 2080 Ti,TPU v2-8"    compares a training step on several chips
+fnet devices            shows the chips of this machine and the dtypes that fnet selects for them; if JAX computes
+                        on a CPU, the first call also measures the CPU
+fnet chips              shows the catalog of chips
+fnet chips "TPU v5e"    shows computed and published peaks, prices, FLOP per dollar, power and sources of a chip
+fnet chips --plot FILE  plots FLOP per dollar and per watt over the years
+fnet export runs/digits --to=bundle,onnx,litert         writes the trained model of a run as files
+fnet bundle show FILE   describes an exported model
+fnet bundle check FILE  compares the outputs of an exported model with the outputs that are stored in the file
+fnet bundle renew FILE  writes the programs of an exported model again, with the installed version of JAX
+fnet serve FILE         serves exported models over HTTP
+fnet report runs/digits                                 writes an HTML report of a run
+fnet plan module:function --devices v5e:16x16           selects the sharding of a training step
+fnet sweep SCRIPT --space space.json --budget 30m       searches for hyperparameters
+fnet compare resnet50 --chips "RTX 2080 Ti,TPU v2-8"    compares a training step on several chips
 """
 
 from __future__ import annotations
@@ -26,12 +26,27 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from fnet import _cli_bundle, _cli_compare, _cli_export, _cli_plan, _cli_report, _cli_serve, _cli_sweep
+from fnet import (
+    _cli_bundle,
+    _cli_compare,
+    _cli_export,
+    _cli_plan,
+    _cli_report,
+    _cli_serve,
+    _cli_sweep,
+)
 from fnet.hardware._chip import Chip, si
 
-_COMMANDS = {"plan": _cli_plan, "bundle": _cli_bundle, "export": _cli_export, "serve": _cli_serve,
-             "compare": _cli_compare, "report": _cli_report, "sweep": _cli_sweep}
-_WIDTH = 100      # columns of output to a pipe or a file
+_COMMANDS = {
+    "plan": _cli_plan,
+    "bundle": _cli_bundle,
+    "export": _cli_export,
+    "serve": _cli_serve,
+    "compare": _cli_compare,
+    "report": _cli_report,
+    "sweep": _cli_sweep,
+}
+_WIDTH = 100  # columns of output to a pipe or a file
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,18 +65,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="fnet", description="fnet: neural networks as pure functions on JAX.")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="<command>")
-    devices = commands.add_parser("devices", help="show the chips of this machine and the policy with its reason; a "
-                                  "CPU is probed for about a second, once (not with FNET_PROBE=0)")
-    devices.add_argument("--measure", action="store_true", help="measure the rates of matrix products and of a copy, "
-                         "for a few seconds")
+    devices = commands.add_parser(
+        "devices",
+        help="show the chips of this machine and the policy with its reason; a "
+        "CPU is probed for about a second, once (not with FNET_PROBE=0)",
+    )
+    devices.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure the rates of matrix products and of a copy, for a few seconds",
+    )
     chips = commands.add_parser("chips", help="show the catalog of chips, or one chip")
-    chips.add_argument("name", nargs="*", help='name of a chip, a system or a device kind, such as "TPU v5e" or DGX-1')
-    chips.add_argument("--plot", metavar="FILE", help="draw FLOP per dollar and per watt over the years, to a PNG, SVG "
-                       "or PDF file")
+    chips.add_argument(
+        "name",
+        nargs="*",
+        help='name of a chip, a system or a device kind, such as "TPU v5e" or DGX-1',
+    )
+    chips.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw FLOP per dollar and per watt over the years, to a PNG, SVG or PDF file",
+    )
     for module in _COMMANDS.values():
         module.define(commands)
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:      # closed, as in fnet chips >&-
+        if getattr(sys, name) is None:  # closed, as in fnet chips >&-
             setattr(sys, name, open(os.devnull, "w"))
     argv, flags = _cli_sweep.separate(sys.argv[1:] if argv is None else argv)
     try:
@@ -70,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(parser, args)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:      # as in fnet chips | head
+    except BrokenPipeError:  # as in fnet chips | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -80,7 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "Unable to initialize backend" in first:
             print(f"fnet {args.command}: {no_device(error)}", file=sys.stderr)
             return 2
-        print(f"fnet {args.command}: {first} (use fnet --debug {args.command} for a traceback)", file=sys.stderr)
+        print(
+            f"fnet {args.command}: {first} (use fnet --debug {args.command} for a traceback)",
+            file=sys.stderr,
+        )
         return 2 if isinstance(error, ValueError | OSError) else 1
 
 
@@ -124,23 +155,45 @@ def _devices(measure: bool) -> int:
         groups.setdefault(hw.detect(device), []).append(device)
     for chip, devices in groups.items():
         chips = max(1, len(devices) // chip.jax_devices_per_chip)
-        console.print(f"{chips} x {chip.name}" if chips > 1 else chip.name, style="bold", highlight=False)
-        facts = [("kind", f"{chip.kind}, {chip.vendor}" + (f", {chip.architecture}" if chip.architecture else ""))]
+        console.print(
+            f"{chips} x {chip.name}" if chips > 1 else chip.name, style="bold", highlight=False
+        )
+        facts = [
+            (
+                "kind",
+                f"{chip.kind}, {chip.vendor}"
+                + (f", {chip.architecture}" if chip.architecture else ""),
+            )
+        ]
         if measure:
             chip = hw.measure(devices[0])
         each = f", {chip.jax_devices_per_chip} to a chip" if chip.jax_devices_per_chip > 1 else ""
-        facts.append(("JAX devices", f"{len(devices)}{each} ({devices[0].platform}: {devices[0].device_kind})"))
+        facts.append(
+            (
+                "JAX devices",
+                f"{len(devices)}{each} ({devices[0].platform}: {devices[0].device_kind})",
+            )
+        )
         facts += _figures(chip)
         if chip.notes:
             facts.append(("note", chip.notes))
         for mode in ("train", "inference"):
-            policy = hw.policy(devices[0], mode)      # a CPU is probed once, as the reason states
+            policy = hw.policy(devices[0], mode)  # a CPU is probed once, as the reason states
             scaling = f", loss scaling from {policy.loss_scale:g}" if policy.loss_scale else ""
-            operands = str(policy).partition(", sums ")[0]    # also of convolutions and of the residual stream
-            facts.append((f"policy, {mode}", f"{operands}, sums {policy.accum}{scaling}\nbecause {policy.reason}"))
+            operands = str(policy).partition(", sums ")[
+                0
+            ]  # also of convolutions and of the residual stream
+            facts.append(
+                (
+                    f"policy, {mode}",
+                    f"{operands}, sums {policy.accum}{scaling}\nbecause {policy.reason}",
+                )
+            )
         _facts(console, facts)
-    console.print(f"jax {jax.__version__}, {jax.process_count()} process(es), default backend {jax.default_backend()}",
-                  highlight=False)
+    console.print(
+        f"jax {jax.__version__}, {jax.process_count()} process(es), default backend {jax.default_backend()}",
+        highlight=False,
+    )
     return 0
 
 
@@ -151,21 +204,41 @@ def _catalog() -> int:
     rows = []
     for chip in hw.chips.values():
         rates = [_tera(chip, name) for name in ("fp32", "fp16", "bf16", "fp8", "int8")]
-        rows.append((re.sub(r" \(.*\)", "", chip.name), str(chip.year), *rates,
-                     f"{chip.memory_bytes / 2**30:g}" if chip.memory_bytes else "-",
-                     f"{chip.bandwidth / 1e9:.0f}" if chip.bandwidth else "-",
-                     f"{chip.power_watts:g}" if chip.power_watts else "-"))
+        rows.append(
+            (
+                re.sub(r" \(.*\)", "", chip.name),
+                str(chip.year),
+                *rates,
+                f"{chip.memory_bytes / 2**30:g}" if chip.memory_bytes else "-",
+                f"{chip.bandwidth / 1e9:.0f}" if chip.bandwidth else "-",
+                f"{chip.power_watts:g}" if chip.power_watts else "-",
+            )
+        )
     heads = ("chip", "year", "fp32", "fp16", "bf16", "fp8", "int8", "GiB", "GB/s", "watt")
-    _table(console, heads, rows,
-           "TFLOP/s per chip, dense, FP32 accumulate; ~ computed from units and clock, ? unverified")
+    _table(
+        console,
+        heads,
+        rows,
+        "TFLOP/s per chip, dense, FP32 accumulate; ~ computed from units and clock, ? unverified",
+    )
     systems = []
     for system in hw.systems.values():
         quote = system.quoted[0]
-        systems.append((system.name, f"{system.count} x {system.chip.name}", quote.dtype,
-                        f"{system.chip.peaks[quote.dtype] * system.count / 1e12:,.0f}", f"{quote.flops / 1e12:,.0f}"))
+        systems.append(
+            (
+                system.name,
+                f"{system.count} x {system.chip.name}",
+                quote.dtype,
+                f"{system.chip.peaks[quote.dtype] * system.count / 1e12:,.0f}",
+                f"{quote.flops / 1e12:,.0f}",
+            )
+        )
     _table(console, ("system", "chips", "type", "TFLOP/s", "quoted"), systems)
-    console.print("fnet chips NAME shows one: computed and published peaks, prices, FLOP per dollar, power, sources",
-                  highlight=False, markup=False)
+    console.print(
+        "fnet chips NAME shows one: computed and published peaks, prices, FLOP per dollar, power, sources",
+        highlight=False,
+        markup=False,
+    )
     return 0
 
 
@@ -178,11 +251,15 @@ def _row(name: str) -> int:
         item = hw.systems[name]
     else:
         try:
-            item = hw.chips.find(name)      # slices of a chip
+            item = hw.chips.find(name)  # slices of a chip
         except KeyError as error:
             near = hw.systems.nearest(name, 1)[0]
             like = lambda key: SequenceMatcher(None, name, key.split(" (")[0]).ratio()
-            extra = f"; the most similar system is {near!r}" if like(near) > like(hw.chips.nearest(name, 1)[0]) else ""
+            extra = (
+                f"; the most similar system is {near!r}"
+                if like(near) > like(hw.chips.nearest(name, 1)[0])
+                else ""
+            )
             print(f"fnet chips: {error.args[0]}{extra}", file=sys.stderr)
             return 2
     console = _console()
@@ -193,12 +270,19 @@ def _row(name: str) -> int:
         if item.device_kinds:
             first.append(("device kinds", ", ".join(repr(kind) for kind in item.device_kinds)))
         if item.jax_devices_per_chip > 1:
-            first.append(("JAX devices", f"{item.jax_devices_per_chip} per chip; the following values are per chip"))
+            first.append(
+                (
+                    "JAX devices",
+                    f"{item.jax_devices_per_chip} per chip; the following values are per chip",
+                )
+            )
         facts = first + _figures(item)
     else:
         facts = [("chips", f"{item.count} x {item.chip.name}"), ("year", str(item.year))]
-        facts += [(f"peak {name}", f"{si(rate * item.count)}FLOP/s ({item.chip.basis(name)} per chip)")
-                  for name, rate in item.chip.peaks.items()]
+        facts += [
+            (f"peak {name}", f"{si(rate * item.count)}FLOP/s ({item.chip.basis(name)} per chip)")
+            for name, rate in item.chip.peaks.items()
+        ]
         if item.chip.memory_bytes:
             facts.append(("memory", f"{item.chip.memory_bytes * item.count / 2**30:g} GiB"))
     if item.power_watts:
@@ -209,12 +293,19 @@ def _row(name: str) -> int:
     console.print("computed and published peaks", style="bold")
     _facts(console, _comparison(item) or [("", "the units or the clock are unknown")])
     console.print("prices", style="bold")
-    values = [(f"${v.price.usd:,.6g} / {v.price.per}",
-               f"{v.price.date}, {v.price.source}" + (f" ({v.price.note})" if v.price.note else "")
-               + f"\n{v.flop_per_dollar:.3g} FLOP per dollar at the {v.dtype} peak, {v.assumption}")
-              for v in hw.flop_per_dollar(item)]
+    values = [
+        (
+            f"${v.price.usd:,.6g} / {v.price.per}",
+            f"{v.price.date}, {v.price.source}"
+            + (f" ({v.price.note})" if v.price.note else "")
+            + f"\n{v.flop_per_dollar:.3g} FLOP per dollar at the {v.dtype} peak, {v.assumption}",
+        )
+        for v in hw.flop_per_dollar(item)
+    ]
     _facts(console, values or [("", "no price is known")])
-    sources = item.sources if isinstance(item, Chip) else tuple(quote.source for quote in item.quoted)
+    sources = (
+        item.sources if isinstance(item, Chip) else tuple(quote.source for quote in item.quoted)
+    )
     console.print("sources", style="bold")
     for source in sources:
         console.print(f"  {source}", highlight=False, markup=False, soft_wrap=True)
@@ -228,35 +319,52 @@ def _comparison(item: Any) -> list[tuple[str, str]]:
 
     formulas = {(c.dtype, c.formula): c.flops for c in hw.computed(item)}
     checks = hw.checks(item)
-    formulas |= {(c.dtype, c.formula): c.computed for c in checks}      # some published peaks refer to another clock
+    formulas |= {
+        (c.dtype, c.formula): c.computed for c in checks
+    }  # some published peaks refer to another clock
     rows = []
     for (dtype, formula), flops in formulas.items():
         text = [f"{formula} = {si(flops)}FLOP/s"]
         for check in checks:
             if (check.dtype, check.formula) == (dtype, formula):
-                text.append(f"published {si(check.quoted)}FLOP/s ({check.deviation:+.1%}) by {check.source}"
-                            + (f": {check.explanation}" if check.explanation else ""))
+                text.append(
+                    f"published {si(check.quoted)}FLOP/s ({check.deviation:+.1%}) by {check.source}"
+                    + (f": {check.explanation}" if check.explanation else "")
+                )
         rows.append((dtype, "\n".join(text)))
     return rows
 
 
 def _figures(chip: Chip) -> list[tuple[str, str]]:
     """Returns the peak rates, memory and links of a chip as text, and whether each number is measured or published."""
-    rows = [(f"peak {name}", f"{si(rate)}{'OP' if name.startswith('int') else 'FLOP'}/s ({chip.basis(name)})")
-            for name, rate in chip.peaks.items()]
+    rows = [
+        (
+            f"peak {name}",
+            f"{si(rate)}{'OP' if name.startswith('int') else 'FLOP'}/s ({chip.basis(name)})",
+        )
+        for name, rate in chip.peaks.items()
+    ]
     tops, links = chip.units.get("npu_tops"), chip.links
-    parts = links and [links.count and f"{links.count} links", links.each_way and f"{si(links.each_way)}B/s each way",
-                       links.total and f"{si(links.total)}B/s in total", links.topology,
-                       links.network and f"{si(links.network)}B/s to other slices or machines"]
+    parts = links and [
+        links.count and f"{links.count} links",
+        links.each_way and f"{si(links.each_way)}B/s each way",
+        links.total and f"{si(links.total)}B/s in total",
+        links.topology,
+        links.network and f"{si(links.network)}B/s to other slices or machines",
+    ]
     sizes = ", ".join(f"{name} {size / 2**20:g} MiB" for name, size in chip.caches.items())
     facts = {
         "cores": chip.cores and f"{chip.cores:,}",
-        "memory": chip.memory_bytes and f"{chip.memory_bytes / 2**30:.4g} GiB ({chip.basis('memory_bytes')})",
+        "memory": chip.memory_bytes
+        and f"{chip.memory_bytes / 2**30:.4g} GiB ({chip.basis('memory_bytes')})",
         "memory kind": chip.memory_kind and f"{chip.memory_kind} ({chip.basis('memory_kind')})",
         "caches": sizes and f"{sizes} ({chip.basis('caches')})",
         "neural engine": tops and f"{tops:g} TOP/s (published; JAX cannot use it)",
-        "bandwidth": f"{si(chip.bandwidth)}B/s ({chip.basis('bandwidth')})" if chip.bandwidth else "unknown",
-        "links": links and f"{links.type}: {', '.join(filter(None, parts))} ({chip.basis('links')})",
+        "bandwidth": f"{si(chip.bandwidth)}B/s ({chip.basis('bandwidth')})"
+        if chip.bandwidth
+        else "unknown",
+        "links": links
+        and f"{links.type}: {', '.join(filter(None, parts))} ({chip.basis('links')})",
     }
     rows = rows or [("peak", "unknown, because the chip is not in the catalog")]
     return rows + [(label, text) for label, text in facts.items() if text]
@@ -274,7 +382,7 @@ def _console() -> Any:
     from rich import console
 
     class Console(console.Console):
-        def on_broken_pipe(self) -> None:      # rich's version ends the process with exit code 1
+        def on_broken_pipe(self) -> None:  # rich's version ends the process with exit code 1
             raise BrokenPipeError
 
     if sys.stdout.isatty():
@@ -305,17 +413,29 @@ def _facts(console: Any, rows: Sequence[tuple[str, str]]) -> None:
     console.print()
 
 
-def _table(console: Any, heads: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+def _table(
+    console: Any, heads: Sequence[str], rows: Sequence[Sequence[str]], title: str = ""
+) -> None:
     from rich import box
     from rich.table import Table
 
     if title:
         console.print(title, style="italic", highlight=False, markup=False)
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, padding=(0, 1), pad_edge=console.is_terminal)
+    table = Table(
+        box=box.SIMPLE_HEAD if console.is_terminal else None,
+        padding=(0, 1),
+        pad_edge=console.is_terminal,
+    )
     for i, head in enumerate(heads):
-        number = all(row[i][:1].lstrip("~?+-$").isdigit() or row[i] in ("-", "") or row[i][:2].lstrip("~?+-$").isdigit()
-                     for row in rows) and head not in ("formula", "chips", "chip", "date")
-        table.add_column(head, justify="right" if number else "left", no_wrap=number or i == 0, overflow="fold")
+        number = all(
+            row[i][:1].lstrip("~?+-$").isdigit()
+            or row[i] in ("-", "")
+            or row[i][:2].lstrip("~?+-$").isdigit()
+            for row in rows
+        ) and head not in ("formula", "chips", "chip", "date")
+        table.add_column(
+            head, justify="right" if number else "left", no_wrap=number or i == 0, overflow="fold"
+        )
     for row in rows:
         table.add_row(*map(_plain, row))
     console.print(table)

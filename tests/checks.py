@@ -17,7 +17,9 @@ def close(got, want, tolerance=1e-5):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), (name, a.shape, a.dtype, b.shape, b.dtype)
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.isfinite(b).all(), name
-        error = np.abs(a - b).max(initial=0) / max(np.abs(b).max(initial=0), np.finfo(np.float32).tiny)
+        error = np.abs(a - b).max(initial=0) / max(
+            np.abs(b).max(initial=0), np.finfo(np.float32).tiny
+        )
         assert error <= tolerance, f"{name}: {error:.2e} > {tolerance}"
 
 
@@ -32,7 +34,10 @@ def same(got, want):
 def sampled(table, quick):
     """The names of a table for `parametrize`: those in `quick` run in `make test`, all in `make test-all`."""
     assert {*quick} <= {*table}, {*quick} - {*table}
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.exhaustive) for name in table]
+    return [
+        name if name in quick else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in table
+    ]
 
 
 @contextlib.contextmanager

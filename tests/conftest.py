@@ -12,19 +12,21 @@ import zlib
 import pytest
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
 # Three quarters of the tests' time would be spent on compiling small programs that run once. These options compile them
 # two to eight times as fast. `make test-isa` runs the numerical tests with the compiler's default options instead.
 if os.environ.setdefault("FNET_TEST_COMPILER", "fast") == "fast":
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
-    if importlib.metadata.version("jaxlib").startswith("0.10."):    # newer ones have no such option
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # newer ones have no such option
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
-os.environ["HF_HUB_OFFLINE"] = "1"    # no test asks a hub other than its own
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"    # no test depends on what others have compiled
-os.environ.setdefault("FNET_PROBE", "0")    # no test waits for, or depends on, what this CPU measures
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a hub other than its own
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # no test depends on what others have compiled
+os.environ.setdefault("FNET_PROBE", "0")  # no test waits for, or depends on, what this CPU measures
 
 # Rewriting the assertions of all test modules takes 7 s in each process of pytest, and compiling fnet 0.4 s in each
 # process that a test starts, so the bytecode is kept, also where the environment disables it.
@@ -51,11 +53,13 @@ def quickly():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()    # other modules' operations are not to be those compiled here
+    jax.clear_caches()  # other modules' operations are not to be those compiled here
 
 
 def pytest_addoption(parser):
-    parser.addoption("--part", metavar="K/N", help="of the exhaustive tests, part K of N (from 0), drawn by name")
+    parser.addoption(
+        "--part", metavar="K/N", help="of the exhaustive tests, part K of N (from 0), drawn by name"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -76,10 +80,15 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.exhaustive)
     unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if unstable:
-        raise pytest.UsageError(f"these tests are named after an address: give them ids: {unstable}")
+        raise pytest.UsageError(
+            f"these tests are named after an address: give them ids: {unstable}"
+        )
     if config.getoption("--part"):
         k, n = map(int, config.getoption("--part").split("/"))
-        left_out = {item for item in items
-                    if item.get_closest_marker("exhaustive") and zlib.crc32(item.nodeid.encode()) % n != k}
+        left_out = {
+            item
+            for item in items
+            if item.get_closest_marker("exhaustive") and zlib.crc32(item.nodeid.encode()) % n != k
+        }
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]

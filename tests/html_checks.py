@@ -38,7 +38,10 @@ def check_page(text):
     page = Page(text)
     assert [attrs.get("type") for _, attrs in page.scripts] == ["application/json", None]
     assert "default-src 'none'" in text and "script-src 'sha256-" in text
-    code = page.scripts[1][0].replace('"http://www.w3.org/2000/svg"', "")      # a name, not an address
-    assert not re.search(r"https?:|[\"'`]//|\b(fetch|XMLHttpRequest|import|WebSocket|innerHTML|eval|document\.write|"
-                         r"insertAdjacentHTML)\b", code)
+    code = page.scripts[1][0].replace('"http://www.w3.org/2000/svg"', "")  # a name, not an address
+    assert not re.search(
+        r"https?:|[\"'`]//|\b(fetch|XMLHttpRequest|import|WebSocket|innerHTML|eval|document\.write|"
+        r"insertAdjacentHTML)\b",
+        code,
+    )
     return json.loads(page.scripts[0][0])

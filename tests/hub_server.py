@@ -7,7 +7,7 @@ import re
 import threading
 import urllib.parse
 
-LARGE = 1 << 10    # files of this size are in LFS: the hub knows their SHA-256
+LARGE = 1 << 10  # files of this size are in LFS: the hub knows their SHA-256
 
 
 class Hub:
@@ -77,10 +77,23 @@ class Hub:
         for file, content in self.repositories[name][commit].items():
             entry = {"rfilename": file, "size": len(content), "blobId": _git(content)}
             if len(content) >= LARGE:
-                entry["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+                entry["lfs"] = {
+                    "sha256": hashlib.sha256(content).hexdigest(),
+                    "size": len(content),
+                    "pointerSize": 134,
+                }
             files.append(entry)
-        body = json.dumps({"_id": "0", "id": name, "modelId": name, "sha": commit, "private": False, "tags": [],
-                           "siblings": files}).encode()
+        body = json.dumps(
+            {
+                "_id": "0",
+                "id": name,
+                "modelId": name,
+                "sha": commit,
+                "private": False,
+                "tags": [],
+                "siblings": files,
+            }
+        ).encode()
         self._send(handler, 200, {"Content-Type": "application/json"}, body)
 
     def _file(self, handler, path, commit, content):

@@ -62,6 +62,7 @@ def filled(shapes):
 
     Kernels have the variance 1 / inputs, scales and variances are about 1, all else about 0. Nothing is compiled.
     """
+
     def leaf(number, path, shape):
         name, shape, dtype = jax.tree_util.keystr(path[-1:], simple=True), shape.shape, shape.dtype
         if dtype != jnp.float32:
@@ -84,12 +85,17 @@ def cross_entropy(logits, y):
 
 # fnet's own.
 
+
 def _layer(model, x, target=None):
     params, state = filled(jax.eval_shape(model.init, jax.random.key(0), x))
 
     def loss(params, x):
         y, _ = model(params, x, state=state, train=True)
-        return jnp.square(y - target).mean() if target is not None else cross_entropy(y, labels(len(y), y.shape[-1]))
+        return (
+            jnp.square(y - target).mean()
+            if target is not None
+            else cross_entropy(y, labels(len(y), y.shape[-1]))
+        )
 
     return loss, params, (x,)
 
@@ -104,11 +110,20 @@ def mlp():
 # float16 in seven (1e-2 to 1e-1); of Haiku's in nine (up to 5e-2) and in two (3e-2). Float32 does, too, where its
 # inputs alone are rounded. These are draws where float16 does not; test_kinks has one of each where it does.
 
+
 @case("conv and BatchNorm", by_hand=1.15, bfloat16=1e-1, leaf_by_leaf=False)
 def conv(draw=6):
-    model = nn.Sequential(nn.Conv(8, 3, use_bias=False), nn.BatchNorm(), jax.nn.relu, nn.MaxPool(2),
-                          nn.Conv(16, 3, use_bias=False), nn.BatchNorm(), jax.nn.relu, nn.GlobalAvgPool(),
-                          nn.Dense(10))
+    model = nn.Sequential(
+        nn.Conv(8, 3, use_bias=False),
+        nn.BatchNorm(),
+        jax.nn.relu,
+        nn.MaxPool(2),
+        nn.Conv(16, 3, use_bias=False),
+        nn.BatchNorm(),
+        jax.nn.relu,
+        nn.GlobalAvgPool(),
+        nn.Dense(10),
+    )
     return _layer(model, normal(draw, 8, 8, 8, 3, scale=3, mean=5))
 
 
@@ -130,6 +145,7 @@ def stack():
 
 
 # Strangers.
+
 
 @case("linen transformer block")
 def linen_transformer():
@@ -162,8 +178,10 @@ def nnx_cnn():
     params, rest = (filled(nnx.to_pure_dict(state)) for state in both)
 
     def loss(params, x):
-        with jax.numpy_dtype_promotion("standard"):    # Flax's BatchNorm needs it
-            return cross_entropy(nnx.merge(graph, nnx.State(params), nnx.State(rest))(x), labels(8, 10))
+        with jax.numpy_dtype_promotion("standard"):  # Flax's BatchNorm needs it
+            return cross_entropy(
+                nnx.merge(graph, nnx.State(params), nnx.State(rest))(x), labels(8, 10)
+            )
 
     return loss, params, (normal(1, 8, 8, 8, 3),)
 
@@ -171,7 +189,9 @@ def nnx_cnn():
 @case("Equinox MLP", by_hand=1.0)
 def equinox_mlp():
     mlp = functools.partial(eqx.nn.MLP, 16, 8, 64, 2, activation=jax.nn.silu)
-    params, static = eqx.partition(eqx.filter_eval_shape(mlp, key=jax.random.key(0)), lambda x: hasattr(x, "shape"))
+    params, static = eqx.partition(
+        eqx.filter_eval_shape(mlp, key=jax.random.key(0)), lambda x: hasattr(x, "shape")
+    )
     params = filled(params)
 
     def loss(params, x, y):
@@ -183,14 +203,15 @@ def equinox_mlp():
 @case("Haiku ResNet block", bfloat16=1e-1, leaf_by_leaf=False)
 def haiku_resnet(draw=1):
     def forward(x):
-        x = hk.nets.ResNet.BlockV1(8, 1, True, {"create_scale": True, "create_offset": True, "decay_rate": 0.9},
-                                   False)(x, is_training=True, test_local_stats=False)
+        x = hk.nets.ResNet.BlockV1(
+            8, 1, True, {"create_scale": True, "create_offset": True, "decay_rate": 0.9}, False
+        )(x, is_training=True, test_local_stats=False)
         return hk.Linear(10)(x.mean((1, 2)))
 
     model, x = hk.without_apply_rng(hk.transform_with_state(forward)), normal(draw, 8, 6, 6, 4)
 
     def loss(params, x):
-        with jax.numpy_dtype_promotion("standard"):    # Haiku's BatchNorm needs it
+        with jax.numpy_dtype_promotion("standard"):  # Haiku's BatchNorm needs it
             return cross_entropy(model.apply(params, state, x)[0], labels(8, 10))
 
     with jax.numpy_dtype_promotion("standard"):
@@ -202,9 +223,12 @@ def haiku_resnet(draw=1):
 def optax_loss():
     def loss(w, x, y):
         logits = x @ w
-        return (optax.safe_softmax_cross_entropy(logits, jax.nn.one_hot(y, 8)).mean()
-                + optax.sigmoid_focal_loss(logits, jax.nn.one_hot(y, 8)).mean()
-                + optax.huber_loss(logits).mean() + optax.cosine_distance(x @ w, x[:, :8]).mean())
+        return (
+            optax.safe_softmax_cross_entropy(logits, jax.nn.one_hot(y, 8)).mean()
+            + optax.sigmoid_focal_loss(logits, jax.nn.one_hot(y, 8)).mean()
+            + optax.huber_loss(logits).mean()
+            + optax.cosine_distance(x @ w, x[:, :8]).mean()
+        )
 
     return loss, normal(1, 32, 8, scale=0.3), (normal(2, 16, 32), labels(16, 8))
 
@@ -216,11 +240,20 @@ def solver():
         frozen, given = lax.stop_gradient((params, x))
         unsettled = lambda carry: (carry[2] < 60) & (jnp.abs(carry[0] - carry[1]).max() > 1e-2)
         start = (step(frozen, jnp.zeros_like(x), given), jnp.zeros_like(x), 0)
-        z, _, _ = lax.while_loop(unsettled, lambda c: (step(frozen, c[0], given), c[0], c[2] + 1), start)
+        z, _, _ = lax.while_loop(
+            unsettled, lambda c: (step(frozen, c[0], given), c[0], c[2] + 1), start
+        )
         return jnp.square(step(params, z, x)).mean()
 
-    return loss, {"w": normal(1, 32, 32, scale=0.08), "u": normal(2, 32, 32, scale=0.3),
-                  "b": normal(3, 32, scale=0.3)[None]}, (normal(4, 8, 32),)
+    return (
+        loss,
+        {
+            "w": normal(1, 32, 32, scale=0.08),
+            "u": normal(2, 32, 32, scale=0.3),
+            "b": normal(3, 32, scale=0.3)[None],
+        },
+        (normal(4, 8, 32),),
+    )
 
 
 @case("conjugate gradients", by_hand=None)
@@ -228,7 +261,9 @@ def linear_solve():
     def loss(params, x):
         w, b = params
         matrix = w @ w.T / 32 + 3 * jnp.eye(32)
-        return jnp.square(jax.scipy.sparse.linalg.cg(lambda v: matrix @ v, b, maxiter=20)[0] - x).mean()
+        return jnp.square(
+            jax.scipy.sparse.linalg.cg(lambda v: matrix @ v, b, maxiter=20)[0] - x
+        ).mean()
 
     return loss, (normal(1, 32, 32), normal(2, 32)), (normal(3, 32),)
 
@@ -240,14 +275,14 @@ def gated(x, w, power, shift):
 
 def _gated_forward(x, w, power, shift):
     y = x @ w
-    return jax.nn.sigmoid(x) * y ** power + x[shift][None], (x, w, y, shift, 2.5, 3)
+    return jax.nn.sigmoid(x) * y**power + x[shift][None], (x, w, y, shift, 2.5, 3)
 
 
 def _gated_backward(power, saved, g):
     x, w, y, shift, _, _ = saved
     s = jax.nn.sigmoid(x)
     dy = g * s * power * y ** (power - 1)
-    dx = g * y ** power * s * (1 - s) + dy @ w.T
+    dx = g * y**power * s * (1 - s) + dy @ w.T
     return dx.at[shift].add(g.sum(0)), x.T @ dy, None
 
 
@@ -274,7 +309,11 @@ def _polar_jvp(primals, tangents):
     outputs = polar(x, w)
     length, angle, index = outputs
     dh = dx @ w + x @ dw
-    return outputs, (dh * (x @ w) / length, dh * (1 - angle * angle), np.zeros(index.shape, jax.dtypes.float0))
+    return outputs, (
+        dh * (x @ w) / length,
+        dh * (1 - angle * angle),
+        np.zeros(index.shape, jax.dtypes.float0),
+    )
 
 
 @case("custom_jvp of several outputs", by_hand=1.2, eagerly=True)
@@ -301,11 +340,21 @@ def shard_map():
 def dot_product_attention():
     def loss(params, x):
         q, k, v = (jnp.einsum("btd,dhk->bthk", x, params[name]) for name in "qkv")
-        return jnp.square(jnp.einsum("bthk,hkd->btd", jax.nn.dot_product_attention(q, k, v, is_causal=True),
-                                     params["o"]) - x).mean()
+        return jnp.square(
+            jnp.einsum(
+                "bthk,hkd->btd", jax.nn.dot_product_attention(q, k, v, is_causal=True), params["o"]
+            )
+            - x
+        ).mean()
 
-    return loss, {**{name: normal(i, 32, 4, 8, scale=0.3) for i, name in enumerate("qkv")},
-                  "o": normal(4, 4, 8, 32, scale=0.3)}, (normal(5, 2, 12, 32),)
+    return (
+        loss,
+        {
+            **{name: normal(i, 32, 4, 8, scale=0.3) for i, name in enumerate("qkv")},
+            "o": normal(4, 4, 8, 32, scale=0.3),
+        },
+        (normal(5, 2, 12, 32),),
+    )
 
 
 @jax.custom_batching.custom_vmap
@@ -326,7 +375,11 @@ def custom_vmap():
         h = projected(x, lax.stop_gradient(params["fixed"]))
         return jnp.square(lax.stop_gradient(h) @ params["w"]).mean()
 
-    return loss, {"fixed": normal(1, 32, 32, scale=0.2), "w": normal(2, 32, 8, scale=0.2)}, (normal(3, 8, 32),)
+    return (
+        loss,
+        {"fixed": normal(1, 32, 32, scale=0.2), "w": normal(2, 32, 8, scale=0.2)},
+        (normal(3, 8, 32),),
+    )
 
 
 @case("jit inside, with donation", by_hand=1.15)

@@ -9,8 +9,13 @@ import numpy as np
 from fnet.jaxpr import bodies
 
 F32, BF16, F16 = (np.dtype(name) for name in ("float32", "bfloat16", "float16"))
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}    # code that runs once
-NO_FUSIONS = {"xla_cpu_use_fusion_emitters": False}    # a third of the time to compile; jaxlib 0.12 has no such option
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}  # code that runs once
+NO_FUSIONS = {
+    "xla_cpu_use_fusion_emitters": False
+}  # a third of the time to compile; jaxlib 0.12 has no such option
 UNSAFE = {"exp", "exp2", "log", "log1p", "reduce_sum", "rsqrt", "pow", "cumsum"}
 
 
@@ -58,8 +63,10 @@ def products(f, *args):
 
 def whole(got, want):
     """|a - b| / |b| over all leaves together: the relative error of a gradient as one vector."""
-    got, want = (np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
-                 for tree in (got, want))
+    got, want = (
+        np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
+        for tree in (got, want)
+    )
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
@@ -67,24 +74,32 @@ def worst(got, want):
     """The largest |a - b| / |b| of a leaf. Gradients that vanish but for rounding (below a thousandth of the tree's),
     like that of a key's bias under softmax, have no relative error; `whole` counts them."""
     got, want = ([np.asarray(x, np.float64) for x in jax.tree.leaves(tree)] for tree in (got, want))
-    least = 1e-3 * np.sqrt(sum((b ** 2).sum() for b in want))
-    return max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(got, want) if np.linalg.norm(b) >= least)
+    least = 1e-3 * np.sqrt(sum((b**2).sum() for b in want))
+    return max(
+        np.linalg.norm(a - b) / np.linalg.norm(b)
+        for a, b in zip(got, want)
+        if np.linalg.norm(b) >= least
+    )
 
 
 def twice(f, *, forward=True):
     """The Hessian of f times the parameters themselves."""
+
     def product(params, *inputs):
         grad = lambda p: jax.grad(f)(p, *inputs)
         if forward:
             return jax.jvp(grad, (params,), (params,))[1]
-        dots = lambda p: sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(grad(p)), jax.tree.leaves(params)))
-        return jax.grad(dots)(params)    # custom_vjp has no forward mode
+        dots = lambda p: sum(
+            jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(grad(p)), jax.tree.leaves(params))
+        )
+        return jax.grad(dots)(params)  # custom_vjp has no forward mode
 
     return product
 
 
 def batched(f):
     """f over the parameters twice."""
+
     def both(params, *inputs):
         stacked = jax.tree.map(lambda x: jnp.stack([x, x]), params)
         return jax.vmap(f, (0, *(None,) * len(inputs)))(stacked, *inputs)
@@ -101,10 +116,18 @@ def forms(f, cast, *, forward=True):
     """{form: function of (params, *inputs)}: f, its gradient inside and outside of a cast, each jitted and batched,
     and a second derivative."""
     grad, inside, outside = jax.grad(f), jax.grad(cast(f)), cast(jax.grad(f))
-    return {"f": cast(f), "grad(ac f)": inside, "ac(grad f)": outside, "jit(grad(ac f))": jax.jit(inside),
-            "jit(ac(grad f))": jax.jit(outside), "ac(jit(grad f))": cast(jax.jit(grad)),
-            "vmap(grad(ac f))": batched(inside), "vmap(ac(grad f))": batched(outside),
-            "ac(vmap(grad f))": cast(batched(grad)), "hvp": twice(cast(f), forward=forward)}
+    return {
+        "f": cast(f),
+        "grad(ac f)": inside,
+        "ac(grad f)": outside,
+        "jit(grad(ac f))": jax.jit(inside),
+        "jit(ac(grad f))": jax.jit(outside),
+        "ac(jit(grad f))": cast(jax.jit(grad)),
+        "vmap(grad(ac f))": batched(inside),
+        "vmap(ac(grad f))": batched(outside),
+        "ac(vmap(grad f))": cast(batched(grad)),
+        "hvp": twice(cast(f), forward=forward),
+    }
 
 
 def check_form(form, result, want, bound, *, leaf_by_leaf):
@@ -113,7 +136,9 @@ def check_form(form, result, want, bound, *, leaf_by_leaf):
     if "vmap" in form:
         first, result = (jax.tree.map(lambda x, i=i: x[i], result) for i in range(2))
         assert whole(first, result) <= 1e-3, form
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), result) == jax.tree.map(lambda x: (x.shape, x.dtype), want), form
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), result) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), want
+    ), form
     assert whole(result, want) <= bound, (form, f"{whole(result, want):.1e}")
     if leaf_by_leaf:
         assert worst(result, want) <= bound, (form, f"{worst(result, want):.1e} of a leaf")

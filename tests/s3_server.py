@@ -87,13 +87,15 @@ def main():
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         os.environ.setdefault(name, "test")
-    server = make_server("127.0.0.1", 0, Faulty(DomainDispatcherApplication(create_backend_app)), threaded=True)
+    server = make_server(
+        "127.0.0.1", 0, Faulty(DomainDispatcherApplication(create_backend_app)), threaded=True
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)
-    sys.stderr = open(os.devnull, "w")                     # werkzeug reports connections that were closed
+    sys.stderr = open(os.devnull, "w")  # werkzeug reports connections that were closed
     if "--forever" in sys.argv:
         threading.Event().wait()
-    sys.stdin.read()                                       # until the tests end
+    sys.stdin.read()  # until the tests end
     os._exit(0)
 
 

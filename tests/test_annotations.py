@@ -6,7 +6,7 @@ import pytest
 
 import fnet
 
-UNTYPED = "fnet.export._loaded"    # a part of every bundle
+UNTYPED = "fnet.export._loaded"  # a part of every bundle
 
 
 def functions(package):
@@ -19,8 +19,12 @@ def functions(package):
             for attribute, member in vars(value).items():
                 function = inspect.unwrap(getattr(member, "fget", member) or member)
                 public = attribute in ("__init__", "__call__") or not attribute.startswith("_")
-                if public and inspect.isfunction(function) and function.__module__.startswith("fnet.") and (
-                        not attribute.endswith("_init") and function.__module__ not in UNTYPED):
+                if (
+                    public
+                    and inspect.isfunction(function)
+                    and function.__module__.startswith("fnet.")
+                    and (not attribute.endswith("_init") and function.__module__ not in UNTYPED)
+                ):
                     # A field's default is a function, too.
                     yield f"{name}.{attribute}", function
 
@@ -30,8 +34,11 @@ def test_public_parameters_and_results_have_types(package):
     untyped = []
     for name, function in functions(getattr(fnet, package)):
         signature = inspect.signature(function)
-        parameters = [p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name not in (
-            "self", "cls", "_cls")]
+        parameters = [
+            p.name
+            for p in signature.parameters.values()
+            if p.annotation is p.empty and p.name not in ("self", "cls", "_cls")
+        ]
         result = signature.return_annotation is signature.empty and not name.endswith("__init__")
         if parameters or result:
             untyped.append(f"{name}: {', '.join(parameters + ['result'] * result)}")

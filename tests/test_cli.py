@@ -41,10 +41,18 @@ def test_devices(capsys):
 def test_devices_with_other_dtypes_for_convolutions(capsys, monkeypatch):
     from fnet import hardware as hw
 
-    policy = hw.Policy(compute="bfloat16", convolution="float32", residual="bfloat16", loss_scale=2.0**15, reason="so")
+    policy = hw.Policy(
+        compute="bfloat16",
+        convolution="float32",
+        residual="bfloat16",
+        loss_scale=2.0**15,
+        reason="so",
+    )
     monkeypatch.setattr(hw, "policy", lambda device, mode: policy)
-    assert ("policy, train parameters float32, compute bfloat16 (convolutions float32), residual stream bfloat16, sums "
-            "float32, loss scaling from 32768 because so") in words(run(capsys, "devices")[1])
+    assert (
+        "policy, train parameters float32, compute bfloat16 (convolutions float32), residual stream bfloat16, sums "
+        "float32, loss scaling from 32768 because so"
+    ) in words(run(capsys, "devices")[1])
 
 
 def test_devices_measured(capsys, monkeypatch):
@@ -52,16 +60,28 @@ def test_devices_measured(capsys, monkeypatch):
 
     from fnet import hardware as hw
 
-    measured = dataclasses.replace(hw.detect(), known=True, peaks=hw.FrozenTable(fp32=1.25e11), bandwidth=2e10,
-                                   bases=hw.FrozenTable(fp32="measured", bandwidth="measured"))
+    measured = dataclasses.replace(
+        hw.detect(),
+        known=True,
+        peaks=hw.FrozenTable(fp32=1.25e11),
+        bandwidth=2e10,
+        bases=hw.FrozenTable(fp32="measured", bandwidth="measured"),
+    )
     monkeypatch.setattr(hw, "measure", lambda device: measured)
     out = run(capsys, "devices", "--measure")[1]
     assert "125 GFLOP/s (measured)" in out and "20 GB/s (measured)" in out
 
 
-@pytest.mark.parametrize(("error", "why"), [
-    (RuntimeError("Unable to initialize backend 'tpu': gone\nmore"), "Unable to initialize backend 'tpu': gone"),
-    (AssertionError(), "no backend of JAX_PLATFORMS='cuda' starts")])
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (
+            RuntimeError("Unable to initialize backend 'tpu': gone\nmore"),
+            "Unable to initialize backend 'tpu': gone",
+        ),
+        (AssertionError(), "no backend of JAX_PLATFORMS='cuda' starts"),
+    ],
+)
 def test_no_device_is_one_sentence_and_exit_2(capsys, monkeypatch, error, why):
     def devices():
         raise error
@@ -77,22 +97,37 @@ def test_a_backend_that_does_not_start_has_one_message_everywhere(capsys, monkey
 
     monkeypatch.setattr("fnet._cli_plan.run", fail)
     assert run(capsys, "plan", "a:b") == (
-        2, "", "fnet plan: JAX finds no device: Unable to initialize backend 'cuda': gone\n")
+        2,
+        "",
+        "fnet plan: JAX finds no device: Unable to initialize backend 'cuda': gone\n",
+    )
 
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
-@pytest.mark.parametrize(("shell", "code", "text"), [
-    ("{} chips | head -n 1 >/dev/null; exit ${{PIPESTATUS[0]}}", 0, ""),
-    pytest.param("{} chips | true; exit ${{PIPESTATUS[0]}}", 0, "", marks=pytest.mark.exhaustive),
-    pytest.param("{} chips >&-", 0, "", marks=pytest.mark.exhaustive),
-    pytest.param("{} chips >&- 2>&-", 0, "", marks=pytest.mark.exhaustive),
-    ("{} chips >/dev/full", 2,
-     "fnet chips: [Errno 28] No space left on device (use fnet --debug chips for a traceback)\n"),
-])
+@pytest.mark.parametrize(
+    ("shell", "code", "text"),
+    [
+        ("{} chips | head -n 1 >/dev/null; exit ${{PIPESTATUS[0]}}", 0, ""),
+        pytest.param(
+            "{} chips | true; exit ${{PIPESTATUS[0]}}", 0, "", marks=pytest.mark.exhaustive
+        ),
+        pytest.param("{} chips >&-", 0, "", marks=pytest.mark.exhaustive),
+        pytest.param("{} chips >&- 2>&-", 0, "", marks=pytest.mark.exhaustive),
+        (
+            "{} chips >/dev/full",
+            2,
+            "fnet chips: [Errno 28] No space left on device (use fnet --debug chips for a traceback)\n",
+        ),
+    ],
+)
 def test_a_reader_that_leaves(shell, code, text):
-    done = subprocess.run(["bash", "-c", shell.format(f"{sys.executable} -W ignore -m fnet.cli")], text=True,
-                          stderr=subprocess.PIPE, timeout=240)
+    done = subprocess.run(
+        ["bash", "-c", shell.format(f"{sys.executable} -W ignore -m fnet.cli")],
+        text=True,
+        stderr=subprocess.PIPE,
+        timeout=240,
+    )
     assert (done.returncode, done.stderr) == (code, text)
 
 
@@ -102,7 +137,9 @@ def test_without_a_home_nothing_is_written_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("FNET_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)     # as where the user has no entry in /etc/passwd
+    monkeypatch.setattr(
+        "os.path.expanduser", lambda path: path
+    )  # as where the user has no entry in /etc/passwd
     _probe._write(_probe._path(), "a", _probe.Probe(1.0, 1.0, "wall", "0", "2026-01-01"))
     assert _probe._read(_probe._path()) == {} and not list(tmp_path.iterdir())
 
@@ -119,15 +156,24 @@ def test_the_catalog(capsys):
 def test_one_chip(capsys):
     code, out, _ = run(capsys, "chips", "Titan", "RTX")
     assert code == 0
-    for part in ("130.5 TFLOP/s (published)", "72 SM x 8 tensor cores x 128 x 1.77 GHz = 130.5 TFLOP/s",
-                 "$2,499 / chip", "2018-12", "280 W (NVIDIA Titan RTX specifications)",
-                 "4.94e+18 FLOP per dollar at the fp16 peak", "NVIDIA Turing whitepaper"):
+    for part in (
+        "130.5 TFLOP/s (published)",
+        "72 SM x 8 tensor cores x 128 x 1.77 GHz = 130.5 TFLOP/s",
+        "$2,499 / chip",
+        "2018-12",
+        "280 W (NVIDIA Titan RTX specifications)",
+        "4.94e+18 FLOP per dollar at the fp16 peak",
+        "NVIDIA Turing whitepaper",
+    ):
         assert part in words(out), part
 
 
 def test_a_disagreement_is_explained(capsys):
     out = words(run(capsys, "chips", "Ryzen 3950X")[1])
-    assert "16 cores x 32 x 3.5 GHz = 1.792 TFLOP/s" in out and "16 cores x 32 x 4.7 GHz = 2.406 TFLOP/s" in out
+    assert (
+        "16 cores x 32 x 3.5 GHz = 1.792 TFLOP/s" in out
+        and "16 cores x 32 x 4.7 GHz = 2.406 TFLOP/s" in out
+    )
     assert "published 4.8 TFLOP/s (+99.5%)" in out and "twice too high" in out
 
 
@@ -152,15 +198,23 @@ def test_every_chip_prints(capsys):
 def test_an_unknown_name_is_one_sentence_and_exit_2(capsys):
     code, out, err = run(capsys, "chips", "GTX", "1080")
     assert code == 2 and not out
-    assert err == ("fnet chips: the catalog has no chip 'GTX 1080'; the most similar names are 'GTX 1080 Ti', "
-                   "'RTX 3080 10GB', 'RTX 2080 Ti'\n")
-    assert run(capsys, "chips", "DGX-2")[2].endswith("; the most similar system is 'DGX-1 (V100)'\n")
+    assert err == (
+        "fnet chips: the catalog has no chip 'GTX 1080'; the most similar names are 'GTX 1080 Ti', "
+        "'RTX 3080 10GB', 'RTX 2080 Ti'\n"
+    )
+    assert run(capsys, "chips", "DGX-2")[2].endswith(
+        "; the most similar system is 'DGX-1 (V100)'\n"
+    )
 
 
 def test_help(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
-    assert "devices" in out and "chips" in out and "the policy with its reason" in " ".join(out.split())
+    assert (
+        "devices" in out
+        and "chips" in out
+        and "the policy with its reason" in " ".join(out.split())
+    )
     with pytest.raises(SystemExit) as stop:
         main(["chip"])
     assert stop.value.code == 2 and "invalid choice: 'chip'" in capsys.readouterr().err
@@ -170,15 +224,20 @@ def test_help(capsys):
 def test_a_fresh_process():
     command = [sys.executable, "-m", "fnet.cli", "chips", "TPU v9"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("fnet chips: the catalog has no chip 'TPU v9'")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "fnet chips: the catalog has no chip 'TPU v9'"
+    )
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("argv", "text"), [
-    (["chip"], "fnet: argument <command>: invalid choice: 'chip' (choose from"),
-    (["devices", "--fast"], "fnet: unrecognized arguments: --fast (see fnet --help)"),
-    (["chips", "--x", "TPU"], "fnet: unrecognized arguments: --x"),
-])
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["chip"], "fnet: argument <command>: invalid choice: 'chip' (choose from"),
+        (["devices", "--fast"], "fnet: unrecognized arguments: --fast (see fnet --help)"),
+        (["chips", "--x", "TPU"], "fnet: unrecognized arguments: --x"),
+    ],
+)
 def test_a_wrong_command_line_is_one_line(capsys, argv, text):
     with pytest.raises(SystemExit) as end:
         main(argv)
@@ -191,25 +250,37 @@ def test_what_goes_wrong_is_one_line_unless_debug_is_asked_for(capsys, monkeypat
         raise RuntimeError("the first line\nand more")
 
     monkeypatch.setattr("fnet.cli._catalog", broken)
-    assert run(capsys, "chips") == (1, "", "fnet chips: the first line (use fnet --debug chips for a traceback)\n")
+    assert run(capsys, "chips") == (
+        1,
+        "",
+        "fnet chips: the first line (use fnet --debug chips for a traceback)\n",
+    )
     with pytest.raises(RuntimeError, match="and more"):
         main(["--debug", "chips"])
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.text(max_size=8) | st.sampled_from(["chips", "--measure", "--debug", "H100", "TPU v3"]), max_size=4))
+@given(
+    st.lists(
+        st.text(max_size=8) | st.sampled_from(["chips", "--measure", "--debug", "H100", "TPU v3"]),
+        max_size=4,
+    )
+)
 def test_random_words_never_give_a_traceback(argv):
     if "devices" in argv or "--debug" in argv:
         return
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
         try:
             code = main(argv)
-        except SystemExit as end:      # argparse's
+        except SystemExit as end:  # argparse's
             code = end.code
     assert code in (0, 2) and err.getvalue().count("\n") == (code == 2), (argv, err.getvalue())
 
 
-PLANNED = '''
+PLANNED = """
 import jax, jax.numpy as jnp
 
 def small():
@@ -223,17 +294,33 @@ def wrong():
     return 1
 
 broken = 3
-'''
+"""
 
 
 def test_plan(capsys, tmp_path, monkeypatch):
     (tmp_path / "planned.py").write_text(PLANNED)
-    code, out, err = run(capsys, "plan", f"{tmp_path}/planned.py:small", "--devices", "h100:4x8", "--estimate")
-    assert code == 0 and not err and out.startswith("32 x H100 SXM5 80GB in 4 machines, 80.0 GiB each: ")
+    code, out, err = run(
+        capsys, "plan", f"{tmp_path}/planned.py:small", "--devices", "h100:4x8", "--estimate"
+    )
+    assert (
+        code == 0
+        and not err
+        and out.startswith("32 x H100 SXM5 80GB in 4 machines, 80.0 GiB each: ")
+    )
     assert "This is an estimate: " in out and "mesh: slice 4 x data 8" in out
     monkeypatch.chdir(tmp_path)
-    code, out, err = run(capsys, "plan", "planned:small", "--mesh", "data=-1,tensor=2", "--rule", "w=none,tensor",
-                         "--strategy", "fsdp", "--estimate")
+    code, out, err = run(
+        capsys,
+        "plan",
+        "planned:small",
+        "--mesh",
+        "data=-1,tensor=2",
+        "--rule",
+        "w=none,tensor",
+        "--strategy",
+        "fsdp",
+        "--estimate",
+    )
     assert code == 0 and not err and "mesh: data 4 x tensor 2" in out
 
 
@@ -255,23 +342,36 @@ def test_the_example_in_the_help_of_plan(capsys, tmp_path, monkeypatch):
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_libtpu_prints_nothing(tmp_path):
     (tmp_path / "planned.py").write_text(PLANNED)
-    done = subprocess.run([sys.executable, "-m", "fnet.cli", "plan", "planned.py:small", "--devices", "v5e:2x2"],
-                          cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "fnet.cli", "plan", "planned.py:small", "--devices", "v5e:2x2"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and done.stderr == "" and "compiled" in done.stdout
 
 
-@pytest.mark.parametrize(("argv", "message"), [
-    (["nowhere:small"], "there is no module nowhere, also not in this folder"),
-    (["nowhere.py:small"], "there is no file nowhere.py"),
-    (["small"], "'small': expected module:function or file.py:function"),
-    (["small:"], "'small:': expected module:function or file.py:function"),
-    (["planned.py:absent"], "planned.py has no function 'absent'"),
-    (["planned.py:broken"], "planned.py has no function 'broken'"),
-    (["planned.py:wrong"], "planned.py:wrong must return (step, init, batch); it returned int"),
-    (["planned.py:small", "--mesh", "data"], "--mesh=data: expected axes and their lengths, such as data=-1,tensor=4"),
-    (["planned.py:small", "--rule", "w"], "--rule=w: expected a pattern, = and a mesh axis or None"),
-    (["planned.py:small", "--devices", "v9:1"], "unknown chip 'v9'"),
-])
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nowhere:small"], "there is no module nowhere, also not in this folder"),
+        (["nowhere.py:small"], "there is no file nowhere.py"),
+        (["small"], "'small': expected module:function or file.py:function"),
+        (["small:"], "'small:': expected module:function or file.py:function"),
+        (["planned.py:absent"], "planned.py has no function 'absent'"),
+        (["planned.py:broken"], "planned.py has no function 'broken'"),
+        (["planned.py:wrong"], "planned.py:wrong must return (step, init, batch); it returned int"),
+        (
+            ["planned.py:small", "--mesh", "data"],
+            "--mesh=data: expected axes and their lengths, such as data=-1,tensor=4",
+        ),
+        (
+            ["planned.py:small", "--rule", "w"],
+            "--rule=w: expected a pattern, = and a mesh axis or None",
+        ),
+        (["planned.py:small", "--devices", "v9:1"], "unknown chip 'v9'"),
+    ],
+)
 def test_plan_errors(capsys, tmp_path, monkeypatch, argv, message):
     (tmp_path / "planned.py").write_text(PLANNED)
     monkeypatch.chdir(tmp_path)
@@ -280,7 +380,8 @@ def test_plan_errors(capsys, tmp_path, monkeypatch, argv, message):
 
 
 def test_compare(capsys, tmp_path):
-    (tmp_path / "own.py").write_text(textwrap.dedent("""
+    (tmp_path / "own.py").write_text(
+        textwrap.dedent("""
         import jax, jax.numpy as jnp
 
         def make():
@@ -288,23 +389,37 @@ def test_compare(capsys, tmp_path):
                 return w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w), {}
 
             return step, lambda key: jnp.zeros((8, 4)), jax.ShapeDtypeStruct((16, 8), jnp.float32)
-        """))
-    code, out, err = run(capsys, "compare", f"{tmp_path}/own.py:make", "--chips", "Titan RTX, TPU v2-8")
+        """)
+    )
+    code, out, err = run(
+        capsys, "compare", f"{tmp_path}/own.py:make", "--chips", "Titan RTX, TPU v2-8"
+    )
     assert code == 0 and not err and re.search(r"FLOPs of a step +exact +\S+ k?F", out)
     assert "energy per 1,000 steps" in out and "TPU v2-8: price of 2026" in out
-    out = run(capsys, "compare", "resnet18", "--batch=2", "--chips=i7-7700K", "--precision=float32")[1]
+    out = run(
+        capsys, "compare", "resnet18", "--batch=2", "--chips=i7-7700K", "--precision=float32"
+    )[1]
     assert "energy per epoch" in out and "images per second" in out and "91 W" not in out
 
 
-@pytest.mark.parametrize(("line", "text"), [
-    ("resnet51 --chips T4", "'resnet51' is not a known model: expected one such as resnet50, "),
-    ("minilm-l6 --chips T4", "'minilm-l6' is not a known model"),
-    ("resnet50 --chips T5", "compare: devices must be 'local',"),
-    ("resnet50 --chips ,", "compare: expected at least one name of a chip"),
-    ("resnet50 --chips T4 --batch 0", "--batch=0: expected a number >= 1"),
-    ("own.py:make --chips T4 --batch 8", "--batch=8: the batch of own.py:make is what the function returns"),
-    ("resnet50 --chips V100", "'V100 SXM2 16GB', 'V100 PCIe 16GB', 'V100 SXM2 32GB', 'V100 PCIe 32GB'; choose one"),
-])
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("resnet51 --chips T4", "'resnet51' is not a known model: expected one such as resnet50, "),
+        ("minilm-l6 --chips T4", "'minilm-l6' is not a known model"),
+        ("resnet50 --chips T5", "compare: devices must be 'local',"),
+        ("resnet50 --chips ,", "compare: expected at least one name of a chip"),
+        ("resnet50 --chips T4 --batch 0", "--batch=0: expected a number >= 1"),
+        (
+            "own.py:make --chips T4 --batch 8",
+            "--batch=8: the batch of own.py:make is what the function returns",
+        ),
+        (
+            "resnet50 --chips V100",
+            "'V100 SXM2 16GB', 'V100 PCIe 16GB', 'V100 SXM2 32GB', 'V100 PCIe 32GB'; choose one",
+        ),
+    ],
+)
 def test_compare_errors_are_one_line(capsys, line, text):
     code, out, err = run(capsys, "compare", *shlex.split(line))
     assert code == 2 and not out and text in err and err.count("\n") == 1
@@ -312,6 +427,10 @@ def test_compare_errors_are_one_line(capsys, line, text):
 
 def test_plot_of_chips(capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    assert run(capsys, "chips", "--plot", str(tmp_path / "years.svg")) == (0, f"{tmp_path}/years.svg\n", "")
+    assert run(capsys, "chips", "--plot", str(tmp_path / "years.svg")) == (
+        0,
+        f"{tmp_path}/years.svg\n",
+        "",
+    )
     assert "FLOP per dollar" in (tmp_path / "years.svg").read_text()
     assert run(capsys, "chips", "--plot", str(tmp_path / "no" / "years.png"))[0] == 2

@@ -15,13 +15,30 @@ import pytest
 import fnet
 
 # docs/api/index.md states these imports.
-IMPORTED = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "fnet": fnet, "nn": fnet.layers, "ft": fnet.transforms,
-            "tr": fnet.training, "hw": fnet.hardware, "models": fnet.models, "parallel": fnet.parallel,
-            "compress": fnet.compress,
-            "export": fnet.export, "introspect": fnet.introspect, "report": fnet.report, "search": fnet.search}
-NEEDS = {"fnet.export._web.web": ("onnx", "onnxruntime"), "fnet.hardware._history.plot": ("matplotlib",),
-         "fnet.models.text._tokenizers.HuggingFaceTokenizer": ("tokenizers",),
-         "fnet.models.weights._gguf.load_gguf": ("gguf",)}
+IMPORTED = {
+    "jax": jax,
+    "jnp": jnp,
+    "np": np,
+    "optax": optax,
+    "fnet": fnet,
+    "nn": fnet.layers,
+    "ft": fnet.transforms,
+    "tr": fnet.training,
+    "hw": fnet.hardware,
+    "models": fnet.models,
+    "parallel": fnet.parallel,
+    "compress": fnet.compress,
+    "export": fnet.export,
+    "introspect": fnet.introspect,
+    "report": fnet.report,
+    "search": fnet.search,
+}
+NEEDS = {
+    "fnet.export._web.web": ("onnx", "onnxruntime"),
+    "fnet.hardware._history.plot": ("matplotlib",),
+    "fnet.models.text._tokenizers.HuggingFaceTokenizer": ("tokenizers",),
+    "fnet.models.weights._gguf.load_gguf": ("gguf",),
+}
 
 
 def modules():
@@ -55,24 +72,40 @@ def test_docstring(test):
 
 def test_layers_and_transforms_have_examples():
     names = {test.name for test in EXAMPLES}
-    assert {"fnet.layers._linear.Dense", "fnet.layers._conv.Conv", "fnet.layers._compose.Sequential",
-            "fnet.transforms._derivatives.hvp"} <= names
+    assert {
+        "fnet.layers._linear.Dense",
+        "fnet.layers._conv.Conv",
+        "fnet.layers._compose.Sequential",
+        "fnet.transforms._derivatives.hvp",
+    } <= names
 
 
 @pytest.mark.parametrize("package", [fnet.layers, fnet.transforms])
 def test_every_public_name_is_documented(package):
     assert len(set(package.__all__)) == len(package.__all__)
-    assert not [name for name in package.__all__ if not (getattr(package, name).__doc__ or "").strip()]
+    assert not [
+        name for name in package.__all__ if not (getattr(package, name).__doc__ or "").strip()
+    ]
 
 
 def test_every_public_method_is_documented():
-    methods = [(name, attribute) for name in fnet.layers.__all__ if isinstance(getattr(fnet.layers, name), type)
-               for attribute, value in vars(getattr(fnet.layers, name)).items()
-               if inspect.isfunction(value) and not attribute.startswith("_") and not attribute.endswith("_init")]
+    methods = [
+        (name, attribute)
+        for name in fnet.layers.__all__
+        if isinstance(getattr(fnet.layers, name), type)
+        for attribute, value in vars(getattr(fnet.layers, name)).items()
+        if inspect.isfunction(value)
+        and not attribute.startswith("_")
+        and not attribute.endswith("_init")
+    ]
     assert ("Layer", "init") in methods
     assert ("Embed", "attend") in methods
-    undocumented = [f"{name}.{attribute}" for name, attribute in methods if attribute not in ("forward", "make")
-                    and not vars(getattr(fnet.layers, name))[attribute].__doc__]
+    undocumented = [
+        f"{name}.{attribute}"
+        for name, attribute in methods
+        if attribute not in ("forward", "make")
+        and not vars(getattr(fnet.layers, name))[attribute].__doc__
+    ]
     assert not undocumented
 
 

@@ -5,12 +5,26 @@ import sys
 
 import pytest
 
-HEAVY = ("flax", "optax", "orbax", "tensorboardX", "tensorflow", "torch", "matplotlib", "sklearn", "rich",
-         "safetensors", "chex", "pandas")
+HEAVY = (
+    "flax",
+    "optax",
+    "orbax",
+    "tensorboardX",
+    "tensorflow",
+    "torch",
+    "matplotlib",
+    "sklearn",
+    "rich",
+    "safetensors",
+    "chex",
+    "pandas",
+)
 
 
 def _run(code):
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 @pytest.mark.exhaustive
@@ -21,7 +35,16 @@ lazy = [name for name in fnet.__all__ if f"fnet.{name}" not in sys.modules]
 assert set(fnet.__all__) <= set(dir(fnet))
 print(lazy, [getattr(fnet, name).__name__ for name in lazy])
 """
-    names = ["compress", "export", "introspect", "models", "parallel", "report", "search", "training"]
+    names = [
+        "compress",
+        "export",
+        "introspect",
+        "models",
+        "parallel",
+        "report",
+        "search",
+        "training",
+    ]
     assert _run(code) == f"{names} {[f'fnet.{name}' for name in names]}"
 
 
@@ -35,4 +58,4 @@ print([name for name in {HEAVY} if name in sys.modules], "fnet.training" in sys.
 print(len([name for name in sys.modules if name not in before and not name.startswith("fnet")]))
 """
     heavy, count = _run(code).splitlines()
-    assert heavy == "[] False" and int(count) < 60    # 29; of Optax, 160
+    assert heavy == "[] False" and int(count) < 60  # 29; of Optax, 160

@@ -41,7 +41,9 @@ def test_trace_state_tells_traces_apart(name):
     TRANSFORMS[name](f)(jnp.ones(3))
     assert inside
     for first, second in inside:
-        assert first == second, MOVED.format("get_opaque_trace_state (two calls in one trace differ)")
+        assert first == second, MOVED.format(
+            "get_opaque_trace_state (two calls in one trace differ)"
+        )
         assert first != outside, MOVED.format(f"get_opaque_trace_state ({name} is not seen)")
     assert _jax.trace_state() == outside
 
@@ -49,7 +51,9 @@ def test_trace_state_tells_traces_apart(name):
 def test_trace_state_is_plain_in_named_scope():
     outside = _jax.trace_state()
     with jax.named_scope("a"):
-        assert _jax.trace_state() == outside, MOVED.format("get_opaque_trace_state (a named scope changes it)")
+        assert _jax.trace_state() == outside, MOVED.format(
+            "get_opaque_trace_state (a named scope changes it)"
+        )
 
 
 def test_name_stack_stands_in_equations():
@@ -58,7 +62,9 @@ def test_name_stack_stands_in_equations():
             return x * x
 
     eqn = jax.make_jaxpr(f)(1.0).jaxpr.eqns[0]
-    assert str(eqn.source_info.name_stack) == "outer/inner", MOVED.format("eqn.source_info.name_stack")
+    assert str(eqn.source_info.name_stack) == "outer/inner", MOVED.format(
+        "eqn.source_info.name_stack"
+    )
 
 
 def test_each_entry_into_a_scope_has_an_identity():
@@ -71,18 +77,26 @@ def test_each_entry_into_a_scope_has_an_identity():
         return x
 
     for g in (f, jax.vmap(f), jax.grad(lambda x: f(x).sum())):
-        eqns = [eqn for eqn in jax.make_jaxpr(g)(jnp.ones(2)).jaxpr.eqns if eqn.primitive.name in ("sin", "cos")]
+        eqns = [
+            eqn
+            for eqn in jax.make_jaxpr(g)(jnp.ones(2)).jaxpr.eqns
+            if eqn.primitive.name in ("sin", "cos")
+        ]
         entries = [_jax.scope_entries(eqn) for eqn in eqns]
-        assert {tuple(name for name, _ in each) for each in entries} == {("a",), ("a", "b")}, MOVED.format("NameStack")
+        assert {tuple(name for name, _ in each) for each in entries} == {("a",), ("a", "b")}, (
+            MOVED.format("NameStack")
+        )
         assert len({each[0] for each in entries}) == 2, MOVED.format("the identity of scopes")
 
 
 def test_equations_are_written_down_again_as_they_are(monkeypatch):
     closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2.0)(1.0)
-    monkeypatch.setattr(_tracing, "bind", lambda *_: pytest.fail(MOVED.format("DynamicJaxprTrace or trace_ctx")))
+    monkeypatch.setattr(
+        _tracing, "bind", lambda *_: pytest.fail(MOVED.format("DynamicJaxprTrace or trace_ctx"))
+    )
 
     def f(x):
-        y, = _jax.bind_again(closed.jaxpr.eqns[0], [x])
+        (y,) = _jax.bind_again(closed.jaxpr.eqns[0], [x])
         return _jax.bind_again(closed.jaxpr.eqns[1], [y, closed.jaxpr.eqns[1].invars[1].val])[0]
 
     assert str(jax.make_jaxpr(f)(1.0)) == str(closed)
@@ -98,7 +112,9 @@ def test_linearizing_keeps_what_it_has_done(monkeypatch):
 
 
 def test_the_inputs_of_an_output_are_found():
-    jaxpr = jax.make_jaxpr(lambda x, y: (x + 1, jax.jit(lambda a, b: a)(x, y) * 2, y))(1.0, 2.0).jaxpr
+    jaxpr = jax.make_jaxpr(lambda x, y: (x + 1, jax.jit(lambda a, b: a)(x, y) * 2, y))(
+        1.0, 2.0
+    ).jaxpr
     used = [_jax.used_inputs(jaxpr, [i == j for j in range(3)]) for i in range(3)]
     assert used == [[True, False], [True, False], [False, True]], MOVED.format("dce_jaxpr")
 
@@ -111,8 +127,9 @@ def test_a_batching_rule_is_traced():
     f.def_vmap(lambda size, batched, x, y: (x * y, batched[0]))
     params = jax.make_jaxpr(f)(1.0, 2.0).jaxpr.eqns[0].params
     closed, batched = _jax.custom_vmap_rule(params, 3, [True, False], [jnp.ones(3), jnp.ones(())])
-    assert [eqn.primitive.name for eqn in closed.jaxpr.eqns] == ["mul"] and batched == [True], MOVED.format(
-        "custom_vmap_call's parameters")
+    assert [eqn.primitive.name for eqn in closed.jaxpr.eqns] == ["mul"] and batched == [True], (
+        MOVED.format("custom_vmap_call's parameters")
+    )
 
 
 def test_operands_vary_alike():
@@ -120,7 +137,9 @@ def test_operands_vary_alike():
     spec = jax.sharding.PartitionSpec("devices")
     found = []
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(spec, jax.sharding.PartitionSpec()), out_specs=spec)
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(spec, jax.sharding.PartitionSpec()), out_specs=spec
+    )
     def f(x, y):
         found.append([jax.typeof(a) for a in _jax.vary_alike(x, y)])
         return x * y
@@ -133,21 +152,32 @@ def test_what_a_value_varies_over():
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("devices",))
     found = []
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=jax.sharding.PartitionSpec("devices"), out_specs=())
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=jax.sharding.PartitionSpec("devices"), out_specs=()
+    )
     def f(x):
         zeros = [_jax.zeros((2,), jnp.float32, frozenset(axes)) for axes in ((), ("devices",))]
         found.extend(map(_jax.varies_over, (x, jax.typeof(x), jax.lax.psum(x, "devices"), *zeros)))
         return ()
 
     jax.eval_shape(f, jnp.ones(2))
-    assert found == [{"devices"}, {"devices"}, set(), set(), {"devices"}], MOVED.format("manual_axis_type")
+    assert found == [{"devices"}, {"devices"}, set(), set(), {"devices"}], MOVED.format(
+        "manual_axis_type"
+    )
 
 
 def test_keys_of_ones_own_kind():
     halves = lambda bits, width, shape: bits[:1].reshape(shape)
     never = lambda *_: None
-    impl = _jax.prng_impl(key_shape=(2,), seed=never, split=never, random_bits=halves, fold_in=never, name="halves",
-                          tag="h")
+    impl = _jax.prng_impl(
+        key_shape=(2,),
+        seed=never,
+        split=never,
+        random_bits=halves,
+        fold_in=never,
+        name="halves",
+        tag="h",
+    )
     key = jax.random.wrap_key_data(jnp.array([7, 8], jnp.uint32), impl=impl)
     assert jax.random.bits(key, (), "uint32") == 7, MOVED.format("define_prng_impl")
 
@@ -157,14 +187,22 @@ def test_kernels_of_attention():
     how = dict(scale=1.0, causal=True, window=None)
     forward = jax.make_jaxpr(lambda x: kernels.cudnn_attention(x, x, x, None, None, **how))(x)
     out, sums = forward.out_avals
-    backward = jax.make_jaxpr(lambda x, s: kernels.cudnn_attention(x, x, x, None, None, s, x, x, **how))(x, sums)
-    assert (out.shape, sums.shape) == ((2, 128, 4, 16), (2, 4, 128)), MOVED.format("cuDNN's attention, forward")
-    assert [a.shape for a in backward.out_avals] == [x.shape] * 3, MOVED.format("cuDNN's attention, backward")
+    backward = jax.make_jaxpr(
+        lambda x, s: kernels.cudnn_attention(x, x, x, None, None, s, x, x, **how)
+    )(x, sums)
+    assert (out.shape, sums.shape) == ((2, 128, 4, 16), (2, 4, 128)), MOVED.format(
+        "cuDNN's attention, forward"
+    )
+    assert [a.shape for a in backward.out_avals] == [x.shape] * 3, MOVED.format(
+        "cuDNN's attention, backward"
+    )
     assert kernels.cudnn_version() is None or kernels.cudnn_version() > 80000
     q = jnp.ones((4, 128, 16))
     how = dict(causal=True, window=None, block=128)
     out, sums = jax.eval_shape(lambda q: kernels.splash_attention(q, q, q, None, **how), q)
-    grads = jax.eval_shape(lambda q, s: kernels.splash_attention(q, q, q, None, q, s, q, **how), q, sums)
+    grads = jax.eval_shape(
+        lambda q, s: kernels.splash_attention(q, q, q, None, q, s, q, **how), q, sums
+    )
     assert (out.shape, sums.shape) == (q.shape, (4, 128)), MOVED.format("splash attention, forward")
     assert [a.shape for a in grads] == [q.shape] * 3, MOVED.format("splash attention, backward")
 
@@ -180,21 +218,33 @@ def test_lowering_rules_are_told_devices(monkeypatch):
     mlir.register_lowering(asking, rule)
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("devices",))
     spec = jax.sharding.PartitionSpec("devices")
-    placed = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, spec))
+    placed = jax.ShapeDtypeStruct(
+        (4,), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, spec)
+    )
     jax.jit(asking.bind).lower(jnp.ones(4))
     jax.jit(asking.bind).lower(placed)
     jax.jit(jax.shard_map(asking.bind, mesh=mesh, in_specs=spec, out_specs=spec)).lower(placed)
     kernels.tell_devices(asking)
-    assert asking not in kernels._dispatch.prim_requires_devices_during_lowering    # no CUDA plugin is installed here
+    assert (
+        asking not in kernels._dispatch.prim_requires_devices_during_lowering
+    )  # no CUDA plugin is installed here
     monkeypatch.setattr(kernels, "_cuda_versions", object)
     kernels.tell_devices(asking)
     jax.jit(lambda x: asking.bind(x)).lower(placed)
-    assert seen == ["whole", "unknown", "whole", "split"], MOVED.format("the axis context of a lowering rule")
+    assert seen == ["whole", "unknown", "whole", "split"], MOVED.format(
+        "the axis context of a lowering rule"
+    )
 
 
 def test_clusters_are_seen(monkeypatch):
     assert processes.cluster_size() is None and processes.notes() is None
-    slurm = {"SLURM_JOB_ID": 7, "SLURM_STEP_NODELIST": "here", "SLURM_NTASKS": 3, "SLURM_PROCID": 0, "SLURM_LOCALID": 0}
+    slurm = {
+        "SLURM_JOB_ID": 7,
+        "SLURM_STEP_NODELIST": "here",
+        "SLURM_NTASKS": 3,
+        "SLURM_PROCID": 0,
+        "SLURM_LOCALID": 0,
+    }
     for name, value in slurm.items():
         monkeypatch.setenv(name, str(value))
     assert processes.cluster_size() == 3, MOVED.format("ClusterEnv")
@@ -209,8 +259,9 @@ def test_leaving_takes_away_what_waits(monkeypatch):
     processes.leave()
     assert [f.__name__ for f in gone] == ["clean_up", "wait_for_tokens"] and len(held) == 1
     state = processes._distributed.global_state
-    assert all(hasattr(state, name) for name in ("client", "service", "preemption_sync_manager")), MOVED.format(
-        "distributed.global_state")
+    assert all(hasattr(state, name) for name in ("client", "service", "preemption_sync_manager")), (
+        MOVED.format("distributed.global_state")
+    )
 
 
 def test_line_names_the_users_line():
@@ -220,10 +271,15 @@ def test_line_names_the_users_line():
 
 def test_unplaced_tells_calls_with_shardings():
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    plain, placed = (jax.make_jaxpr(jax.jit(jnp.sin, in_shardings=each))(1.0).jaxpr.eqns[0]
-                     for each in (None, where))
+    plain, placed = (
+        jax.make_jaxpr(jax.jit(jnp.sin, in_shardings=each))(1.0).jaxpr.eqns[0]
+        for each in (None, where)
+    )
     assert not _jax.unplaced(placed.params)
-    assert _jax.unplaced(jax.make_jaxpr(jax.jit(jnp.sin))(1.0).jaxpr.eqns[0].params) and plain.primitive.name == "jit"
+    assert (
+        _jax.unplaced(jax.make_jaxpr(jax.jit(jnp.sin))(1.0).jaxpr.eqns[0].params)
+        and plain.primitive.name == "jit"
+    )
 
 
 def test_names_that_jax_lacks_disable_one_feature(monkeypatch):
@@ -231,13 +287,17 @@ def test_names_that_jax_lacks_disable_one_feature(monkeypatch):
     attention = _features.private("jax._src.cudnn.no_such_module", "cuDNN's attention")
     assert not attention and not isinstance(attention, type(None))
     assert _features.private("jax._src.core.trace_state_clean", "anything") is not None
-    message = (f"cuDNN's attention needs jax._src.cudnn.no_such_module, which JAX {jax.__version__} does not have; use "
-               "a version of JAX that fnet was tested with (constraints/)")
+    message = (
+        f"cuDNN's attention needs jax._src.cudnn.no_such_module, which JAX {jax.__version__} does not have; use "
+        "a version of JAX that fnet was tested with (constraints/)"
+    )
     for use in (attention, lambda: attention.MaskType):
         with pytest.raises(NotImplementedError, match=re.escape(message) + "$"):
             use()
-    assert _jax.disabled() == (f"cuDNN's attention is disabled: JAX {jax.__version__} has no "
-                               "jax._src.cudnn.no_such_module",)
+    assert _jax.disabled() == (
+        f"cuDNN's attention is disabled: JAX {jax.__version__} has no "
+        "jax._src.cudnn.no_such_module",
+    )
 
 
 def test_the_tested_versions_have_everything():
@@ -272,18 +332,27 @@ def test_without_kernels_and_with_a_renamed_primitive_fnet_works_and_says_so():
     run = subprocess.run([sys.executable, "-c", FAKE], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     for told in run.stdout.split("scope  ")[1:]:
-        for line in ("cuDNN's attention is disabled", "splash attention is disabled",
-                     "the rules for 'logistic' are disabled"):
+        for line in (
+            "cuDNN's attention is disabled",
+            "splash attention is disabled",
+            "the rules for 'logistic' are disabled",
+        ):
             assert line in told
 
 
 def test_private_names_are_used_in_one_package():
     root = pathlib.Path(fnet.__file__).parent
     # jax.core.Tracer is public and stays; the rest of jax.core comes and goes.
-    private = re.compile(r"jax\._src|\bjaxlib\.(?!__version__)|jax\.core\.(?!Tracer)|from jax\.core|jax\.extend")
-    found = [f"{path.relative_to(root)}:{number}" for path in sorted(root.rglob("*.py"))
-             if path.parent.name != "_jax" for number, line in enumerate(path.read_text().splitlines(), 1)
-             if private.search(line.split("#")[0])]
+    private = re.compile(
+        r"jax\._src|\bjaxlib\.(?!__version__)|jax\.core\.(?!Tracer)|from jax\.core|jax\.extend"
+    )
+    found = [
+        f"{path.relative_to(root)}:{number}"
+        for path in sorted(root.rglob("*.py"))
+        if path.parent.name != "_jax"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if private.search(line.split("#")[0])
+    ]
     assert not found, f"move to fnet/_jax: {found}"
 
 
@@ -292,7 +361,13 @@ def test_exported_programs_contain_no_source_lines():
     from jax import export
 
     with _jax.without_locations():
-        program = export.export(jax.jit(lambda x: jnp.sin(x) + 1))(jax.ShapeDtypeStruct((2,), jnp.float32))
-    assert "test_jax_names" not in str(program.mlir_module_serialized), MOVED.format("traceback_in_locations_limit")
-    plain = export.export(jax.jit(lambda x: jnp.sin(x) + 1))(jax.ShapeDtypeStruct((2,), jnp.float32))
-    assert "test_jax_names" in str(plain.mlir_module_serialized)      # the test finds them
+        program = export.export(jax.jit(lambda x: jnp.sin(x) + 1))(
+            jax.ShapeDtypeStruct((2,), jnp.float32)
+        )
+    assert "test_jax_names" not in str(program.mlir_module_serialized), MOVED.format(
+        "traceback_in_locations_limit"
+    )
+    plain = export.export(jax.jit(lambda x: jnp.sin(x) + 1))(
+        jax.ShapeDtypeStruct((2,), jnp.float32)
+    )
+    assert "test_jax_names" in str(plain.mlir_module_serialized)  # the test finds them

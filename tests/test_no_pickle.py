@@ -9,7 +9,18 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = sorted(path for folder in ("fnet", "experiments") for path in (ROOT / folder).rglob("*.py"))
-MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "torch", "yaml"}
+MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "shelve",
+    "marshal",
+    "torch",
+    "yaml",
+}
 CALLS = {"eval", "exec", "compile", "__import__"}
 
 
@@ -23,14 +34,21 @@ def test_no_file_unpickles_or_evaluates():
 def check(path, tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            assert not {alias.name.split(".")[0] for alias in node.names} & MODULES, (path, ast.unparse(node))
+            assert not {alias.name.split(".")[0] for alias in node.names} & MODULES, (
+                path,
+                ast.unparse(node),
+            )
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             assert node.module.split(".")[0] not in MODULES, (path, ast.unparse(node))
         elif isinstance(node, ast.Call):
-            assert not (isinstance(node.func, ast.Name) and node.func.id in CALLS), (path, ast.unparse(node))
+            assert not (isinstance(node.func, ast.Name) and node.func.id in CALLS), (
+                path,
+                ast.unparse(node),
+            )
             for word in node.keywords:
-                assert not (word.arg == "allow_pickle" and getattr(word.value, "value", None) is not False), (
-                    path, ast.unparse(node))
+                assert not (
+                    word.arg == "allow_pickle" and getattr(word.value, "value", None) is not False
+                ), (path, ast.unparse(node))
             # numpy.load unpickles nothing unless it is told to, so it needs no keyword.
 
 
@@ -80,6 +98,8 @@ def test_a_pickle_is_not_opened(tmp_path, name):
             return open, (str(tmp_path / "exploded"), "w")
 
     (tmp_path / name).write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(ValueError, match="is a pickle, which can run arbitrary code when it is opened"):
+    with pytest.raises(
+        ValueError, match="is a pickle, which can run arbitrary code when it is opened"
+    ):
         _tensors.read(tmp_path / name)
     assert not (tmp_path / "exploded").exists()

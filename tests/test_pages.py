@@ -18,12 +18,24 @@ from _sphinx import names as public_names  # noqa: E402
 
 # These pages have tests of their own, which also compare what they print.
 ELSEWHERE = {"docs/hardware.md", "docs/precision.md", "docs/training.md"}
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")
-                              if "_build" not in path.parts and "```python\n" in path.read_text())]
+PAGES = [
+    "README.md",
+    *sorted(
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "docs").rglob("*.md")
+        if "_build" not in path.parts and "```python\n" in path.read_text()
+    ),
+]
 NEEDS = {"docs/getting_started/first_network.md": "sklearn", "docs/how_to/serve.md": "uvicorn"}
 PACKAGES = {"pytorch": "torch", "keras": "keras", "equinox": "equinox", "haiku": "haiku"}
-SLOW = ("docs/getting_started/", "docs/how_to/",    # their parts have quick tests elsewhere
-        *(f"docs/{page}.md" for page in ("compress", "introspection", "models", "parallel", "search", "transforms")))
+SLOW = (
+    "docs/getting_started/",
+    "docs/how_to/",  # their parts have quick tests elsewhere
+    *(
+        f"docs/{page}.md"
+        for page in ("compress", "introspection", "models", "parallel", "search", "transforms")
+    ),
+)
 
 
 @pytest.fixture
@@ -38,7 +50,9 @@ def marked(name, slow):
     return pytest.param(name, marks=pytest.mark.exhaustive) if slow else name
 
 
-@pytest.mark.parametrize("page", [marked(page, page.startswith(SLOW)) for page in PAGES if page not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "page", [marked(page, page.startswith(SLOW)) for page in PAGES if page not in ELSEWHERE]
+)
 def test_a_page_runs(page, as_a_user):
     if page in NEEDS:
         pytest.importorskip(NEEDS[page])
@@ -47,7 +61,9 @@ def test_a_page_runs(page, as_a_user):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("library", ["fnet", *(marked(library, True) for library in tasks.LIBRARIES)])
+@pytest.mark.parametrize(
+    "library", ["fnet", *(marked(library, True) for library in tasks.LIBRARIES)]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_the_twenty_tasks_run(library, as_a_user, monkeypatch):
     if library in PACKAGES:
@@ -66,7 +82,11 @@ def test_the_commands_on_the_pages_name_files_that_exist():
     assert len(named) > 50
     ignored = {"docs/_build/html"}
     assert not [name for name in sorted(named - ignored) if not (ROOT / name).exists()]
-    modules = {name for text in texts for name in re.findall(r"python -m (benchmarks\.\w+|tests\.\w+)", text)}
+    modules = {
+        name
+        for text in texts
+        for name in re.findall(r"python -m (benchmarks\.\w+|tests\.\w+)", text)
+    }
     assert not [name for name in sorted(modules) if importlib.util.find_spec(name) is None]
 
 
@@ -81,11 +101,32 @@ def test_relative_links_have_targets():
 
 
 def test_docstrings_become_restructured_text():
-    lines = ["A layer:", "", "    y = Dense(3)(params, x)", "", "Args:", "    x: [*batch, in].", "    **options: other"]
+    lines = [
+        "A layer:",
+        "",
+        "    y = Dense(3)(params, x)",
+        "",
+        "Args:",
+        "    x: [*batch, in].",
+        "    **options: other",
+    ]
     assert docstrings.convert(lines) == [
-        "A layer:", "", ".. code-block:: python", "", "    y = Dense(3)(params, x)", "", "Args:",
-        r"    x: [\*batch, in].", r"    \*\*options: other"]
-    assert docstrings.convert([">>> f(2)", "*2*", "", "a `*` b"]) == [">>> f(2)", "*2*", "", "a `*` b"]
+        "A layer:",
+        "",
+        ".. code-block:: python",
+        "",
+        "    y = Dense(3)(params, x)",
+        "",
+        "Args:",
+        r"    x: [\*batch, in].",
+        r"    \*\*options: other",
+    ]
+    assert docstrings.convert([">>> f(2)", "*2*", "", "a `*` b"]) == [
+        ">>> f(2)",
+        "*2*",
+        "",
+        "a `*` b",
+    ]
 
 
 def test_every_public_name_is_in_the_reference():
@@ -94,5 +135,9 @@ def test_every_public_name_is_in_the_reference():
         text = page.read_text()
         names = re.findall(r"^(?:   |\.\. py:data:: )([\w.]+)$", text, re.MULTILINE)
         assert len(names) == len(set(names)), page.name
-        listed[re.search(r"automodule:: (\S+)", text)[1]] = {name for name in names if "." not in name}
-    assert listed == {f"fnet.{package}": set(public) for package, public in public_names.by_package().items()}
+        listed[re.search(r"automodule:: (\S+)", text)[1]] = {
+            name for name in names if "." not in name
+        }
+    assert listed == {
+        f"fnet.{package}": set(public) for package, public in public_names.by_package().items()
+    }

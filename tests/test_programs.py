@@ -17,14 +17,16 @@ def some(program, transform, checks):
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.filterwarnings("ignore:tune. the compiler options")    # of the jit around it
+@pytest.mark.filterwarnings("ignore:tune. the compiler options")  # of the jit around it
 @pytest.mark.parametrize("program", CORE, ids=lambda program: program.name)
 def test_transforms_equal_plain_jax(program, quickly):
     if program.missing():
         pytest.skip(f"{program.needs} is not installed")
     failures, comparison = [], Comparison(program)
     for transform in TRANSFORMS:
-        checks = [name for name in CHECKS if name != "leaks" and comparison.applies(transform, name)]
+        checks = [
+            name for name in CHECKS if name != "leaks" and comparison.applies(transform, name)
+        ]
         for name in checks and some(program, transform, checks):
             try:
                 comparison.verify(transform, name)

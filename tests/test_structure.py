@@ -8,17 +8,49 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "fnet"
 MAY_IMPORT = {
-    "_jax": set(), "jaxpr": {"_jax"}, "layers": {"_jax", "jaxpr"}, "hardware": {"_jax", "jaxpr"},
-    "transforms": {"_jax", "jaxpr", "hardware"}, "models": {"_jax", "jaxpr", "layers", "transforms", "compress"},
+    "_jax": set(),
+    "jaxpr": {"_jax"},
+    "layers": {"_jax", "jaxpr"},
+    "hardware": {"_jax", "jaxpr"},
+    "transforms": {"_jax", "jaxpr", "hardware"},
+    "models": {"_jax", "jaxpr", "layers", "transforms", "compress"},
     "parallel": {"_jax", "jaxpr", "hardware", "transforms"},
     "introspect": {"_jax", "jaxpr", "layers", "hardware", "transforms", "parallel"},
     "compress": {"_jax", "jaxpr", "layers", "hardware", "transforms"},
-    "training": {"_jax", "jaxpr", "layers", "hardware", "transforms", "models", "parallel",
-                 "introspect"},
+    "training": {
+        "_jax",
+        "jaxpr",
+        "layers",
+        "hardware",
+        "transforms",
+        "models",
+        "parallel",
+        "introspect",
+    },
     "export": {"_jax", "jaxpr", "layers", "hardware", "transforms", "models"},
-    "search": {"_jax", "jaxpr", "layers", "hardware", "transforms", "models", "parallel", "introspect", "training",
-               "report"},
-    "report": {"_jax", "jaxpr", "layers", "hardware", "transforms", "models", "parallel", "introspect", "training"},
+    "search": {
+        "_jax",
+        "jaxpr",
+        "layers",
+        "hardware",
+        "transforms",
+        "models",
+        "parallel",
+        "introspect",
+        "training",
+        "report",
+    },
+    "report": {
+        "_jax",
+        "jaxpr",
+        "layers",
+        "hardware",
+        "transforms",
+        "models",
+        "parallel",
+        "introspect",
+        "training",
+    },
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -48,13 +80,22 @@ def test_every_package_is_listed():
 @pytest.mark.exhaustive
 def test_parameters_of_equations_are_read_by_key_in_jaxpr_alone():
     """`eqn.params["name"]`, `eqn.params.get("name")` and `"name" in eqn.params`, under any name of the equation."""
-    keyed = re.compile(r"\b(eqn|equation|op\.eqn|source|sink|\w*\.eqns\[[^\]]*\])\.params(\[|\.get\(|\.keys|\.items)|"
-                       r"\bin (eqn|equation)\.params\b")
-    found = [f"{path.relative_to(PACKAGE)}:{number}" for path in FILES if path.parent.name not in ("_jax", "jaxpr")
-             for number, line in enumerate(path.read_text().splitlines(), 1) if keyed.search(line)]
+    keyed = re.compile(
+        r"\b(eqn|equation|op\.eqn|source|sink|\w*\.eqns\[[^\]]*\])\.params(\[|\.get\(|\.keys|\.items)|"
+        r"\bin (eqn|equation)\.params\b"
+    )
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}"
+        for path in FILES
+        if path.parent.name not in ("_jax", "jaxpr")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if keyed.search(line)
+    ]
     assert not found, f"read these through fnet.jaxpr: {found}"
 
 
 @pytest.mark.exhaustive
 def test_nothing_imports_the_experiments():
-    assert not [path for path in FILES for name in imported(path) if name.split(".")[0] == "experiments"]
+    assert not [
+        path for path in FILES for name in imported(path) if name.split(".")[0] == "experiments"
+    ]

@@ -32,7 +32,9 @@ def scaled(scope: nn.Scope, x: jax.Array, *, features: int) -> jax.Array:
 
 def layers(key: jax.Array, x: jax.Array) -> None:
     assert_type(scaled(features=3), nn.Layer)
-    model = nn.Sequential(nn.Conv(32, 3, strides=2), jax.nn.relu, nn.Flatten(), head=MLP((64, 10), dropout=0.1))
+    model = nn.Sequential(
+        nn.Conv(32, 3, strides=2), jax.nn.relu, nn.Flatten(), head=MLP((64, 10), dropout=0.1)
+    )
     assert_type(model, nn.Sequential)
     params, state = model.init(key, x)
     assert_type(params, dict)
@@ -42,20 +44,22 @@ def layers(key: jax.Array, x: jax.Array) -> None:
     trainable, frozen = nn.partition(params, "head/.*")
     print(model(nn.combine(trainable, frozen), x, state=state, key=key, train=True))
     nn.Attention(8, causal=True, rotary=nn.Rotary(), window=None)
-    nn.Dense("10")    # type: ignore[arg-type]
-    nn.Dense(10, bias=False)    # type: ignore[call-arg]
+    nn.Dense("10")  # type: ignore[arg-type]
+    nn.Dense(10, bias=False)  # type: ignore[call-arg]
 
 
 def transforms(params: dict, x: jax.Array) -> None:
     model = MLP((4, 2))
-    step = ft.tune(ft.autocast(ft.value_and_grad(model), "bfloat16", rules={"head": "float32"}), "cpu")
+    step = ft.tune(
+        ft.autocast(ft.value_and_grad(model), "bfloat16", rules={"head": "float32"}), "cpu"
+    )
     print(ft.explain(step, params, x))
     print(ft.capture(model, "head")(params, x))
     ft.intervene(model, {"head": lambda value, index: 0 * value})(params, x)
     ft.microbatch(step, 8)(params, x)
     print(ft.loss_scale(optax.adamw(1e-3), hw.policy(hw.detect(), "train")))
     introspect.summary(model, x, chip="TPU v5e")
-    ft.microbatch(step)    # type: ignore[call-arg]
+    ft.microbatch(step)  # type: ignore[call-arg]
 
 
 def training(params: dict, batches: tr.Batches, workdir: str) -> None:
@@ -69,4 +73,8 @@ def training(params: dict, batches: tr.Batches, workdir: str) -> None:
     plan = parallel.plan(step, lambda key: state, {"x": jax.numpy.ones((8, 3))}, strategy="fsdp")
     assert_type(plan.explain(), str)
     tr.fit(plan.jit(step), plan.place(state), batches, steps=100, workdir=workdir, every=10)
-    print(tr.load(workdir, which="best").params, fnet.__version__, models.GPT(256, 64, 2, 2, context=32))
+    print(
+        tr.load(workdir, which="best").params,
+        fnet.__version__,
+        models.GPT(256, 64, 2, 2, context=32),
+    )

@@ -14,12 +14,14 @@ from benchmarks._live import Live, PeerError, turns
 from benchmarks.peers import _workloads as spec
 
 TOLERANCE = {"float32": 1e-4, "mixed": 3e-2}
-ON_TF32 = 2e-3    # accelerators may round the operands of float32 products
+ON_TF32 = 2e-3  # accelerators may round the operands of float32 products
 PACKAGES = ("optax", "equinox", "keras", "torch")
 INSTALL = "pip install -e '.[bench]'"
 
 
-def compare(peers: dict, workload: str, mode: str, dtype: str, options, *, bases, required: bool) -> tuple[dict, str]:
+def compare(
+    peers: dict, workload: str, mode: str, dtype: str, options, *, bases, required: bool
+) -> tuple[dict, str]:
     """Returns {label: seconds per step in every round}, and the table as text.
 
     Args:
@@ -36,7 +38,10 @@ def compare(peers: dict, workload: str, mode: str, dtype: str, options, *, bases
         PeerError: a peer fails, or its losses differ from those of the first peer.
     """
     with contextlib.ExitStack() as alive:
-        every = [alive.enter_context(_live(label, how, workload, mode, dtype, options)) for label, how in peers.items()]
+        every = [
+            alive.enter_context(_live(label, how, workload, mode, dtype, options))
+            for label, how in peers.items()
+        ]
         present, notes = _present(every, workload, options, required)
         started, tolerance = {}, TOLERANCE[dtype]
         for peer in present:
@@ -45,8 +50,13 @@ def compare(peers: dict, workload: str, mode: str, dtype: str, options, *, bases
                 tolerance = ON_TF32
             reference = present[0].name
             agree(peer.name, answer["losses"], reference, started[reference]["losses"], tolerance)
-        figures = turns(present, rounds=options.rounds, budget=options.budget, untimed=options.untimed,
-                        limit=options.limit)
+        figures = turns(
+            present,
+            rounds=options.rounds,
+            budget=options.budget,
+            untimed=options.untimed,
+            limit=options.limit,
+        )
         memory = {peer.name: peer.ask("memory", limit=60) for peer in present}
     more = {
         "first step s": {name: f"{each['first']:.1f}" for name, each in started.items()},
@@ -55,33 +65,64 @@ def compare(peers: dict, workload: str, mode: str, dtype: str, options, *, bases
     }
     bases = [name for name in bases if name in figures] or [next(iter(figures))]
     devices = " / ".join(sorted({each["device"] for each in started.values()}))
-    title = (f"**{workload}**, {mode}, {dtype}, {options.size} size, allocator: {options.allocator}, on {devices}; "
-             f"losses agree to {tolerance:g}\n")
-    return figures, "\n".join([title, *notes, table(figures, unit="ms", scale=1e3, bases=bases, more=more), ""])
+    title = (
+        f"**{workload}**, {mode}, {dtype}, {options.size} size, allocator: {options.allocator}, on {devices}; "
+        f"losses agree to {tolerance:g}\n"
+    )
+    return figures, "\n".join(
+        [title, *notes, table(figures, unit="ms", scale=1e3, bases=bases, more=more), ""]
+    )
 
 
 def parser(**named) -> argparse.ArgumentParser:
     """Returns the argument parser that all comparisons share."""
     made = argparse.ArgumentParser(**named)
-    made.add_argument("workloads", nargs="+", choices=list(spec.WORKLOADS), metavar="WORKLOAD",
-                      help=f"of {', '.join(spec.WORKLOADS)}")
-    made.add_argument("--mode", type=several(("train", "infer")), default="train", help="train, infer or train,infer")
-    made.add_argument("--dtype", type=several(TOLERANCE), help="float32, mixed or float32,mixed; by default mixed for "
-                      f"{', '.join(spec.ACCELERATOR)} and float32 otherwise")
-    made.add_argument("--size", choices=("full", "small"), default="full", help="small: to test the benchmark")
-    made.add_argument("--allocator", choices=("default", "tuned", "huge"), default="default",
-                      help="tuned: glibc keeps what one step allocated for the next; huge: it asks for huge pages; "
-                      "in all peers")
+    made.add_argument(
+        "workloads",
+        nargs="+",
+        choices=list(spec.WORKLOADS),
+        metavar="WORKLOAD",
+        help=f"of {', '.join(spec.WORKLOADS)}",
+    )
+    made.add_argument(
+        "--mode",
+        type=several(("train", "infer")),
+        default="train",
+        help="train, infer or train,infer",
+    )
+    made.add_argument(
+        "--dtype",
+        type=several(TOLERANCE),
+        help="float32, mixed or float32,mixed; by default mixed for "
+        f"{', '.join(spec.ACCELERATOR)} and float32 otherwise",
+    )
+    made.add_argument(
+        "--size", choices=("full", "small"), default="full", help="small: to test the benchmark"
+    )
+    made.add_argument(
+        "--allocator",
+        choices=("default", "tuned", "huge"),
+        default="default",
+        help="tuned: glibc keeps what one step allocated for the next; huge: it asks for huge pages; "
+        "in all peers",
+    )
     made.add_argument("--rounds", type=int, default=9)
     made.add_argument("--untimed", type=int, default=2, help="rounds to discard at the start")
-    made.add_argument("--budget", type=float, default=0.5, help="seconds of a peer in a round, at least two steps")
-    made.add_argument("--limit", type=float, default=600, help="seconds that a peer may take to compile or run")
-    made.add_argument("--force", action="store_true", help="run workloads for accelerators on a CPU")
+    made.add_argument(
+        "--budget", type=float, default=0.5, help="seconds of a peer in a round, at least two steps"
+    )
+    made.add_argument(
+        "--limit", type=float, default=600, help="seconds that a peer may take to compile or run"
+    )
+    made.add_argument(
+        "--force", action="store_true", help="run workloads for accelerators on a CPU"
+    )
     return made
 
 
 def several(names):
     """Returns an argument type for some of these names, separated by commas."""
+
     def parse(text):
         values = text.split(",")
         for value in values:
@@ -108,17 +149,30 @@ def agree(name, losses, reference, expected, tolerance):
     """
     for i, (got, want) in enumerate(zip(losses, expected, strict=True)):
         if not abs(got - want) <= tolerance * max(map(abs, expected)):
-            raise PeerError(f"{name} does not compute what {reference} does: its loss {i} is {got:.6g}, "
-                            f"{reference}'s is {want:.6g} (relative {tolerance:g} allowed); no times were taken")
+            raise PeerError(
+                f"{name} does not compute what {reference} does: its loss {i} is {got:.6g}, "
+                f"{reference}'s is {want:.6g} (relative {tolerance:g} allowed); no times were taken"
+            )
 
 
 def _live(label, how, workload, mode, dtype, options):
-    details = {"workload": workload, "size": options.size, "mode": mode, "mixed": dtype == "mixed", "checked": 3,
-               "allocator": options.allocator, **how}
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}    # all peers share the memory of the device
+    details = {
+        "workload": workload,
+        "size": options.size,
+        "mode": mode,
+        "mixed": dtype == "mixed",
+        "checked": 3,
+        "allocator": options.allocator,
+        **how,
+    }
+    environment = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false"
+    }  # all peers share the memory of the device
     if options.allocator == "huge":
         environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-    return Live(label, [sys.executable, "-m", "benchmarks.peers._worker", json.dumps(details)], environment)
+    return Live(
+        label, [sys.executable, "-m", "benchmarks.peers._worker", json.dumps(details)], environment
+    )
 
 
 def _present(peers, workload, options, required):
@@ -134,14 +188,18 @@ def _present(peers, workload, options, required):
             notes.append(f"Left out: {sentence}\n")
             continue
         if refused and answer["platform"] == "cpu":
-            raise PeerError(f"{workload} needs an accelerator, and {peer.name} finds none here; a step would take "
-                            "minutes; --force runs it nevertheless")
+            raise PeerError(
+                f"{workload} needs an accelerator, and {peer.name} finds none here; a step would take "
+                "minutes; --force runs it nevertheless"
+            )
         present.append(peer)
     return present, notes
 
 
 def _peak(memory):
-    return f"{memory['process'] / 1e6:.0f}" + (f" + {memory['device'] / 1e6:.0f}" if memory["device"] else "")
+    return f"{memory['process'] / 1e6:.0f}" + (
+        f" + {memory['device'] / 1e6:.0f}" if memory["device"] else ""
+    )
 
 
 def _rates(workload, mode, dtype, options, figures, started):
@@ -157,7 +215,14 @@ def _rates(workload, mode, dtype, options, figures, started):
     from fnet import hardware as hw
 
     flops, chip = model_flops(w, train=mode == "train"), hw.detect()
-    shares = {name: hw.mfu(flops, seconds, chip, "bfloat16" if dtype == "mixed" else "float32")
-              for name, seconds in medians.items()}
-    return {**rates, "MFU": {name: share.why if share.value is None else f"{share.value:.1%}"
-                             for name, share in shares.items()}}
+    shares = {
+        name: hw.mfu(flops, seconds, chip, "bfloat16" if dtype == "mixed" else "float32")
+        for name, seconds in medians.items()
+    }
+    return {
+        **rates,
+        "MFU": {
+            name: share.why if share.value is None else f"{share.value:.1%}"
+            for name, share in shares.items()
+        },
+    }

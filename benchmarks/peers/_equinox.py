@@ -40,7 +40,11 @@ def build(workload, weights, batches, *, train, mixed, **how):
 
 
 NAMES = {"query_proj": "query", "key_proj": "key", "value_proj": "value", "output_proj": "out"}
-KINDS = {"weight": ("kernel", "scale", "embedding"), "weight_ih": ("kernel",), "weight_hh": ("recurrent_kernel",)}
+KINDS = {
+    "weight": ("kernel", "scale", "embedding"),
+    "weight_ih": ("kernel",),
+    "weight_hh": ("recurrent_kernel",),
+}
 
 
 def _filled(model, state, weights):
@@ -50,20 +54,26 @@ def _filled(model, state, weights):
 
     def fill(path, leaf):
         if isinstance(leaf, eqx.nn.BatchNorm):
-            return jax.tree_util.tree_map_with_path(lambda inner, leaf: fill((*path, *inner), leaf), leaf)
+            return jax.tree_util.tree_map_with_path(
+                lambda inner, leaf: fill((*path, *inner), leaf), leaf
+            )
         if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array):
             return leaf
         place, name = _place(path)
         kind = next(kind for kind in KINDS.get(name, (name,)) if f"{place}/{kind}" in left)
         array = left.pop(f"{place}/{kind}")
-        return jnp.asarray((channels_first(array) if kind.endswith("kernel") else array).reshape(leaf.shape))
+        return jnp.asarray(
+            (channels_first(array) if kind.endswith("kernel") else array).reshape(leaf.shape)
+        )
 
     norm = lambda node: isinstance(node, eqx.nn.BatchNorm)
     for path, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=norm):
         if norm(node):
             place, _ = _place((*path, "weight"))
-            state = state.set(node.batch_state_index, tuple(jnp.asarray(left.pop(f"{place}/{kind}"))
-                                                            for kind in ("mean", "var")))
+            state = state.set(
+                node.batch_state_index,
+                tuple(jnp.asarray(left.pop(f"{place}/{kind}")) for kind in ("mean", "var")),
+            )
     model = jax.tree_util.tree_map_with_path(fill, model, is_leaf=norm)
     if left:
         raise ValueError(f"weights that the model does not have: {sorted(left)}")
@@ -76,7 +86,9 @@ def _place(path):
     text = "/".join(str(getattr(key, "name", getattr(key, "idx", key))) for key in path)
     text = re.sub(r"/(\d+)", r"\1", text)
     text = re.sub(r"convs(\d+)/(conv|norm)", lambda m: f"{m[2]}{int(m[1]) + 1}", text)
-    text = re.sub(r"(stem|shortcut)/(conv|norm)", lambda m: m[1] + ("_norm" if m[2] == "norm" else ""), text)
+    text = re.sub(
+        r"(stem|shortcut)/(conv|norm)", lambda m: m[1] + ("_norm" if m[2] == "norm" else ""), text
+    )
     *parents, name = text.split("/")
     return "/".join(NAMES.get(parent, parent) for parent in parents), name
 
@@ -87,7 +99,7 @@ class MLP(eqx.Module):
     def __init__(self, w, key):
         self.dense = [eqx.nn.Linear(a, b, key=key) for a, b in zip(w.widths, w.widths[1:])]
 
-    def __call__(self, x):                                                 # [features]
+    def __call__(self, x):  # [features]
         for i, dense in enumerate(self.dense):
             x = dense(jax.nn.relu(x) if i else x)
         return x
@@ -100,11 +112,15 @@ class CNN(eqx.Module):
 
     def __init__(self, w, key):
         widths = [channels for stage in w.stages for channels in stage]
-        self.conv = [eqx.nn.Conv2d(a, b, 3, padding=1, key=key) for a, b in zip((3, *widths), widths)]
+        self.conv = [
+            eqx.nn.Conv2d(a, b, 3, padding=1, key=key) for a, b in zip((3, *widths), widths)
+        ]
         self.head = eqx.nn.Linear(widths[-1], w.classes, key=key)
-        self.pool_after = frozenset(sum(map(len, w.stages[:i + 1])) - 1 for i in range(len(w.stages)))
+        self.pool_after = frozenset(
+            sum(map(len, w.stages[: i + 1])) - 1 for i in range(len(w.stages))
+        )
 
-    def __call__(self, x):                                                 # [channels, height, width]
+    def __call__(self, x):  # [channels, height, width]
         for i, conv in enumerate(self.conv):
             x = jax.nn.relu(conv(x))
             if i in self.pool_after:
@@ -120,13 +136,22 @@ class Block(eqx.Module):
     down: eqx.nn.Linear
 
     def __init__(self, width, heads, bias, key):
-        self.norm1, self.norm2 = (eqx.nn.LayerNorm(width, spec.EPSILON, use_bias=bias) for _ in range(2))
+        self.norm1, self.norm2 = (
+            eqx.nn.LayerNorm(width, spec.EPSILON, use_bias=bias) for _ in range(2)
+        )
         self.attn = eqx.nn.MultiheadAttention(
-            heads, width, use_query_bias=bias, use_key_bias=bias, use_value_bias=bias, use_output_bias=bias, key=key)
+            heads,
+            width,
+            use_query_bias=bias,
+            use_key_bias=bias,
+            use_value_bias=bias,
+            use_output_bias=bias,
+            key=key,
+        )
         self.up = eqx.nn.Linear(width, 4 * width, use_bias=bias, key=key)
         self.down = eqx.nn.Linear(4 * width, width, use_bias=bias, key=key)
 
-    def __call__(self, x, mask=None):                                      # [time, width]
+    def __call__(self, x, mask=None):  # [time, width]
         y = jax.vmap(self.norm1)(x)
         x = x + self.attn(y, y, y, mask)
         return x + jax.vmap(self._feed_forward)(jax.vmap(self.norm2)(x))
@@ -147,12 +172,12 @@ class GPT(eqx.Module):
         self.block = [Block(w.width, w.heads, w.bias, key) for _ in range(w.depth)]
         self.norm = eqx.nn.LayerNorm(w.width, spec.EPSILON, use_bias=w.bias)
 
-    def __call__(self, tokens):                                            # [time]
+    def __call__(self, tokens):  # [time]
         time = jnp.arange(len(tokens))
-        x = jax.vmap(self.token)(tokens) + jax.vmap(self.position)(time)   # [time, width]
+        x = jax.vmap(self.token)(tokens) + jax.vmap(self.position)(time)  # [time, width]
         for block in self.block:
             x = block(x, time[:, None] >= time)
-        return jax.vmap(self.norm)(x) @ self.token.weight.T                # [time, vocab]
+        return jax.vmap(self.norm)(x) @ self.token.weight.T  # [time, vocab]
 
 
 class ViT(eqx.Module):
@@ -169,9 +194,9 @@ class ViT(eqx.Module):
         self.norm = eqx.nn.LayerNorm(w.width, spec.EPSILON)
         self.head = eqx.nn.Linear(w.width, w.classes, key=key)
 
-    def __call__(self, x):                                                 # [channels, height, width]
+    def __call__(self, x):  # [channels, height, width]
         x = self.patch(x)
-        x = x.reshape(len(x), -1).T + self.position.weight                 # [tokens, width]
+        x = x.reshape(len(x), -1).T + self.position.weight  # [tokens, width]
         for block in self.block:
             x = block(x)
         return self.head(jax.vmap(self.norm)(x).mean(0))
@@ -195,12 +220,17 @@ class Residual(eqx.Module):
     shortcut: ConvNorm | None
 
     def __init__(self, before, width, out, stride, bottleneck, key):
-        convs = [(before, width, 1, 1), (width, width, 3, stride), (width, out, 1, 1)] if bottleneck else [
-            (before, width, 3, stride), (width, out, 3, 1)]
+        convs = (
+            [(before, width, 1, 1), (width, width, 3, stride), (width, out, 1, 1)]
+            if bottleneck
+            else [(before, width, 3, stride), (width, out, 3, 1)]
+        )
         self.convs = [ConvNorm(*sizes, key) for sizes in convs]
-        self.shortcut = ConvNorm(before, out, 1, stride, key) if before != out or stride != 1 else None
+        self.shortcut = (
+            ConvNorm(before, out, 1, stride, key) if before != out or stride != 1 else None
+        )
 
-    def __call__(self, x, state):                                          # [channels, height, width]
+    def __call__(self, x, state):  # [channels, height, width]
         y = x
         for j, conv in enumerate(self.convs, 1):
             y, state = conv(y, state)
@@ -222,7 +252,7 @@ class ResNet(eqx.Module):
         self.head = eqx.nn.Linear(list(w.blocks())[-1][2], w.classes, key=key)
         self.photos = w.photos
 
-    def __call__(self, x, state):                                          # [channels, height, width]
+    def __call__(self, x, state):  # [channels, height, width]
         x, state = self.stem(x, state)
         x = jax.nn.relu(x)
         if self.photos:
@@ -242,12 +272,21 @@ class LSTM(eqx.Module):
         self.lstm = [eqx.nn.LSTMCell(w.width, w.width, key=key) for _ in range(w.depth)]
         self.head = eqx.nn.Linear(w.width, w.vocab, key=key)
 
-    def __call__(self, tokens):                                            # [time]
-        x = jax.vmap(self.token)(tokens)                                   # [time, width]
+    def __call__(self, tokens):  # [time]
+        x = jax.vmap(self.token)(tokens)  # [time, width]
         for cell in self.lstm:
             zero = jnp.zeros(cell.hidden_size, x.dtype)
-            _, x = jax.lax.scan(lambda carry, x, cell=cell: ((new := cell(x, carry)), new[0]), (zero, zero), x)
-        return jax.vmap(self.head)(x)                                      # [time, vocab]
+            _, x = jax.lax.scan(
+                lambda carry, x, cell=cell: ((new := cell(x, carry)), new[0]), (zero, zero), x
+            )
+        return jax.vmap(self.head)(x)  # [time, vocab]
 
 
-MODELS = {spec.MLP: MLP, spec.CNN: CNN, spec.GPT: GPT, spec.ViT: ViT, spec.ResNet: ResNet, spec.LSTM: LSTM}
+MODELS = {
+    spec.MLP: MLP,
+    spec.CNN: CNN,
+    spec.GPT: GPT,
+    spec.ViT: ViT,
+    spec.ResNet: ResNet,
+    spec.LSTM: LSTM,
+}

@@ -13,13 +13,18 @@ from fnet import hardware as hw
 def model_flops(workload, *, train: bool) -> int:
     """Returns the FLOPs of products and convolutions in a training step or a forward pass. Attention counts as if no
     mask were applied."""
-    shapes = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in workload.shapes().items()}
+    shapes = {
+        path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in workload.shapes().items()
+    }
     params, stats = _steps.nested(shapes), _steps.nested(shapes, stats=True)
     x, y = workload.draw(np.random.default_rng(0))
     apply = lambda params, stats, x, train: _handwritten.MODELS[type(workload)](
-        workload, jnp.float32, params, stats, x, train)
+        workload, jnp.float32, params, stats, x, train
+    )
     if not train:
-        return hw.count(lambda params, stats, x: apply(params, stats, x, False)[0], params, stats, x).model_flops
+        return hw.count(
+            lambda params, stats, x: apply(params, stats, x, False)[0], params, stats, x
+        ).model_flops
     tx = _steps.optimizer()
     state = params, stats, jax.eval_shape(tx.init, params)
     return hw.count(_steps.training(apply, tx), state, x, y).model_flops

@@ -29,8 +29,13 @@ def _dense(p, x, low):
 
 def _conv(p, x, low, stride=1, padding=None):
     pad = p["kernel"].shape[0] // 2 if padding is None else padding
-    y = lax.conv_general_dilated(x.astype(low), p["kernel"].astype(low), (stride, stride), [(pad, pad)] * 2,
-                                 dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    y = lax.conv_general_dilated(
+        x.astype(low),
+        p["kernel"].astype(low),
+        (stride, stride),
+        [(pad, pad)] * 2,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
     return y + p["bias"].astype(low) if "bias" in p else y
 
 
@@ -41,17 +46,19 @@ def _layer_norm(p, x, low):
     return (y + p["bias"] if "bias" in p else y).astype(low)
 
 
-def _mlp(w, low, params, stats, x, train):                                 # [batch, features]
+def _mlp(w, low, params, stats, x, train):  # [batch, features]
     for i in range(len(w.widths) - 1):
         x = _dense(params[f"dense{i}"], jax.nn.relu(x) if i else x, low)
     return x, stats
 
 
 def _max_pool(x, size, strides, padding="VALID"):
-    return lax.reduce_window(x, -jnp.inf, lax.max, (1, size, size, 1), (1, strides, strides, 1), padding)
+    return lax.reduce_window(
+        x, -jnp.inf, lax.max, (1, size, size, 1), (1, strides, strides, 1), padding
+    )
 
 
-def _cnn(w, low, params, stats, x, train):                                 # [batch, height, width, channels]
+def _cnn(w, low, params, stats, x, train):  # [batch, height, width, channels]
     i = 0
     for stage in w.stages:
         for _ in stage:
@@ -61,26 +68,29 @@ def _cnn(w, low, params, stats, x, train):                                 # [ba
     return _dense(params["head"], x.mean((1, 2)), low), stats
 
 
-def _block(p, x, heads, causal, low):                                      # [batch, time, width]
+def _block(p, x, heads, causal, low):  # [batch, time, width]
     y = _layer_norm(p["norm1"], x, low)
-    q, k, v = (_dense(p["attn"][name], y, low).reshape(*x.shape[:2], heads, -1) for name in ("query", "key", "value"))
+    q, k, v = (
+        _dense(p["attn"][name], y, low).reshape(*x.shape[:2], heads, -1)
+        for name in ("query", "key", "value")
+    )
     y = jax.nn.dot_product_attention(q, k, v, is_causal=causal).reshape(x.shape)
     x = x + _dense(p["attn"]["out"], y, low)
     y = jax.nn.gelu(_dense(p["up"], _layer_norm(p["norm2"], x, low), low))
     return x + _dense(p["down"], y, low)
 
 
-def _gpt(w, low, params, stats, tokens, train):                            # [batch, time]
+def _gpt(w, low, params, stats, tokens, train):  # [batch, time]
     table = params["token"]["embedding"]
-    x = (table[tokens] + params["position"]["embedding"][:tokens.shape[1]]).astype(low)
+    x = (table[tokens] + params["position"]["embedding"][: tokens.shape[1]]).astype(low)
     for i in range(w.depth):
         x = _block(params[f"block{i}"], x, w.heads, True, low)
-    return _layer_norm(params["norm"], x, low) @ table.T.astype(low), stats    # [batch, time, vocab]
+    return _layer_norm(params["norm"], x, low) @ table.T.astype(low), stats  # [batch, time, vocab]
 
 
-def _vit(w, low, params, stats, x, train):                                 # [batch, height, width, channels]
+def _vit(w, low, params, stats, x, train):  # [batch, height, width, channels]
     x = _conv(params["patch"], x, low, w.patch, padding=0)
-    x = x.reshape(len(x), -1, w.width)                                     # [batch, tokens, width]
+    x = x.reshape(len(x), -1, w.width)  # [batch, tokens, width]
     x = x + params["position"]["embedding"].astype(low)
     for i in range(w.depth):
         x = _block(params[f"block{i}"], x, w.heads, False, low)
@@ -98,7 +108,7 @@ def _batch_norm(p, s, x, low, train):
     return ((x - mean) * (lax.rsqrt(var + spec.EPSILON) * p["scale"]) + p["bias"]).astype(low), s
 
 
-def _resnet(w, low, params, stats, x, train):                              # [batch, height, width, channels]
+def _resnet(w, low, params, stats, x, train):  # [batch, height, width, channels]
     new = {}
 
     def conv_norm(x, conv, norm, stride, at=()):
@@ -131,15 +141,22 @@ def _cell(kernel, carry, projected):
     return (hidden, cell), hidden
 
 
-def _lstm(w, low, params, stats, tokens, train):                           # [batch, time]
-    x = params["token"]["embedding"][tokens].astype(low).swapaxes(0, 1)    # [time, batch, width]
+def _lstm(w, low, params, stats, tokens, train):  # [batch, time]
+    x = params["token"]["embedding"][tokens].astype(low).swapaxes(0, 1)  # [time, batch, width]
     for i in range(w.depth):
         p = params[f"lstm{i}"]
 
         zero = jnp.zeros((tokens.shape[0], w.width), jnp.float32)
         cell = functools.partial(_cell, p["recurrent_kernel"].astype(low))
         _, x = lax.scan(cell, (zero.astype(low), zero), _dense(p, x, low))
-    return _dense(params["head"], x.swapaxes(0, 1), low), stats            # [batch, time, vocab]
+    return _dense(params["head"], x.swapaxes(0, 1), low), stats  # [batch, time, vocab]
 
 
-MODELS = {spec.MLP: _mlp, spec.CNN: _cnn, spec.GPT: _gpt, spec.ViT: _vit, spec.ResNet: _resnet, spec.LSTM: _lstm}
+MODELS = {
+    spec.MLP: _mlp,
+    spec.CNN: _cnn,
+    spec.GPT: _gpt,
+    spec.ViT: _vit,
+    spec.ResNet: _resnet,
+    spec.LSTM: _lstm,
+}

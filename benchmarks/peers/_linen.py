@@ -15,14 +15,21 @@ from benchmarks.peers._steps import Run, fitted, nested
 
 def build(workload, weights, batches, *, train, mixed, **how):
     model = MODELS[type(workload)](workload, jnp.bfloat16 if mixed else jnp.float32)
-    like = jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), batches[0][0])
-    params = {name: _cell(tree) if name.startswith("lstm") else tree for name, tree in nested(weights).items()}
+    like = jax.eval_shape(
+        functools.partial(model.init, train=False), jax.random.key(0), batches[0][0]
+    )
+    params = {
+        name: _cell(tree) if name.startswith("lstm") else tree
+        for name, tree in nested(weights).items()
+    }
     params, stats = fitted(like["params"], params), nested(weights, stats=True)
 
     def apply(params, stats, x, train):
         if not (train and stats):
             return model.apply({"params": params, "batch_stats": stats}, x, train), stats
-        logits, updated = model.apply({"params": params, "batch_stats": stats}, x, train, mutable=["batch_stats"])
+        logits, updated = model.apply(
+            {"params": params, "batch_stats": stats}, x, train, mutable=["batch_stats"]
+        )
         return logits, updated["batch_stats"]
 
     return Run(apply, params, stats, batches, train=train, **how)
@@ -33,7 +40,9 @@ def _cell(lstm):
     hg and ho of the state, with the biases."""
     tree = {}
     for i, gate in enumerate("ifgo"):
-        kernel, recurrent, bias = (np.split(lstm[name], 4, -1)[i] for name in ("kernel", "recurrent_kernel", "bias"))
+        kernel, recurrent, bias = (
+            np.split(lstm[name], 4, -1)[i] for name in ("kernel", "recurrent_kernel", "bias")
+        )
         tree |= {f"i{gate}": {"kernel": kernel}, f"h{gate}": {"kernel": recurrent, "bias": bias}}
     return tree
 
@@ -43,7 +52,7 @@ class MLP(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x, train):                                          # [batch, features]
+    def __call__(self, x, train):  # [batch, features]
         for i, width in enumerate(self.w.widths[1:]):
             x = nn.Dense(width, dtype=self.dtype, name=f"dense{i}")(nn.relu(x) if i else x)
         return x
@@ -54,7 +63,7 @@ class CNN(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x, train):                                          # [batch, height, width, channels]
+    def __call__(self, x, train):  # [batch, height, width, channels]
         i = 0
         for stage in self.w.stages:
             for channels in stage:
@@ -70,7 +79,7 @@ class Block(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x, mask=None):                                      # [batch, time, width]
+    def __call__(self, x, mask=None):  # [batch, time, width]
         width = x.shape[-1]
         options = {"use_bias": self.bias, "dtype": self.dtype}
         norm = functools.partial(nn.LayerNorm, epsilon=spec.EPSILON, **options)
@@ -83,18 +92,22 @@ class Block(nn.Module):
 class GPT(nn.Module):
     w: spec.GPT
     dtype: jnp.dtype
-    scanned: bool = False    # whether the blocks are one nn.scan over stacked weights
+    scanned: bool = False  # whether the blocks are one nn.scan over stacked weights
 
     @nn.compact
-    def __call__(self, tokens, train):                                     # [batch, time]
+    def __call__(self, tokens, train):  # [batch, time]
         w = self.w
         embed = nn.Embed(w.vocab, w.width, dtype=self.dtype, name="token")
         position = nn.Embed(w.time, w.width, dtype=self.dtype, name="position")
-        x = embed(tokens) + position(jnp.arange(tokens.shape[1]))          # [batch, time, width]
+        x = embed(tokens) + position(jnp.arange(tokens.shape[1]))  # [batch, time, width]
         mask = nn.make_causal_mask(tokens)
         if self.scanned:
-            run = nn.scan(lambda block, x, _: (block(x, mask), None), variable_axes={"params": 0},
-                          split_rngs={"params": True}, length=w.depth)
+            run = nn.scan(
+                lambda block, x, _: (block(x, mask), None),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=w.depth,
+            )
             x, _ = run(Block(w.heads, w.bias, self.dtype, name="blocks"), x, None)
         for i in range(0 if self.scanned else w.depth):
             x = Block(w.heads, w.bias, self.dtype, name=f"block{i}")(x, mask)
@@ -107,12 +120,14 @@ class ViT(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x, train):                                          # [batch, height, width, channels]
+    def __call__(self, x, train):  # [batch, height, width, channels]
         w = self.w
         patch = (w.patch, w.patch)
         x = nn.Conv(w.width, patch, patch, "VALID", dtype=self.dtype, name="patch")(x)
-        x = x.reshape(len(x), -1, w.width)                                 # [batch, tokens, width]
-        x = x + nn.Embed(x.shape[1], w.width, dtype=self.dtype, name="position")(jnp.arange(x.shape[1]))
+        x = x.reshape(len(x), -1, w.width)  # [batch, tokens, width]
+        x = x + nn.Embed(x.shape[1], w.width, dtype=self.dtype, name="position")(
+            jnp.arange(x.shape[1])
+        )
         for i in range(w.depth):
             x = Block(w.heads, True, self.dtype, name=f"block{i}")(x)
         x = nn.LayerNorm(epsilon=spec.EPSILON, dtype=self.dtype, name="norm")(x).mean(1)
@@ -127,9 +142,13 @@ class Residual(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x, train):                                          # [batch, height, width, channels]
+    def __call__(self, x, train):  # [batch, height, width, channels]
         a, b, stride = self.width, self.out, self.stride
-        convs = [(1, a, 1), (3, a, stride), (1, b, 1)] if self.bottleneck else [(3, a, stride), (3, b, 1)]
+        convs = (
+            [(1, a, 1), (3, a, stride), (1, b, 1)]
+            if self.bottleneck
+            else [(3, a, stride), (3, b, 1)]
+        )
         y = x
         for j, (window, channels, strides) in enumerate(convs, 1):
             y = conv_norm(channels, window, strides, f"conv{j}", f"norm{j}", self.dtype, train)(y)
@@ -140,9 +159,20 @@ class Residual(nn.Module):
 
 
 def conv_norm(channels, window, stride, conv, norm, dtype, train):
-    return nn.Sequential([
-        nn.Conv(channels, (window, window), stride, window // 2, use_bias=False, dtype=dtype, name=conv),
-        nn.BatchNorm(not train, momentum=0.9, epsilon=spec.EPSILON, dtype=dtype, name=norm)])
+    return nn.Sequential(
+        [
+            nn.Conv(
+                channels,
+                (window, window),
+                stride,
+                window // 2,
+                use_bias=False,
+                dtype=dtype,
+                name=conv,
+            ),
+            nn.BatchNorm(not train, momentum=0.9, epsilon=spec.EPSILON, dtype=dtype, name=norm),
+        ]
+    )
 
 
 class ResNet(nn.Module):
@@ -150,7 +180,7 @@ class ResNet(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x, train):                                          # [batch, height, width, channels]
+    def __call__(self, x, train):  # [batch, height, width, channels]
         w = self.w
         window, stride = (7, 2) if w.photos else (3, 1)
         x = nn.relu(conv_norm(w.width, window, stride, "stem", "stem_norm", self.dtype, train)(x))
@@ -166,12 +196,19 @@ class LSTM(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, tokens, train):                                     # [batch, time]
+    def __call__(self, tokens, train):  # [batch, time]
         w = self.w
         x = nn.Embed(w.vocab, w.width, dtype=self.dtype, name="token")(tokens)
         for i in range(w.depth):
             x = nn.RNN(nn.OptimizedLSTMCell(w.width, dtype=self.dtype, name=f"lstm{i}"))(x)
-        return nn.Dense(w.vocab, dtype=self.dtype, name="head")(x)         # [batch, time, vocab]
+        return nn.Dense(w.vocab, dtype=self.dtype, name="head")(x)  # [batch, time, vocab]
 
 
-MODELS = {spec.MLP: MLP, spec.CNN: CNN, spec.GPT: GPT, spec.ViT: ViT, spec.ResNet: ResNet, spec.LSTM: LSTM}
+MODELS = {
+    spec.MLP: MLP,
+    spec.CNN: CNN,
+    spec.GPT: GPT,
+    spec.ViT: ViT,
+    spec.ResNet: ResNet,
+    spec.LSTM: LSTM,
+}

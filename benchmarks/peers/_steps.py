@@ -51,7 +51,7 @@ class Run:
         return loss
 
     def wait(self, value):
-        jax.block_until_ready(value)    # also waits for the state, which the same program computes
+        jax.block_until_ready(value)  # also waits for the state, which the same program computes
 
     def numpy(self, value):
         return np.asarray(value, np.float32)
@@ -79,7 +79,9 @@ def training(apply, tx, wrap=lambda f: f):
 
     def loss(params, stats, x, y):
         logits, stats = apply(params, stats, x, True)
-        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), y).mean(), stats
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), y
+        ).mean(), stats
 
     def step(state, x, y):
         params, stats, opt_state = state
@@ -112,7 +114,12 @@ def fitted(like, tree):
         ValueError: the two trees have different paths.
     """
     if jax.tree.structure(like) != jax.tree.structure(tree):
-        ours, theirs = ({jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(t)} for t in (tree, like))
-        raise ValueError(f"weights that the model does not have: {sorted(ours - theirs)}; without weights: "
-                         f"{sorted(theirs - ours)}")
+        ours, theirs = (
+            {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(t)}
+            for t in (tree, like)
+        )
+        raise ValueError(
+            f"weights that the model does not have: {sorted(ours - theirs)}; without weights: "
+            f"{sorted(theirs - ours)}"
+        )
     return jax.tree.map(lambda a, b: b.reshape(a.shape), like, tree)

@@ -41,7 +41,12 @@ class Worker:
 
     def __init__(self, *, peer, workload, size, mode, mixed, checked, allocator, **how):
         self.names, self.how = (peer, workload, size), how
-        self.train, self.mixed, self.checked, self.allocator = mode == "train", mixed, checked, allocator
+        self.train, self.mixed, self.checked, self.allocator = (
+            mode == "train",
+            mixed,
+            checked,
+            allocator,
+        )
 
     def prepare(self):
         """Imports the packages of the peer. Returns {"platform": a platform such as "cpu"}, or {"missing": a package
@@ -68,29 +73,43 @@ class Worker:
 
         workload = spec.workload(*self.names[1:])
         batches = spec.batches(workload)
-        self.run = self.module.build(workload, spec.weights(workload), batches, train=self.train, mixed=self.mixed,
-                                     **self.options)
+        self.run = self.module.build(
+            workload,
+            spec.weights(workload),
+            batches,
+            train=self.train,
+            mixed=self.mixed,
+            **self.options,
+        )
         seconds, values = [], []
         for i in range(self.checked + 1):
             begun = time.perf_counter()
             values.append(self._step(0 if self.train else i))
             seconds.append(time.perf_counter() - begun)
         first, self.each = seconds[0], seconds[-1]
-        values = [self.run.numpy(value) for value in values[:self.checked]]
-        losses = map(float, values) if self.train else map(spec.cross_entropy, values, (y for _, y in batches))
-        return {"first": first, "losses": list(losses), "platform": self.run.platform(),
-                "device": self.run.device()}
+        values = [self.run.numpy(value) for value in values[: self.checked]]
+        losses = (
+            map(float, values)
+            if self.train
+            else map(spec.cross_entropy, values, (y for _, y in batches))
+        )
+        return {
+            "first": first,
+            "losses": list(losses),
+            "platform": self.run.platform(),
+            "device": self.run.device(),
+        }
 
     def time(self, budget):
         """Returns the seconds per step, over about `budget` seconds and at least two steps."""
         if self.each < 0.05:
-            self._step(0)    # not timed, because the previous peer has changed the CPU's caches
+            self._step(0)  # not timed, because the previous peer has changed the CPU's caches
         steps = max(2, math.ceil(budget / self.each))
         begun = time.perf_counter()
         for i in range(steps):
             value = self.run.step(i)
             if not self.train:
-                self.run.wait(value)    # otherwise, independent calls would overlap
+                self.run.wait(value)  # otherwise, independent calls would overlap
         self.run.wait(value)
         self.each = (time.perf_counter() - begun) / steps
         return self.each
@@ -100,7 +119,10 @@ class Worker:
         import resource
 
         unit = 1 if sys.platform == "darwin" else 1024
-        return {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "device": self.run.memory()}
+        return {
+            "process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+            "device": self.run.memory(),
+        }
 
     def _step(self, batch):
         value = self.run.step(batch)
@@ -110,4 +132,11 @@ class Worker:
 
 if __name__ == "__main__":
     worker = Worker(**json.loads(sys.argv[1]))
-    serve({"prepare": worker.prepare, "start": worker.start, "time": worker.time, "memory": worker.memory})
+    serve(
+        {
+            "prepare": worker.prepare,
+            "start": worker.start,
+            "time": worker.time,
+            "memory": worker.memory,
+        }
+    )

@@ -31,10 +31,14 @@ class MLP:
     widths: tuple[int, ...] = (784, 512, 512, 10)
 
     def shapes(self):
-        return _merged(*(_dense(f"dense{i}", a, b) for i, (a, b) in enumerate(itertools.pairwise(self.widths))))
+        return _merged(
+            *(_dense(f"dense{i}", a, b) for i, (a, b) in enumerate(itertools.pairwise(self.widths)))
+        )
 
     def draw(self, rng):
-        return rng.standard_normal((self.batch, self.widths[0]), np.float32), _labels(rng, self.batch, self.widths[-1])
+        return rng.standard_normal((self.batch, self.widths[0]), np.float32), _labels(
+            rng, self.batch, self.widths[-1]
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +54,9 @@ class CNN:
 
     def shapes(self):
         channels = (3, *(width for stage in self.stages for width in stage))
-        convs = (_dense(f"conv{i}", 3, 3, a, b) for i, (a, b) in enumerate(itertools.pairwise(channels)))
+        convs = (
+            _dense(f"conv{i}", 3, 3, a, b) for i, (a, b) in enumerate(itertools.pairwise(channels))
+        )
         return _merged(*convs, _dense("head", channels[-1], self.classes))
 
     def draw(self, rng):
@@ -81,9 +87,13 @@ class GPT:
 
     def shapes(self):
         return _merged(
-            {"token/embedding": (self.vocab, self.width), "position/embedding": (self.time, self.width)},
+            {
+                "token/embedding": (self.vocab, self.width),
+                "position/embedding": (self.time, self.width),
+            },
             *(_block(f"block{i}", self.width, self.bias) for i in range(self.depth)),
-            _norm("norm", self.width, self.bias))
+            _norm("norm", self.width, self.bias),
+        )
 
     def draw(self, rng):
         return _tokens(rng, self)
@@ -113,7 +123,9 @@ class ViT:
             _dense("patch", self.patch, self.patch, 3, self.width),
             {"position/embedding": ((self.size // self.patch) ** 2, self.width)},
             *(_block(f"block{i}", self.width, True) for i in range(self.depth)),
-            _norm("norm", self.width), _dense("head", self.width, self.classes))
+            _norm("norm", self.width),
+            _dense("head", self.width, self.classes),
+        )
 
     def draw(self, rng):
         return _images(rng, self.batch, self.size), _labels(rng, self.batch, self.classes)
@@ -156,15 +168,26 @@ class ResNet:
 
     def shapes(self):
         window = 7 if self.photos else 3
-        parts = [{"stem/kernel": (window, window, 3, self.width)}, _batch_norm("stem_norm", self.width)]
+        parts = [
+            {"stem/kernel": (window, window, 3, self.width)},
+            _batch_norm("stem_norm", self.width),
+        ]
         for i, (before, width, out, stride) in enumerate(self.blocks()):
-            convs = [(1, before, width), (3, width, width), (1, width, out)] if self.bottleneck else [
-                (3, before, width), (3, width, out)]
+            convs = (
+                [(1, before, width), (3, width, width), (1, width, out)]
+                if self.bottleneck
+                else [(3, before, width), (3, width, out)]
+            )
             for j, (window, a, b) in enumerate(convs, 1):
-                parts += [{f"block{i}/conv{j}/kernel": (window, window, a, b)}, _batch_norm(f"block{i}/norm{j}", b)]
+                parts += [
+                    {f"block{i}/conv{j}/kernel": (window, window, a, b)},
+                    _batch_norm(f"block{i}/norm{j}", b),
+                ]
             if before != out or stride != 1:
-                parts += [{f"block{i}/shortcut/kernel": (1, 1, before, out)},
-                          _batch_norm(f"block{i}/shortcut_norm", out)]
+                parts += [
+                    {f"block{i}/shortcut/kernel": (1, 1, before, out)},
+                    _batch_norm(f"block{i}/shortcut_norm", out),
+                ]
         return _merged(*parts, _dense("head", out, self.classes))
 
     def draw(self, rng):
@@ -190,9 +213,19 @@ class LSTM:
 
     def shapes(self):
         width, gates = self.width, 4 * self.width
-        cells = ({f"lstm{i}/kernel": (width, gates), f"lstm{i}/recurrent_kernel": (width, gates),
-                  f"lstm{i}/bias": (gates,)} for i in range(self.depth))
-        return _merged({"token/embedding": (self.vocab, self.width)}, *cells, _dense("head", self.width, self.vocab))
+        cells = (
+            {
+                f"lstm{i}/kernel": (width, gates),
+                f"lstm{i}/recurrent_kernel": (width, gates),
+                f"lstm{i}/bias": (gates,),
+            }
+            for i in range(self.depth)
+        )
+        return _merged(
+            {"token/embedding": (self.vocab, self.width)},
+            *cells,
+            _dense("head", self.width, self.vocab),
+        )
 
     def draw(self, rng):
         return _tokens(rng, self)
@@ -206,10 +239,16 @@ WORKLOADS = {
     "vit-tiny": ViT(),
     "resnet18": ResNet(),
     "resnet50": ResNet(128, 224, (3, 4, 6, 3), bottleneck=True, photos=True, classes=1000),
-    "gpt2-124m": GPT(16, 1024, 768, 12, 12, 50304, bias=True),    # with the vocabulary padded to a multiple of 128
+    "gpt2-124m": GPT(
+        16, 1024, 768, 12, 12, 50304, bias=True
+    ),  # with the vocabulary padded to a multiple of 128
     "gpt2-350m": GPT(8, 1024, 1024, 24, 16, 50304, bias=True),
 }
-ACCELERATOR = ("resnet50", "gpt2-124m", "gpt2-350m")    # too slow on a CPU; mixed precision by default
+ACCELERATOR = (
+    "resnet50",
+    "gpt2-124m",
+    "gpt2-350m",
+)  # too slow on a CPU; mixed precision by default
 SMALL = {
     "mlp": MLP(8, (12, 16, 10)),
     "cnn": CNN(4, 8, ((8,), (16,))),
@@ -225,7 +264,11 @@ SMALL = {
 
 def items(workload) -> tuple[str, int]:
     """Returns what one step processes: ("tokens", count) or ("examples", count)."""
-    return ("tokens", workload.batch * workload.time) if hasattr(workload, "time") else ("examples", workload.batch)
+    return (
+        ("tokens", workload.batch * workload.time)
+        if hasattr(workload, "time")
+        else ("examples", workload.batch)
+    )
 
 
 def workload(name: str, size: str = "full"):
@@ -237,9 +280,14 @@ def weights(workload, seed: int = 0) -> dict[str, np.ndarray]:
     """Returns the weights, {path: float32 array}. No array is constant 0 or 1, so that exchanged arrays change the
     loss."""
     rng = np.random.default_rng(seed)
-    drawn = {path: _draw(rng, path.rsplit("/", 1)[-1], shape) for path, shape in workload.shapes().items()}
+    drawn = {
+        path: _draw(rng, path.rsplit("/", 1)[-1], shape)
+        for path, shape in workload.shapes().items()
+    }
     if isinstance(workload, LSTM):
-        drawn["token/embedding"] *= 50    # no norm follows, and activations of scale 0.02 give tiny gradients
+        drawn["token/embedding"] *= (
+            50  # no norm follows, and activations of scale 0.02 give tiny gradients
+        )
     return drawn
 
 
@@ -264,7 +312,7 @@ def _draw(rng, kind, shape):
         return noise / np.float32(np.sqrt(np.prod(shape[:-1])))
     if kind == "scale" or kind == "var":
         return 1 + np.float32(0.1) * np.tanh(noise)
-    return np.float32(0.02) * noise    # bias, embedding, mean
+    return np.float32(0.02) * noise  # bias, embedding, mean
 
 
 def _images(rng, batch, size):
@@ -299,7 +347,11 @@ def _batch_norm(path, width):
 def _block(path, width, bias):
     return _merged(
         _norm(f"{path}/norm1", width, bias),
-        *(_dense(f"{path}/attn/{name}", width, width, bias=bias) for name in ("query", "key", "value", "out")),
+        *(
+            _dense(f"{path}/attn/{name}", width, width, bias=bias)
+            for name in ("query", "key", "value", "out")
+        ),
         _norm(f"{path}/norm2", width, bias),
         _dense(f"{path}/up", width, 4 * width, bias=bias),
-        _dense(f"{path}/down", 4 * width, width, bias=bias))
+        _dense(f"{path}/down", 4 * width, width, bias=bias),
+    )

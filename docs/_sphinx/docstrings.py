@@ -2,7 +2,17 @@
 
 import re
 
-SECTIONS = ("Args:", "Returns:", "Raises:", "Yields:", "Attributes:", "Fields:", "Inputs:", "Example:", "Others:")
+SECTIONS = (
+    "Args:",
+    "Returns:",
+    "Raises:",
+    "Yields:",
+    "Attributes:",
+    "Fields:",
+    "Inputs:",
+    "Example:",
+    "Others:",
+)
 _SPECIAL = re.compile(r"(?<!\\)([*|\\])|(?<=\w)(_)(?!\w)")
 
 
@@ -33,7 +43,11 @@ def convert(lines: list[str]) -> list[str]:
         indent = len(line) - len(line.lstrip())
         if indent == 0 and line.strip():
             section, block = line.strip() in SECTIONS, False
-        if not line.strip() or line.lstrip().startswith((">>>", "...")) or _in_doctest(lines, number):
+        if (
+            not line.strip()
+            or line.lstrip().startswith((">>>", "..."))
+            or _in_doctest(lines, number)
+        ):
             result.append(line)
             continue
         if section or indent < 4:
@@ -41,7 +55,7 @@ def convert(lines: list[str]) -> list[str]:
             continue
         if not block:
             if result and result[-1].strip():
-                result.append(_escaped(line))    # the continuation of a list item
+                result.append(_escaped(line))  # the continuation of a list item
                 continue
             result += [f".. code-block:: {_language(lines, number)}", ""]
             block = True
@@ -59,15 +73,15 @@ def _in_doctest(lines, number):
 
 
 def _language(lines, start):
-    text = "\n".join(lines[start:start + 3])
+    text = "\n".join(lines[start : start + 3])
     code = re.search(r"[=(]|^\s*(@|class |def |for |import |from )", text, re.MULTILINE)
     return "python" if code and text.isascii() else "text"
 
 
 def _escaped(line):
-    parts = re.split(r"(``.*?``|`[^`]*`)", line)    # text and code alternate
+    parts = re.split(r"(``.*?``|`[^`]*`)", line)  # text and code alternate
     for i, part in enumerate(parts):
         if i % 2 == 0:
             part = _SPECIAL.sub(lambda match: "\\" + match[0], part)
-            parts[i] = "\\ " + part if i and re.match(r"\w", part) else part    # `Array`s
+            parts[i] = "\\ " + part if i and re.match(r"\w", part) else part  # `Array`s
     return "".join(parts)

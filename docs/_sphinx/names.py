@@ -5,8 +5,21 @@ import inspect
 
 import jax
 
-PACKAGES = ("layers", "transforms", "training", "parallel", "models", "models.pretrained", "hardware", "introspect",
-            "compress", "export", "report", "search", "search.federated")
+PACKAGES = (
+    "layers",
+    "transforms",
+    "training",
+    "parallel",
+    "models",
+    "models.pretrained",
+    "hardware",
+    "introspect",
+    "compress",
+    "export",
+    "report",
+    "search",
+    "search.federated",
+)
 
 
 def by_package() -> dict[str, list[str]]:
@@ -14,16 +27,24 @@ def by_package() -> dict[str, list[str]]:
     result = {}
     for package in PACKAGES:
         module = importlib.import_module(f"fnet.{package}")
-        result[package] = [name for name in module.__all__ if not inspect.ismodule(value := getattr(module, name))
-                           and getattr(jax, name, None) is not value]
+        result[package] = [
+            name
+            for name in module.__all__
+            if not inspect.ismodule(value := getattr(module, name))
+            and getattr(jax, name, None) is not value
+        ]
     return result
 
 
 def without_example() -> list[str]:
     """Returns the public names whose docstring has no example."""
     modules = {package: importlib.import_module(f"fnet.{package}") for package in PACKAGES}
-    return [f"{package}.{name}" for package, names in by_package().items() for name in names
-            if callable(value := getattr(modules[package], name)) and ">>>" not in (value.__doc__ or "")]
+    return [
+        f"{package}.{name}"
+        for package, names in by_package().items()
+        for name in names
+        if callable(value := getattr(modules[package], name)) and ">>>" not in (value.__doc__ or "")
+    ]
 
 
 def file_names() -> dict[str, str]:
@@ -38,4 +59,8 @@ def file_names() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print(sum(map(len, by_package().values())), "public names; without an example:", *without_example())
+    print(
+        sum(map(len, by_package().values())),
+        "public names; without an example:",
+        *without_example(),
+    )

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 x, y = np.ones((32, 8), np.float32), np.arange(32) % 3
 images = np.ones((4, 1, 28, 28), np.float32)
 
+
 # %% Define a model
 class MLP(eqx.Module):
     fc: eqx.nn.Linear
@@ -21,14 +22,15 @@ class MLP(eqx.Module):
         self.fc = eqx.nn.Linear(inputs, hidden, key=first)
         self.head = eqx.nn.Linear(hidden, classes, key=second)
 
-    def __call__(self, x):                          # [features]: one example
+    def __call__(self, x):  # [features]: one example
         return self.head(jax.nn.relu(self.fc(x)))
+
 
 model = MLP(8, 16, key=jax.random.key(0))
 
 # %% Create the parameters
-model = MLP(8, 16, key=jax.random.key(0))           # the constructor creates the parameters
-kernel = model.fc.weight                            # [16, 8], transposed
+model = MLP(8, 16, key=jax.random.key(0))  # the constructor creates the parameters
+kernel = model.fc.weight  # [16, 8], transposed
 
 # %% Apply the model
 logits = jax.vmap(model)(x)
@@ -43,10 +45,16 @@ dense = eqx.tree_at(lambda d: (d.weight, d.bias), dense, (weight, jnp.full(16, 0
 
 # %% Write a network as a sequence
 first, second = jax.random.split(jax.random.key(0))
-cnn = eqx.nn.Sequential([
-    eqx.nn.Conv2d(1, 16, 3, padding=1, key=first), eqx.nn.Lambda(jax.nn.relu),
-    eqx.nn.MaxPool2d(2, 2), eqx.nn.Lambda(jnp.ravel), eqx.nn.Linear(16 * 14 * 14, 10, key=second)])
-cnn_logits = jax.vmap(cnn)(images)                  # channels first
+cnn = eqx.nn.Sequential(
+    [
+        eqx.nn.Conv2d(1, 16, 3, padding=1, key=first),
+        eqx.nn.Lambda(jax.nn.relu),
+        eqx.nn.MaxPool2d(2, 2),
+        eqx.nn.Lambda(jnp.ravel),
+        eqx.nn.Linear(16 * 14 * 14, 10, key=second),
+    ]
+)
+cnn_logits = jax.vmap(cnn)(images)  # channels first
 
 # %% Use dropout
 dropout = eqx.nn.Sequential([eqx.nn.Linear(8, 16, key=first), eqx.nn.Dropout(0.5)])
@@ -55,11 +63,19 @@ noisy = jax.vmap(lambda row, key: dropout(row, key=key))(x, keys)
 exact = jax.vmap(eqx.nn.inference_mode(dropout))(x)
 
 # %% Use batch normalization
-linear, norm = eqx.nn.Linear(8, 16, key=first), eqx.nn.BatchNorm(16, axis_name="batch", mode="batch")
+linear, norm = (
+    eqx.nn.Linear(8, 16, key=first),
+    eqx.nn.BatchNorm(16, axis_name="batch", mode="batch"),
+)
 stats = eqx.nn.State(norm)
-batched = jax.vmap(lambda row, stats: norm(linear(row), stats), axis_name="batch",
-                   in_axes=(0, None), out_axes=(0, None))
+batched = jax.vmap(
+    lambda row, stats: norm(linear(row), stats),
+    axis_name="batch",
+    in_axes=(0, None),
+    out_axes=(0, None),
+)
 out, stats = batched(jnp.asarray(x), stats)
+
 
 # %% Write a layer with a parameter
 class Scale(eqx.Module):
@@ -71,12 +87,14 @@ class Scale(eqx.Module):
     def __call__(self, x):
         return x * self.scale
 
+
 # %% Share weights
 class Autoencoder(eqx.Module):
     shared: eqx.nn.Linear
 
     def __call__(self, x):
         return self.shared(self.shared(x))
+
 
 # %% Repeat a block
 class Block(eqx.Module):
@@ -89,16 +107,20 @@ class Block(eqx.Module):
     def __call__(self, x):
         return x + jax.nn.relu(self.fc(self.norm(x)))
 
+
 blocks = eqx.filter_vmap(Block)(jax.random.split(jax.random.key(0), 12))
 arrays, static = eqx.partition(blocks, eqx.is_array)
 
+
 def deep(x):
     return jax.lax.scan(lambda x, block: (eqx.combine(block, static)(x), None), x, arrays)[0]
+
 
 # %% Compute a loss and its gradient
 def loss(model, x, y):
     logits = jax.vmap(model)(x)
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
 
 value, grads = eqx.filter_value_and_grad(loss)(model, x, y)
 
@@ -106,11 +128,13 @@ value, grads = eqx.filter_value_and_grad(loss)(model, x, y)
 tx = optax.adamw(1e-3)
 opt_state = tx.init(eqx.filter(model, eqx.is_array))
 
+
 @eqx.filter_jit
 def step(model, opt_state, x, y):
     value, grads = eqx.filter_value_and_grad(loss)(model, x, y)
     updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_array))
     return eqx.apply_updates(model, updates), opt_state, value
+
 
 model, opt_state, value = step(model, opt_state, x, y)
 
@@ -132,7 +156,7 @@ grads = eqx.filter_grad(lambda trainable: loss(eqx.combine(trainable, frozen), x
 
 # %% Train in mixed precision
 cast = lambda leaf: leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf
-low = jax.tree.map(cast, model)                     # inside the loss
+low = jax.tree.map(cast, model)  # inside the loss
 logits = jax.vmap(low)(x.astype(jnp.bfloat16))
 
 # %% Save and load

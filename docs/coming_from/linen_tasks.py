@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 x, y = np.ones((32, 8), np.float32), np.arange(32) % 3
 images = np.ones((4, 28, 28, 1), np.float32)
 
+
 # %% Define a model
 class MLP(nn.Module):
     hidden: int
@@ -23,11 +24,12 @@ class MLP(nn.Module):
         x = nn.relu(nn.Dense(self.hidden, self.dtype, name="fc")(x))
         return nn.Dense(self.classes, self.dtype, name="head")(x)
 
+
 model = MLP(16)
 
 # %% Create the parameters
 variables = model.init(jax.random.key(0), x)
-kernel = variables["params"]["fc"]["kernel"]        # [8, 16]
+kernel = variables["params"]["fc"]["kernel"]  # [8, 16]
 
 # %% Apply the model
 logits = model.apply(variables, x)
@@ -36,15 +38,23 @@ logits = model.apply(variables, x)
 count = sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
 
 # %% Choose initializers
-dense = nn.Dense(16, kernel_init=nn.initializers.he_normal(),
-                 bias_init=nn.initializers.constant(0.1))
+dense = nn.Dense(
+    16, kernel_init=nn.initializers.he_normal(), bias_init=nn.initializers.constant(0.1)
+)
 
 # %% Write a network as a sequence
-cnn = nn.Sequential([
-    nn.Conv(16, (3, 3)), nn.relu, lambda x: nn.max_pool(x, (2, 2), (2, 2)),
-    lambda x: x.reshape(len(x), -1), nn.Dense(10)])
+cnn = nn.Sequential(
+    [
+        nn.Conv(16, (3, 3)),
+        nn.relu,
+        lambda x: nn.max_pool(x, (2, 2), (2, 2)),
+        lambda x: x.reshape(len(x), -1),
+        nn.Dense(10),
+    ]
+)
 cnn_variables = cnn.init(jax.random.key(0), images)
 cnn_logits = cnn.apply(cnn_variables, images)
+
 
 # %% Use dropout
 class Dropped(nn.Module):
@@ -52,9 +62,11 @@ class Dropped(nn.Module):
     def __call__(self, x, train=False):
         return nn.Dropout(0.5, deterministic=not train)(nn.Dense(16)(x))
 
+
 dropped = Dropped().init(jax.random.key(0), x)
 noisy = Dropped().apply(dropped, x, train=True, rngs={"dropout": jax.random.key(1)})
 exact = Dropped().apply(dropped, x)
+
 
 # %% Use batch normalization
 class Normed(nn.Module):
@@ -62,9 +74,11 @@ class Normed(nn.Module):
     def __call__(self, x, train=False):
         return nn.BatchNorm(use_running_average=not train)(nn.Dense(16)(x))
 
+
 normed = Normed().init(jax.random.key(0), x)
 out, changes = Normed().apply(normed, x, train=True, mutable=["batch_stats"])
 out = Normed().apply({**normed, **changes}, x)
+
 
 # %% Write a layer with a parameter
 class Scale(nn.Module):
@@ -73,6 +87,7 @@ class Scale(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         return x * scale
 
+
 # %% Share weights
 class Autoencoder(nn.Module):
     width: int
@@ -80,7 +95,8 @@ class Autoencoder(nn.Module):
     @nn.compact
     def __call__(self, x):
         dense = nn.Dense(self.width, name="shared")
-        return dense(dense(x))                      # one module, called twice
+        return dense(dense(x))  # one module, called twice
+
 
 # %% Repeat a block
 class Block(nn.Module):
@@ -88,13 +104,16 @@ class Block(nn.Module):
     def __call__(self, x, _):
         return x + nn.relu(nn.Dense(8)(nn.LayerNorm()(x))), None
 
+
 deep = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=12)()
 deep_variables = deep.init(jax.random.key(0), x, None)
+
 
 # %% Compute a loss and its gradient
 def loss(params, x, y):
     logits = model.apply({"params": params}, x)
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
 
 params = variables["params"]
 value, grads = jax.value_and_grad(loss)(params, x, y)
@@ -103,11 +122,13 @@ value, grads = jax.value_and_grad(loss)(params, x, y)
 tx = optax.adamw(1e-3)
 opt_state = tx.init(params)
 
+
 @jax.jit
 def step(params, opt_state, x, y):
     value, grads = jax.value_and_grad(loss)(params, x, y)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, value
+
 
 params, opt_state, value = step(params, opt_state, x, y)
 
@@ -123,11 +144,12 @@ for epoch in range(2):
 
 # %% Freeze a part of the model
 labels = flax.traverse_util.path_aware_map(
-    lambda path, _: "train" if path[0] == "head" else "freeze", params)
+    lambda path, _: "train" if path[0] == "head" else "freeze", params
+)
 partial = optax.multi_transform({"train": optax.adamw(1e-3), "freeze": optax.set_to_zero()}, labels)
 
 # %% Train in mixed precision
-mixed = MLP(16, dtype=jnp.bfloat16)                 # MLP passes dtype to its layers
+mixed = MLP(16, dtype=jnp.bfloat16)  # MLP passes dtype to its layers
 logits = mixed.apply({"params": params}, x)
 
 # %% Save and load

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 x, y = np.ones((32, 8), np.float32), np.arange(32) % 3
 images = np.ones((4, 28, 28, 1), np.float32)
 
+
 # %% Define a model
 class MLP(nnx.Module):
     def __init__(self, inputs, hidden, classes=3, *, dtype=None, rngs):
@@ -20,11 +21,12 @@ class MLP(nnx.Module):
     def __call__(self, x):
         return self.head(nnx.relu(self.fc(x)))
 
+
 model = MLP(8, 16, rngs=nnx.Rngs(0))
 
 # %% Create the parameters
-model = MLP(8, 16, rngs=nnx.Rngs(0))                # the constructor creates the parameters
-kernel = model.fc.kernel                            # [8, 16]
+model = MLP(8, 16, rngs=nnx.Rngs(0))  # the constructor creates the parameters
+kernel = model.fc.kernel  # [8, 16]
 
 # %% Apply the model
 logits = model(x)
@@ -33,29 +35,39 @@ logits = model(x)
 count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 # %% Choose initializers
-dense = nnx.Linear(8, 16, kernel_init=nnx.initializers.he_normal(),
-                   bias_init=nnx.initializers.constant(0.1), rngs=nnx.Rngs(0))
+dense = nnx.Linear(
+    8,
+    16,
+    kernel_init=nnx.initializers.he_normal(),
+    bias_init=nnx.initializers.constant(0.1),
+    rngs=nnx.Rngs(0),
+)
 
 # %% Write a network as a sequence
 rngs = nnx.Rngs(0)
 cnn = nnx.Sequential(
-    nnx.Conv(1, 16, (3, 3), rngs=rngs), nnx.relu, lambda x: nnx.max_pool(x, (2, 2), (2, 2)),
-    lambda x: x.reshape(len(x), -1), nnx.Linear(16 * 14 * 14, 10, rngs=rngs))
+    nnx.Conv(1, 16, (3, 3), rngs=rngs),
+    nnx.relu,
+    lambda x: nnx.max_pool(x, (2, 2), (2, 2)),
+    lambda x: x.reshape(len(x), -1),
+    nnx.Linear(16 * 14 * 14, 10, rngs=rngs),
+)
 cnn_logits = cnn(images)
 
 # %% Use dropout
 dropout = nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
 dropout.train()
-noisy = dropout(x)                                  # uses the module's own random stream
+noisy = dropout(x)  # uses the module's own random stream
 dropout.eval()
 exact = dropout(x)
 
 # %% Use batch normalization
 normed = nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs))
 normed.train()
-out = normed(x)                                     # updates the statistics in place
+out = normed(x)  # updates the statistics in place
 normed.eval()
 out = normed(x)
+
 
 # %% Write a layer with a parameter
 class Scale(nnx.Module):
@@ -65,6 +77,7 @@ class Scale(nnx.Module):
     def __call__(self, x):
         return x * self.scale[...]
 
+
 # %% Share weights
 class Autoencoder(nnx.Module):
     def __init__(self, width, *, rngs):
@@ -72,6 +85,7 @@ class Autoencoder(nnx.Module):
 
     def __call__(self, x):
         return self.shared(self.shared(x))
+
 
 # %% Repeat a block
 class Block(nnx.Module):
@@ -81,31 +95,38 @@ class Block(nnx.Module):
     def __call__(self, x):
         return x + nnx.relu(self.fc(self.norm(x)))
 
+
 @nnx.split_rngs(splits=12)
 @nnx.vmap
 def blocks(rngs):
     return Block(rngs)
 
+
 @nnx.scan
 def deep(x, block):
     return block(x), None
 
+
 out, _ = deep(jnp.asarray(x), blocks(nnx.Rngs(0)))
+
 
 # %% Compute a loss and its gradient
 def loss(model, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+
 
 value, grads = nnx.value_and_grad(loss)(model, x, y)
 
 # %% Write a training step
 optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 
+
 @nnx.jit
 def step(model, optimizer, x, y):
     value, grads = nnx.value_and_grad(loss)(model, x, y)
-    optimizer.update(model, grads)                  # updates the model in place
+    optimizer.update(model, grads)  # updates the model in place
     return value
+
 
 value = step(model, optimizer, x, y)
 
@@ -125,7 +146,7 @@ partial = nnx.Optimizer(model, optax.adamw(1e-3), wrt=in_head)
 value, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, in_head))(model, x, y)
 
 # %% Train in mixed precision
-mixed = MLP(8, 16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))     # MLP passes dtype to its layers
+mixed = MLP(8, 16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))  # MLP passes dtype to its layers
 logits = mixed(x)
 
 # %% Save and load

@@ -32,11 +32,37 @@ from fnet._jax._tracing import (
     zeros,
 )
 
-__all__ = ["ClosedJaxpr", "CustomJvp", "CustomVjp", "Literal", "Primitive", "bind", "bind_again", "close",
-           "consts_as_inputs", "current_names", "custom_vmap_rule", "disabled", "equation_context", "hoisted",
-           "kernels_in_exports", "line", "name_stack", "names_context", "origin", "outermost", "prng_impl",
-           "scope_entries", "trace_state", "unplaced", "used_inputs", "varies_over", "vary_alike", "without_locations",
-           "zeros"]
+__all__ = [
+    "ClosedJaxpr",
+    "CustomJvp",
+    "CustomVjp",
+    "Literal",
+    "Primitive",
+    "bind",
+    "bind_again",
+    "close",
+    "consts_as_inputs",
+    "current_names",
+    "custom_vmap_rule",
+    "disabled",
+    "equation_context",
+    "hoisted",
+    "kernels_in_exports",
+    "line",
+    "name_stack",
+    "names_context",
+    "origin",
+    "outermost",
+    "prng_impl",
+    "scope_entries",
+    "trace_state",
+    "unplaced",
+    "used_inputs",
+    "varies_over",
+    "vary_alike",
+    "without_locations",
+    "zeros",
+]
 
 
 def __getattr__(name):

@@ -21,8 +21,10 @@ class Missing:
         self._path, self._feature = path, feature
 
     def _fail(self):
-        raise NotImplementedError(f"{self._feature} needs {self._path}, which JAX {jax.__version__} does not have; use "
-                                  "a version of JAX that fnet was tested with (constraints/)")
+        raise NotImplementedError(
+            f"{self._feature} needs {self._path}, which JAX {jax.__version__} does not have; use "
+            "a version of JAX that fnet was tested with (constraints/)"
+        )
 
     def __call__(self, *args, **kwargs):
         self._fail()
@@ -55,4 +57,7 @@ def private(path: str, feature: str) -> Any:
 def disabled() -> tuple[str, ...]:
     """Returns one line of text for each JAX name that the function `private` has looked up but not found. The line also
     names the feature that is disabled."""
-    return tuple(f"{feature} is disabled: JAX {jax.__version__} has no {path}" for path, feature in _missing.items())
+    return tuple(
+        f"{feature} is disabled: JAX {jax.__version__} has no {path}"
+        for path, feature in _missing.items()
+    )

@@ -29,7 +29,9 @@ def consts_as_inputs(closed: Any) -> Any:
 def _without_constants(jaxpr):
     invars, info = [*jaxpr.constvars, *jaxpr.invars], jaxpr.debug_info
     if info.arg_names is not None and len(info.arg_names) != len(invars):
-        info = info._replace(arg_names=("",) * (len(invars) - len(info.arg_names)) + tuple(info.arg_names))
+        info = info._replace(
+            arg_names=("",) * (len(invars) - len(info.arg_names)) + tuple(info.arg_names)
+        )
     return Jaxpr((), invars, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, info, jaxpr.is_high)
 
 

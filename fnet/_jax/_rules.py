@@ -30,7 +30,7 @@ class CustomJvp:
             zeros: for each input, whether its tangent is zero. The first inputs are the closed-over constants, whose
                 tangents are zero.
         """
-        jaxpr, consts, zeros_out = self._fun.call_wrapped(*zeros[self.consts:])
+        jaxpr, consts, zeros_out = self._fun.call_wrapped(*zeros[self.consts :])
         return ClosedJaxpr(jaxpr, consts), list(zeros_out)
 
 
@@ -62,7 +62,7 @@ class CustomVjp:
     def forward(self, perturbed: tuple[bool, ...]) -> Forward:
         """Returns the forward function. The tuple `perturbed` contains one boolean for each input, including constants.
         The boolean of an input is True if the input is differentiated."""
-        perturbed = tuple(perturbed[self.consts:])
+        perturbed = tuple(perturbed[self.consts :])
         if perturbed not in self._forward:
             jaxpr, consts = self._params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
             _, tree, forwarded = self._params["out_trees"]()
@@ -86,20 +86,29 @@ class CustomVjp:
                 symbolic zeros are inputs of the jaxpr.
         """
         outvars = forward.closed.jaxpr.outvars
-        saved, outputs = outvars[:forward.residuals], outvars[forward.residuals:]
+        saved, outputs = outvars[: forward.residuals], outvars[forward.residuals :]
         live = []
 
         def run(inputs, residuals, cotangents):
             rest = iter([v.val if isinstance(v, Literal) else x for v, x in zip(saved, residuals)])
             full = [next(rest) if i is None else inputs[i] for i in forward.forwarded]
-            gradients = self._params["bwd"].call_wrapped(*full, *_cotangents(outputs, zeros, cotangents))
-            if isinstance(gradients, tuple) and len(gradients) == 2 and isinstance(gradients[0], (list, tuple)):
-                gradients = gradients[0]    # jax >= 0.12 returns (gradients, log)
+            gradients = self._params["bwd"].call_wrapped(
+                *full, *_cotangents(outputs, zeros, cotangents)
+            )
+            if (
+                isinstance(gradients, tuple)
+                and len(gradients) == 2
+                and isinstance(gradients[0], (list, tuple))
+            ):
+                gradients = gradients[0]  # jax >= 0.12 returns (gradients, log)
             live[:] = [not isinstance(g, (ad.Zero, SymbolicZero)) for g in gradients]
             return [g for g, nonzero in zip(gradients, live) if nonzero]
 
-        closed = jax.make_jaxpr(run)(self._types, [_aval(v) for v in saved],
-                                     [v.aval for v, zero in zip(outputs, zeros) if not zero and _inexact(v)])
+        closed = jax.make_jaxpr(run)(
+            self._types,
+            [_aval(v) for v in saved],
+            [v.aval for v, zero in zip(outputs, zeros) if not zero and _inexact(v)],
+        )
         return closed, [False] * self.consts + live
 
 
@@ -109,8 +118,9 @@ def custom_vmap_rule(params: dict, size: int, batched: list, types: list) -> tup
     flags, tree = [], params["in_tree"]
 
     def rule(*arrays):
-        outputs, which = params["rule"](size, list(jax.tree.unflatten(tree, batched)),
-                                        *jax.tree.unflatten(tree, arrays))
+        outputs, which = params["rule"](
+            size, list(jax.tree.unflatten(tree, batched)), *jax.tree.unflatten(tree, arrays)
+        )
         flags[:] = jax.tree.leaves(which)
         return jax.tree.leaves(outputs)
 
@@ -130,5 +140,11 @@ def _cotangents(outputs, zeros, nonzero):
     list `nonzero` contains the cotangents of the floating-point outputs for which `zeros` is False. The cotangent of an
     integer output is a symbolic zero or an array with the dtype float0 (JAX's tangent dtype for integers)."""
     rest = iter(nonzero)
-    return [SymbolicZero(v.aval.to_tangent_aval()) if zero else next(rest) if _inexact(v)
-            else np.zeros(v.aval.shape, jax.dtypes.float0) for v, zero in zip(outputs, zeros)]
+    return [
+        SymbolicZero(v.aval.to_tangent_aval())
+        if zero
+        else next(rest)
+        if _inexact(v)
+        else np.zeros(v.aval.shape, jax.dtypes.float0)
+        for v, zero in zip(outputs, zeros)
+    ]

@@ -15,11 +15,19 @@ from fnet._jax._features import Missing, private
 _core = private("jax._src.core", "rewriting of programs")
 _source_info = private("jax._src.source_info_util", "named scopes of rewritten programs")
 _Scope = private("jax._src.source_info_util.Scope", "sites of untagged scopes")
-_DynamicJaxprTrace = private("jax._src.interpreters.partial_eval.DynamicJaxprTrace", "fast retracing")
-_DynamicJaxprTracer = private("jax._src.interpreters.partial_eval.DynamicJaxprTracer", "fast retracing")
+_DynamicJaxprTrace = private(
+    "jax._src.interpreters.partial_eval.DynamicJaxprTrace", "fast retracing"
+)
+_DynamicJaxprTracer = private(
+    "jax._src.interpreters.partial_eval.DynamicJaxprTracer", "fast retracing"
+)
 _LinearizeTrace = private("jax._src.interpreters.ad.LinearizeTrace", "cached linearization")
-_frames = private("jax._src.config.traceback_in_locations_limit", "programs without source locations")
-_reshard = private("jax._src.core.auto_insert_reshard", "operands that vary over different mesh axes")
+_frames = private(
+    "jax._src.config.traceback_in_locations_limit", "programs without source locations"
+)
+_reshard = private(
+    "jax._src.core.auto_insert_reshard", "operands that vary over different mesh axes"
+)
 
 # Not in the lazily imported module `kernels`, because JAX retraces all functions when a new user context is created.
 kernels_in_exports = jax.make_user_context(False)
@@ -68,6 +76,7 @@ def without_locations():
 
 # Names and source lines of equations.
 
+
 def name_stack(eqn: Any) -> str:
     """Returns the named scopes and transformations of an equation, such as "transpose(jvp(block))/fc"."""
     return str(eqn.source_info.name_stack)
@@ -77,7 +86,11 @@ def scope_entries(eqn: Any) -> tuple[tuple[str, int], ...]:
     """Returns (name, id) for each named scope of an equation, from the outermost to the innermost scope. Each time a
     program enters a `jax.named_scope`, JAX creates a scope object, and `id` is the Python id of this object. All
     equations inside the scope have the same scope object."""
-    return tuple((entry.name, id(entry)) for entry in eqn.source_info.name_stack.stack if isinstance(entry, _Scope))
+    return tuple(
+        (entry.name, id(entry))
+        for entry in eqn.source_info.name_stack.stack
+        if isinstance(entry, _Scope)
+    )
 
 
 def origin(eqn: Any) -> tuple:
@@ -92,7 +105,11 @@ def line(eqn: Any) -> str:
     """Returns the line of the user's code that created an equation, such as "model.py:58 (forward)", or "" if it is
     unknown."""
     frame = _source_info.user_frame(eqn.source_info.traceback)
-    return "" if frame is None else f"{frame.file_name.rpartition('/')[2]}:{frame.start_line} ({frame.function_name})"
+    return (
+        ""
+        if frame is None
+        else f"{frame.file_name.rpartition('/')[2]}:{frame.start_line} ({frame.function_name})"
+    )
 
 
 def current_names() -> Any:
@@ -118,6 +135,7 @@ def names_context(outer: Any, name: str):
 
 # Evaluation of primitives.
 
+
 def bind_again(eqn: Any, arrays: list) -> list:
     """Returns the outputs of an equation, evaluated on `arrays`.
 
@@ -126,15 +144,31 @@ def bind_again(eqn: Any, arrays: list) -> list:
     method `bind`, because JAX does not infer the output types again.
     """
     primitive = eqn.primitive
-    if (_DynamicJaxprTrace and type(trace := _core.trace_ctx.trace) is _DynamicJaxprTrace and not eqn.effects
-            and not _high(eqn)):
+    if (
+        _DynamicJaxprTrace
+        and type(trace := _core.trace_ctx.trace) is _DynamicJaxprTrace
+        and not eqn.effects
+        and not _high(eqn)
+    ):
         info = _source_info.current()
-        inputs = [_DynamicJaxprTracer(trace, v.aval, v, info) if isinstance(v, Literal) and x is v.val
-                  else trace.to_jaxpr_tracer(x, info) if isinstance(x, jax.core.Tracer) else None
-                  for x, v in zip(arrays, eqn.invars)]
+        inputs = [
+            _DynamicJaxprTracer(trace, v.aval, v, info)
+            if isinstance(v, Literal) and x is v.val
+            else trace.to_jaxpr_tracer(x, info)
+            if isinstance(x, jax.core.Tracer)
+            else None
+            for x, v in zip(arrays, eqn.invars)
+        ]
         if all(x is not None and x.aval == v.aval for x, v in zip(inputs, eqn.invars)):
-            return trace.emit_eqn(inputs, [v.aval for v in eqn.outvars], primitive, eqn.params, eqn.effects, info,
-                                  eqn.ctx)
+            return trace.emit_eqn(
+                inputs,
+                [v.aval for v in eqn.outvars],
+                primitive,
+                eqn.params,
+                eqn.effects,
+                info,
+                eqn.ctx,
+            )
     return bind(primitive, arrays, primitive.get_bind_params(eqn.params))
 
 
@@ -155,10 +189,16 @@ def bind(primitive: Any, arrays: list, params: dict) -> list:
     equation of the primitive, but no jit equation.
     """
     outputs = None
-    if _LinearizeTrace and type(_core.trace_ctx.trace) is _LinearizeTrace and primitive.name not in _NEVER_INLINED:
-        with contextlib.suppress(TypeError):    # some parameters are not hashable
+    if (
+        _LinearizeTrace
+        and type(_core.trace_ctx.trace) is _LinearizeTrace
+        and primitive.name not in _NEVER_INLINED
+    ):
+        with contextlib.suppress(TypeError):  # some parameters are not hashable
             # Params that are equal but not alike, such as a fill_value of 0.0 and of -0.0, are different programs.
-            numbers = tuple(repr(value) for value in params.values() if isinstance(value, (int, float, complex)))
+            numbers = tuple(
+                repr(value) for value in params.values() if isinstance(value, (int, float, complex))
+            )
             outputs = _inlined(primitive, frozenset(params.items()), numbers)
     outputs = primitive.bind(*arrays, **params) if outputs is None else outputs(*arrays)
     return list(outputs) if primitive.multiple_results else [outputs]

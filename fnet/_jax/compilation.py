@@ -18,8 +18,12 @@ _write = private("jax._src.compilation_cache.put_executable_and_time", _FEATURE)
 _options = private("jaxlib._jax.CompileOptions", "loading of compiled programs in the background")
 _devices = private("jaxlib._jax.DeviceList", "loading of compiled programs in the background")
 _before: list[float] = []
-_used: dict[str, tuple[str, int]] = {}            # options and device of each program that JAX has looked up, by key
-_started: dict[str, tuple[str, Future]] = {}      # options and result of each program that is loaded in the background
+_used: dict[
+    str, tuple[str, int]
+] = {}  # options and device of each program that JAX has looked up, by key
+_started: dict[
+    str, tuple[str, Future]
+] = {}  # options and result of each program that is loaded in the background
 
 
 def install(store, *, shortest: float) -> bool:
@@ -37,7 +41,11 @@ def install(store, *, shortest: float) -> bool:
     """
     if not _cache or not jax.config.jax_enable_compilation_cache:
         return False
-    if jax.config.jax_compilation_cache_dir is not None or _cache._cache is not None or not store.open():
+    if (
+        jax.config.jax_compilation_cache_dir is not None
+        or _cache._cache is not None
+        or not store.open()
+    ):
         return False
 
     _cache._cache = SimpleNamespace(get=store.get, put=store.put, _path=store.path)
@@ -93,7 +101,9 @@ def preload(programs: bytes) -> None:
 
 
 def _load(key, options, device):
-    return _read(key, _options.ParseFromString(bytes.fromhex(options)), device.client, _devices((device,)))
+    return _read(
+        key, _options.ParseFromString(bytes.fromhex(options)), device.client, _devices((device,))
+    )
 
 
 def _look_up(key, options, backend, devices, *callbacks):
@@ -104,7 +114,12 @@ def _look_up(key, options, backend, devices, *callbacks):
     serialized = options.SerializeAsString().hex()
     _used[key] = serialized, devices[0].id
     expected, loaded = _started.pop(key, (None, None))
-    if loaded is not None and not loaded.cancel() and expected == serialized and loaded.exception() is None:
+    if (
+        loaded is not None
+        and not loaded.cancel()
+        and expected == serialized
+        and loaded.exception() is None
+    ):
         return loaded.result()
     return _read(key, options, backend, devices, *callbacks)
 

@@ -27,16 +27,24 @@ def _cudnn() -> Any:
 @functools.cache
 def _splash() -> tuple:
     """Returns JAX's splash attention. Its import loads Pallas."""
-    return tuple(private(name, "splash attention") for name in (
-        _SPLASH, f"{_SPLASH}.splash_attention_kernel", "jax._src.config._check_vma"))
+    return tuple(
+        private(name, "splash attention")
+        for name in (_SPLASH, f"{_SPLASH}.splash_attention_kernel", "jax._src.config._check_vma")
+    )
 
 
 def unavailable(platform: str) -> str | None:
     """Returns the reason why this version of JAX has no attention kernel for `platform` ("cuda" or "tpu"), or None if
     it has a kernel."""
     modules = (_cudnn(),) if platform == "cuda" else _splash()
-    return next((f"JAX {jax.__version__} has no {module._path}" for module in modules
-                 if isinstance(module, Missing)), None)
+    return next(
+        (
+            f"JAX {jax.__version__} has no {module._path}"
+            for module in modules
+            if isinstance(module, Missing)
+        ),
+        None,
+    )
 
 
 def tell_devices(*primitives: Any) -> None:
@@ -55,8 +63,13 @@ def _cuda_versions() -> Any:
     return private("jax._src.lib.cuda_versions", "cuDNN's attention")
 
 
-CUSTOM_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "__cudnn$fmhaScaleBiasSoftmax",
-                "__cudnn$fmhaScaleBiasSoftmaxBackward", "tpu_custom_call")
+CUSTOM_CALLS = (
+    "__cudnn$fmhaSoftmax",
+    "__cudnn$fmhaSoftmaxBackward",
+    "__cudnn$fmhaScaleBiasSoftmax",
+    "__cudnn$fmhaScaleBiasSoftmaxBackward",
+    "tpu_custom_call",
+)
 """The names by which compiled programs call the attention kernels."""
 
 
@@ -74,7 +87,13 @@ def partitioning(ctx: Any) -> str:
         return "portable"
     context = ctx.module_context.axis_context
     if isinstance(context, _ShardingContext):
-        return "whole" if context.num_devices == 1 else "unknown" if context.device_assignment is None else "split"
+        return (
+            "whole"
+            if context.num_devices == 1
+            else "unknown"
+            if context.device_assignment is None
+            else "split"
+        )
     if isinstance(context, _SPMDAxisContext):
         return "whole" if set(context.manual_axes) == set(context.mesh.axis_names) else "split"
     return "whole"
@@ -98,23 +117,63 @@ def cudnn_attention(q, k, v, bias, lengths, *rest, scale, causal, window, residu
     fused = _cudnn()
     name = "dot_product_attention_bwd" if rest else "dot_product_attention_fwd"
     kinds = fused.MaskType
-    kind = ((kinds.NO_MASK, kinds.CAUSAL), (kinds.PADDING, kinds.PADDING_CAUSAL))[lengths is not None][causal]
-    given = {"scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (bias is not None, False),
-             "mask_type": kind, "layout": fused.AttentionLayout.BTNH.value, "sliding_window_length": window,
-             "is_training": residuals}
+    kind = ((kinds.NO_MASK, kinds.CAUSAL), (kinds.PADDING, kinds.PADDING_CAUSAL))[
+        lengths is not None
+    ][causal]
+    given = {
+        "scale": scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (bias is not None, False),
+        "mask_type": kind,
+        "layout": fused.AttentionLayout.BTNH.value,
+        "sliding_window_length": window,
+        "is_training": residuals,
+    }
     # A later version of JAX may add parameters. They are optional, and None disables them.
     rule = inspect.signature(getattr(fused, f"_{name}_cuda_lowering")).parameters.values()
-    operands = {"ctx", "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets",
-                "page_table_k", "page_table_v", "activation", "fwd_output", "grad_output"}
-    params = {p.name: given.get(p.name) for p in rule if p.name not in operands and p.kind is not p.VAR_POSITIONAL}
+    operands = {
+        "ctx",
+        "query",
+        "key",
+        "value",
+        "bias",
+        "q_seqlen",
+        "kv_seqlen",
+        "q_offsets",
+        "kv_offsets",
+        "page_table_k",
+        "page_table_v",
+        "activation",
+        "fwd_output",
+        "grad_output",
+    }
+    params = {
+        p.name: given.get(p.name)
+        for p in rule
+        if p.name not in operands and p.kind is not p.VAR_POSITIONAL
+    }
     none = jnp.zeros(0, q.dtype)
     queries = none if lengths is None else jnp.full(q.shape[0], q.shape[1], jnp.int32)
-    return getattr(fused, f"_{name}_p").bind(q, k, v, none if bias is None else bias, queries,
-                                             none if lengths is None else lengths, none, none, none, none, *rest,
-                                             **params)
+    return getattr(fused, f"_{name}_p").bind(
+        q,
+        k,
+        v,
+        none if bias is None else bias,
+        queries,
+        none if lengths is None else lengths,
+        none,
+        none,
+        none,
+        none,
+        *rest,
+        **params,
+    )
 
 
-def splash_attention(q, k, v, lengths, *rest, causal, window, block, residuals=True, interpret=False) -> Any:
+def splash_attention(
+    q, k, v, lengths, *rest, causal, window, block, residuals=True, interpret=False
+) -> Any:
     """Computes splash attention on TPUs with its Pallas kernels, for one row of a batch: q [h, t, d] and k, v [g, s,
     d]. The function does not scale the attention logits, so the caller must pass scaled queries q.
 
@@ -126,17 +185,34 @@ def splash_attention(q, k, v, lengths, *rest, causal, window, block, residuals=T
     """
     splash, kernels, check_vma = _splash()
     shape = q.shape[1], k.shape[1]
-    mask = (splash.LocalMask(shape, (window - 1, 0 if causal else window - 1), 0) if window is not None
-            else splash.CausalMask(shape) if causal else splash.FullMask(shape))
-    sizes = kernels.BlockSizes(block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block,
-                               block_q_dq=block, block_kv_dq=block)
-    kernel = splash.make_splash_mha(splash.MultiHeadMask([mask] * q.shape[0]), block_sizes=sizes, head_shards=1,
-                                    q_seq_shards=1, save_residuals=residuals and not rest, interpret=interpret)
+    mask = (
+        splash.LocalMask(shape, (window - 1, 0 if causal else window - 1), 0)
+        if window is not None
+        else splash.CausalMask(shape)
+        if causal
+        else splash.FullMask(shape)
+    )
+    sizes = kernels.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * q.shape[0]),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=residuals and not rest,
+        interpret=interpret,
+    )
     ids = None
     if lengths is not None:
         keys = jnp.arange(k.shape[1], dtype=jnp.int32) < lengths
         ids = splash.SegmentIds(jnp.ones(q.shape[1], jnp.int32), keys.astype(jnp.int32))
-    with check_vma(False):    # the kernels do not state over which mesh axes results vary
+    with check_vma(False):  # the kernels do not state over which mesh axes results vary
         return _run(kernels, kernel, q, k, v, ids, *rest)
 
 
@@ -146,6 +222,10 @@ def _run(kernels, kernel, q, k, v, ids, *rest):
         return (results[0], *results[1]) if kernel.kwargs["save_residuals"] else (results,)
     out, logsumexp, gradient = rest
     options = dict(kernel.kwargs)
-    args = [options[name] for name in inspect.signature(kernels._splash_attention_bwd).parameters if name in options]
+    args = [
+        options[name]
+        for name in inspect.signature(kernels._splash_attention_bwd).parameters
+        if name in options
+    ]
     kept = q, k, v, ids, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info
     return tuple(kernels._splash_attention_bwd(*args, kept, gradient)[3:6])

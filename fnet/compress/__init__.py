@@ -28,7 +28,32 @@ from fnet.compress._quantize import Quantized, materialize, quantize, size
 from fnet.compress._shrink import ShrinkReport, Shrunk, shrink
 from fnet.jaxpr import ImplicitArray
 
-__all__ = ["NF4", "Advice", "Advised", "FakeQuantized", "Float8", "ImplicitArray", "InputStatistics", "Int4", "Int8",
-           "LowRank", "PruneState", "Quantized", "ShrinkReport", "Shrunk", "advise", "calibrate", "convert",
-           "distillation_loss", "fake_quantize", "hidden_loss", "lora", "materialize", "merge", "prune", "quantize",
-           "shrink", "size"]
+__all__ = [
+    "NF4",
+    "Advice",
+    "Advised",
+    "FakeQuantized",
+    "Float8",
+    "ImplicitArray",
+    "InputStatistics",
+    "Int4",
+    "Int8",
+    "LowRank",
+    "PruneState",
+    "Quantized",
+    "ShrinkReport",
+    "Shrunk",
+    "advise",
+    "calibrate",
+    "convert",
+    "distillation_loss",
+    "fake_quantize",
+    "hidden_loss",
+    "lora",
+    "materialize",
+    "merge",
+    "prune",
+    "quantize",
+    "shrink",
+    "size",
+]

@@ -25,9 +25,12 @@ from fnet.hardware._text_table import aligned
 from fnet.jaxpr import is_implicit
 from fnet.transforms import use_implicit_arrays
 
-_GAIN = 0.97    # a format is selected if it takes at most this fraction of the original time
-_ORIGINAL = "original"    # the name of the parameter's own dtype among the names of formats
-_COLD, _WORK = 2**25, 2e9    # a measurement reads 2**25 bytes of parameters, but computes at most 2e9 FLOPs
+_GAIN = 0.97  # a format is selected if it takes at most this fraction of the original time
+_ORIGINAL = "original"  # the name of the parameter's own dtype among the names of formats
+_COLD, _WORK = (
+    2**25,
+    2e9,
+)  # a measurement reads 2**25 bytes of parameters, but computes at most 2e9 FLOPs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +101,9 @@ class Advice(Mapping):
 
     @property
     def after(self) -> float | None:
-        return self._total({row.path: label(row.format) for row in self.rows if row.format is not None})
+        return self._total(
+            {row.path: label(row.format) for row in self.rows if row.format is not None}
+        )
 
     def predict(self, params: Any) -> float | None:
         """Predicts the time of the function, in seconds, with other parameters, for example the result of `quantize`.
@@ -111,8 +116,10 @@ class Advice(Mapping):
             if isinstance(leaf, Quantized) and any(row.path == path for row in self.rows):
                 formats[path] = label(leaf.format)
                 if formats[path] not in self.formats:
-                    raise ValueError(f"Advice.predict: {path} has the format {formats[path]}; the advice considered "
-                                     f"{', '.join(self.formats)}; pass advise(..., formats=)")
+                    raise ValueError(
+                        f"Advice.predict: {path} has the format {formats[path]}; the advice considered "
+                        f"{', '.join(self.formats)}; pass advise(..., formats=)"
+                    )
         return self._total(formats)
 
     def _total(self, formats):
@@ -129,8 +136,14 @@ class Advice(Mapping):
         return _text(self)
 
 
-def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequence[Format] | None = None,
-           measure: bool | None = None) -> Advice:
+def advise(
+    f: Callable,
+    params: Any,
+    *args: Any,
+    chip: Any = None,
+    formats: Sequence[Format] | None = None,
+    measure: bool | None = None,
+) -> Advice:
     """Advises which parameters to quantize, and in which formats, so that a function becomes faster on a chip.
 
         advice = compress.advise(model, params, tokens)
@@ -181,27 +194,50 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
             raise TypeError(f"advise: expected formats such as compress.Int8(); got {format!r}")
     here = hw.detect()
     chip = here if chip is None else hw.detect(chip)
-    arrays = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((params, args)))
+    arrays = not any(
+        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((params, args))
+    )
     if measure and not arrays:
-        raise ValueError("advise: measure=True needs arrays, got jax.ShapeDtypeStructs; pass arrays, or measure=False")
-    measure = arrays and (chip.name, chip.kind) == (here.name, here.kind) if measure is None else measure
+        raise ValueError(
+            "advise: measure=True needs arrays, got jax.ShapeDtypeStructs; pass arrays, or measure=False"
+        )
+    measure = (
+        arrays and (chip.name, chip.kind) == (here.name, here.kind) if measure is None else measure
+    )
     found, f = products(f, params, *args), use_implicit_arrays(f)
     if not found:
-        raise ValueError("advise: the function has no product with a kernel or a table among its parameters")
+        raise ValueError(
+            "advise: the function has no product with a kernel or a table among its parameters"
+        )
     named = {label(format): format for format in formats}
-    times: dict[tuple[int, str], float] = {}    # {(index of a product, format): seconds}
+    times: dict[tuple[int, str], float] = {}  # {(index of a product, format): seconds}
     for group in grouped(found):
-        candidates = {name: made for name, format in named.items() if (made := _fitted(format, group[0])) is not None}
-        seconds = (_probed(group[0], candidates, returned=found[-1] in group) if measure
-                   else _estimated(group[0], candidates, chip))
+        candidates = {
+            name: made
+            for name, format in named.items()
+            if (made := _fitted(format, group[0])) is not None
+        }
+        seconds = (
+            _probed(group[0], candidates, returned=found[-1] in group)
+            if measure
+            else _estimated(group[0], candidates, chip)
+        )
         for product in group:
-            times |= {(found.index(product), name): product.count * each for name, each in seconds.items()}
+            times |= {
+                (found.index(product), name): product.count * each for name, each in seconds.items()
+            }
     leaves, used = leaves_by_path(params), by_parameter(found)
-    table = lambda: [_row(path, leaves[path], of_path, named, found, times, chip) for path, of_path in used.items()]
+    table = lambda: [
+        _row(path, leaves[path], of_path, named, found, times, chip)
+        for path, of_path in used.items()
+    ]
     rows = table()
     if measure:
         before, factors = _measured(f, params, args, rows, named, found)
-        times = {(i, name): seconds * factors.get((found[i].path, name), 1) for (i, name), seconds in times.items()}
+        times = {
+            (i, name): seconds * factors.get((found[i].path, name), 1)
+            for (i, name), seconds in times.items()
+        }
         rows = table()
     else:
         before = hw.roofline(f, params, *args, chip=chip, measure=False).total.seconds
@@ -218,7 +254,9 @@ def label(format: Format) -> str:
 def _uncalibrated(format: Format) -> tuple[Format, bool]:
     """Returns a format that needs no statistics of activations, and whether it differs from the given format."""
     calibrated = getattr(format, "activations", None) in METHODS
-    return (dataclasses.replace(format, activations="dynamic") if calibrated else format), calibrated
+    return (
+        dataclasses.replace(format, activations="dynamic") if calibrated else format
+    ), calibrated
 
 
 def _fitted(format, product) -> Format | None:
@@ -237,12 +275,17 @@ def _fitted(format, product) -> Format | None:
 def _row(path, leaf, used, named, found, times, chip) -> Advised:
     first = used[0]
     options = {name: _fitted(format, first) for name, format in named.items()}
-    seconds = {name: sum(times[found.index(product), name] for product in used) for name in (_ORIGINAL, *options)
-               if all((found.index(product), name) in times for product in used)}
+    seconds = {
+        name: sum(times[found.index(product), name] for product in used)
+        for name in (_ORIGINAL, *options)
+        if all((found.index(product), name) in times for product in used)
+    }
     bytes_of = {_ORIGINAL: math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize}
     bytes_of |= {name: _bytes(leaf, options[name]) for name in options if options[name] is not None}
     total = sum(product.count for product in used)
-    text = f"{total} x {list(first.x.shape)} {'*' if first.convolution else 'x'} {list(first.w.shape)}"
+    text = (
+        f"{total} x {list(first.x.shape)} {'*' if first.convolution else 'x'} {list(first.w.shape)}"
+    )
     format, reason = _decision(path, used, options, seconds, found, chip)
     if format is not None and format.axes == _default_axes(leaf):
         format = dataclasses.replace(format, axes=None)
@@ -278,7 +321,10 @@ def _bytes(leaf, format) -> int:
 
 # Measured times.
 
-def _probed(product: Product, candidates: Mapping[str, Format], *, returned: bool) -> dict[str, float]:
+
+def _probed(
+    product: Product, candidates: Mapping[str, Format], *, returned: bool
+) -> dict[str, float]:
     """Measures the seconds of one matrix product or convolution, for the original parameter and each candidate format.
     In a network, XLA fuses the rounding of inputs and the scaling of outputs with neighboring elementwise operations.
     Therefore, the measured program applies a relu before the matrix product. A relu is also applied to the result of
@@ -292,16 +338,23 @@ def _probed(product: Product, candidates: Mapping[str, Format], *, returned: boo
     trees |= {name: _encoded(w, format, 1) for name, format in candidates.items()}
     after = (lambda y: y) if returned else jax.nn.relu
     one = jax.jit(lambda x, w: after(product.function(jax.nn.relu(x), w)))
-    if product.sliced:    # x is scanned, too, because XLA moves the rounding of a constant x out of the loop
+    if (
+        product.sliced
+    ):  # x is scanned, too, because XLA moves the rounding of a constant x out of the loop
         run = jax.jit(lambda x, w: lax.scan(lambda _, pair: (None, one(*pair)), None, (x, w))[1])
         calls = {name: lambda tree=tree: run(x, tree) for name, tree in trees.items()}
     else:
-        pairs = {name: [jax.tree.map(lambda a, i=i: a[i], (x, tree)) for i in range(copies)]
-                 for name, tree in trees.items()}
+        pairs = {
+            name: [jax.tree.map(lambda a, i=i: a[i], (x, tree)) for i in range(copies)]
+            for name, tree in trees.items()
+        }
         calls = {name: lambda pairs=pairs[name]: [one(*pair) for pair in pairs] for name in trees}
     for call in calls.values():
         jax.block_until_ready(call())
-    return {name: sorted(each)[len(each) // 2] / copies for name, each in timings(calls, time.perf_counter).items()}
+    return {
+        name: sorted(each)[len(each) // 2] / copies
+        for name, each in timings(calls, time.perf_counter).items()
+    }
 
 
 def _encoded(w, format, layers: int) -> Quantized:
@@ -311,8 +364,11 @@ def _encoded(w, format, layers: int) -> Quantized:
     array = quantize({"kernel": w}, {"kernel": stored})["kernel"]
     if calibrated:
         inputs = jnp.full((*w.shape[:layers], *(1,) * (w.ndim - layers)), 0.03)
-        array = dataclasses.replace(array, format=dataclasses.replace(array.format, activations=format.activations),
-                                    inputs=inputs)
+        array = dataclasses.replace(
+            array,
+            format=dataclasses.replace(array.format, activations=format.activations),
+            inputs=inputs,
+        )
     return array
 
 
@@ -320,12 +376,18 @@ def _measured(f, params, args, rows, named, found) -> tuple[float, dict[tuple[st
     """Returns the time of f in seconds, and factors {(path of a parameter, name of a format): factor} for the times of
     single products. With the factors, `Advice._total` returns measured times of f, unless a factor is raised to 0.1."""
     ends = {found[0].path, found[-1].path} if len(rows) > 2 else set()
-    within = {name: [row for row in rows if name in row.seconds and row.path not in ends] for name in named}
+    within = {
+        name: [row for row in rows if name in row.seconds and row.path not in ends]
+        for name in named
+    }
     within = {name: some for name, some in within.items() if some}
-    trees = {name: _in_format(params, named[name], {row.path for row in some}, found) for name, some in within.items()}
+    trees = {
+        name: _in_format(params, named[name], {row.path for row in some}, found)
+        for name, some in within.items()
+    }
     whole = _seconds(jax.jit(f), {_ORIGINAL: params, **trees}, args)
     before, old, factors = whole[_ORIGINAL], sum(row.seconds[_ORIGINAL] for row in rows), {}
-    for name, some in within.items():    # the inverse of Advice._total
+    for name, some in within.items():  # the inverse of Advice._total
         wanted = whole[name] - before + old if old <= before else whole[name] * old / before
         wanted -= old - sum(row.seconds[_ORIGINAL] for row in some)
         factor = max(wanted / sum(row.seconds[name] for row in some), 0.1)
@@ -338,7 +400,10 @@ def _seconds(run, trees, args) -> dict[str, float]:
     calls = {name: lambda tree=tree: run(tree, *args) for name, tree in trees.items()}
     for call in calls.values():
         jax.block_until_ready(call())
-    return {name: sorted(each)[len(each) // 2] for name, each in timings(calls, time.perf_counter).items()}
+    return {
+        name: sorted(each)[len(each) // 2]
+        for name, each in timings(calls, time.perf_counter).items()
+    }
 
 
 def _in_format(params, format, paths, found) -> Any:
@@ -357,20 +422,29 @@ def _in_format(params, format, paths, found) -> Any:
 
 # Estimates.
 
-def _estimated(product: Product, candidates: Mapping[str, Format], chip: hw.Chip) -> dict[str, float]:
+
+def _estimated(
+    product: Product, candidates: Mapping[str, Format], chip: hw.Chip
+) -> dict[str, float]:
     """Estimates the seconds of one matrix product or convolution, with the original parameter and in each format of
     `candidates`. The result lacks formats for which the peak rate of the chip is unknown."""
     moved = product.x.size * product.x.dtype.itemsize + product.y.size * product.y.dtype.itemsize
-    vector = chip.peaks.get("fp32", math.inf)    # not in the catalog for TPUs
+    vector = chip.peaks.get("fp32", math.inf)  # not in the catalog for TPUs
     seconds = {}
     for name, format in {_ORIGINAL: None, **candidates}.items():
-        integers = format is not None and getattr(format, "activations", None) and not product.convolution
+        integers = (
+            format is not None and getattr(format, "activations", None) and not product.convolution
+        )
         peak = chip.peak("int8" if integers else product.x.dtype)
         if peak is None or not chip.bandwidth:
             continue
         stored = _bytes(product.w, format) if format else product.w.size * product.w.dtype.itemsize
-        decoded = 0 if format is None or integers else product.w.size * (1 if format.bits == 8 else 4)
-        rounded = 3 * product.x.size if format is not None and getattr(format, "activations", None) else 0
+        decoded = (
+            0 if format is None or integers else product.w.size * (1 if format.bits == 8 else 4)
+        )
+        rounded = (
+            3 * product.x.size if format is not None and getattr(format, "activations", None) else 0
+        )
         bound = max(product.flops / peak.flops, (moved + stored) / chip.bandwidth)
         seconds[name] = bound + (decoded + rounded) / vector
     return seconds
@@ -378,23 +452,57 @@ def _estimated(product: Product, candidates: Mapping[str, Format], chip: hw.Chip
 
 # The table.
 
+
 def _text(advice: Advice) -> str:
     kind = "measured" if advice.measured else "estimate"
     names = list(advice.formats)
-    rows = [("parameter", "products", "MB", f"time ({kind})", *(f"{name}: MB, time" for name in names), "advice")]
+    rows = [
+        (
+            "parameter",
+            "products",
+            "MB",
+            f"time ({kind})",
+            *(f"{name}: MB, time" for name in names),
+            "advice",
+        )
+    ]
     for row in advice.rows:
         before = row.seconds.get(_ORIGINAL)
         cells = []
         for name in names:
             known = name in row.seconds and before
-            cells.append(f"{row.bytes[name] / 1e6:.3g}, x{row.seconds[name] / before:.2f}" if known else "-")
+            cells.append(
+                f"{row.bytes[name] / 1e6:.3g}, x{row.seconds[name] / before:.2f}" if known else "-"
+            )
         chosen = "keep" if row.format is None else label(row.format)
-        rows.append((row.path, row.product, f"{row.bytes[_ORIGINAL] / 1e6:.3g}", seconds_text(before), *cells,
-                     f"{chosen}: {row.reason}"))
-    lines = [f"{advice.chip.name}: " + ("every product timed on this machine" if advice.measured else
-                                        "estimates from peak rates and bandwidth, not measured"), ""]
+        rows.append(
+            (
+                row.path,
+                row.product,
+                f"{row.bytes[_ORIGINAL] / 1e6:.3g}",
+                seconds_text(before),
+                *cells,
+                f"{chosen}: {row.reason}",
+            )
+        )
+    lines = [
+        f"{advice.chip.name}: "
+        + (
+            "every product timed on this machine"
+            if advice.measured
+            else "estimates from peak rates and bandwidth, not measured"
+        ),
+        "",
+    ]
     lines += aligned(rows, left=(0, 1, len(rows[0]) - 1))
-    saved = sum(row.bytes[_ORIGINAL] - row.bytes[label(row.format)] for row in advice.rows if row.format is not None)
-    lines += ["", f"{len(advice)} of {len(advice.rows)} parameters: {si(saved)}B saved; the function takes "
-              f"{seconds_text(advice.after)} instead of {seconds_text(advice.before)} ({kind})"]
+    saved = sum(
+        row.bytes[_ORIGINAL] - row.bytes[label(row.format)]
+        for row in advice.rows
+        if row.format is not None
+    )
+    lines += [
+        "",
+        f"{len(advice)} of {len(advice.rows)} parameters: {si(saved)}B saved; the function takes "
+        f"{seconds_text(advice.after)} instead of {seconds_text(advice.before)} ({kind})",
+    ]
     return "\n".join(lines)

@@ -25,8 +25,11 @@ _BINS, _PER_OCTAVE, _LOWEST = 1920, 32, -30
 _NAME = re.compile(r"(?:.*/)?input of (?P<leaf>\d+), (?P<lead>\d+), (?P<axes>[-\d ]+)(?:#\d+)?")
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["rows", "largest", "magnitude", "histogram", "gram"],
-                   meta_fields=["axes", "conflict"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["rows", "largest", "magnitude", "histogram", "gram"],
+    meta_fields=["axes", "conflict"],
+)
 @dataclasses.dataclass(frozen=True)
 class InputStatistics:
     """Statistics of the inputs (activations) that are multiplied by one parameter, recorded by `calibrate`.
@@ -80,24 +83,33 @@ class InputStatistics:
             method: "absmax": the largest recorded magnitude. "percentile": the bound below which 99.99 % of the
                 magnitudes are. "mse": the bound with the least mean squared error of rounding and clipping to 8 bits.
         """
-        largest, counts, bounds = np.asarray(self.largest), np.asarray(self.histogram, float), self.bounds
+        largest, counts, bounds = (
+            np.asarray(self.largest),
+            np.asarray(self.histogram, float),
+            self.bounds,
+        )
         if method == "percentile":
             below = np.cumsum(counts, -1)
             found = bounds[(below >= 0.9999 * below[..., -1:]).argmax(-1)]
         elif method == "mse":
-            value = bounds * 2 ** (-0.5 / _PER_OCTAVE)    # the middle of each bin
-            step = bounds[:, None] / 127    # the step of codes for each candidate bound
+            value = bounds * 2 ** (-0.5 / _PER_OCTAVE)  # the middle of each bin
+            step = bounds[:, None] / 127  # the step of codes for each candidate bound
             rounded = np.clip(np.round(value / step), -127, 127) * step
-            within_bin = (step < value / _PER_OCTAVE) & (value < bounds[:, None])    # the error varies within the bin
-            error = np.where(within_bin, step ** 2 / 12, (rounded - value) ** 2)    # [candidate, bin]
+            within_bin = (step < value / _PER_OCTAVE) & (
+                value < bounds[:, None]
+            )  # the error varies within the bin
+            error = np.where(within_bin, step**2 / 12, (rounded - value) ** 2)  # [candidate, bin]
             found = bounds[(counts @ error.T).argmin(-1)]
         else:
             return largest
         return np.minimum(found, largest).astype(np.float32)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "rows"],
-                   meta_fields=["leaf", "original", "gram"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["array", "rows"],
+    meta_fields=["leaf", "original", "gram"],
+)
 @dataclasses.dataclass(frozen=True)
 class _Observed(Wrapped):
     """A wrapper of a parameter that computes statistics of the activations that are multiplied by the parameter. `tag`
@@ -122,7 +134,7 @@ class _Observed(Wrapped):
         return bool(jnp.shape(self.rows))
 
     def dot(self, x, axes, dot):
-        self._record(x.reshape(-1, math.prod(x.shape[x.ndim - len(axes):])), axes, self.gram)
+        self._record(x.reshape(-1, math.prod(x.shape[x.ndim - len(axes) :])), axes, self.gram)
         return dot(x, self.array, axes)
 
     def convolve(self, x, convolution):
@@ -133,16 +145,22 @@ class _Observed(Wrapped):
     def _record(self, x, axes, gram):
         x = x.astype(jnp.float32)
         size, bins = jnp.abs(x), _LOWEST * _PER_OCTAVE
-        at = jnp.floor(jnp.log2(jnp.maximum(size, 2.0 ** _LOWEST)) * _PER_OCTAVE).astype(int) - bins
-        found = {"row": self.rows.ravel()[0], "largest": size.max(), "magnitude": size.sum(0),
-                 "histogram": jnp.zeros(_BINS).at[jnp.clip(at, 0, _BINS - 1)].add(1)}
+        at = jnp.floor(jnp.log2(jnp.maximum(size, 2.0**_LOWEST)) * _PER_OCTAVE).astype(int) - bins
+        found = {
+            "row": self.rows.ravel()[0],
+            "largest": size.max(),
+            "magnitude": size.sum(0),
+            "histogram": jnp.zeros(_BINS).at[jnp.clip(at, 0, _BINS - 1)].add(1),
+        }
         if gram:
             found["gram"] = jnp.matmul(x.T, x, precision="highest")
         negative = " ".join(str(i - self.ndim) for i in sorted(axes))
         tag(found, f"input of {self.leaf}, {self.original - self.ndim}, {negative}")
 
 
-def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = True) -> dict[str, InputStatistics]:
+def calibrate(
+    f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = True
+) -> dict[str, InputStatistics]:
     """Runs a function on example batches, and records statistics of the activations that are multiplied by parameters.
 
         stats = compress.calibrate(model, params, [tokens1, tokens2])
@@ -173,8 +191,10 @@ def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = 
     >>> float(stats["kernel"].largest), stats["kernel"].gram.tolist()
     (4.0, [[1.0, -4.0], [-4.0, 16.0]])
     """
-    paths = [(keystr(path, simple=True, separator="/"), x)
-             for path, x in tree_flatten_with_path(params, is_leaf=is_implicit)[0]]
+    paths = [
+        (keystr(path, simple=True, separator="/"), x)
+        for path, x in tree_flatten_with_path(params, is_leaf=is_implicit)[0]
+    ]
     count = itertools.count()
 
     def observe(path, x):
@@ -191,22 +211,31 @@ def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = 
         leaves, structure = jax.tree.flatten(batch)
         key = structure, tuple(map(jax.typeof, leaves))
         if key not in compiled:
-            names = [site.name for site in sites(evaluate)(observed, *batch)
-                     if _NAME.fullmatch(site.name) and site.inside is None]
+            names = [
+                site.name
+                for site in sites(evaluate)(observed, *batch)
+                if _NAME.fullmatch(site.name) and site.inside is None
+            ]
             compiled[key] = jax.jit(_recorder(evaluate, names))
         for name, found in compiled[key](observed, *batch).items():
             _add(total, paths, _NAME.fullmatch(name), jax.device_get(found), number)
     if not compiled:
         raise ValueError("calibrate: expected at least one batch; got none")
     if not total:
-        raise ValueError(f"calibrate: the function has no product with any of the {len(paths)} parameters")
+        raise ValueError(
+            f"calibrate: the function has no product with any of the {len(paths)} parameters"
+        )
     return {path: _finished(**found) for path, found in total.items()}
 
 
 def _finished(magnitude, histogram, **found):
     rows = histogram.sum(-1) / magnitude.shape[-1]
-    return InputStatistics(rows=rows, magnitude=magnitude / np.maximum(rows, 1)[..., None], histogram=histogram,
-                           **found)
+    return InputStatistics(
+        rows=rows,
+        magnitude=magnitude / np.maximum(rows, 1)[..., None],
+        histogram=histogram,
+        **found,
+    )
 
 
 def _recorder(evaluate, names):
@@ -222,14 +251,21 @@ def _add(total, paths, match, found, number) -> None:
     path, leaf = paths[int(match["leaf"])]
     if wrong := [name for name, x in found.items() if not np.isfinite(x).all()]:
         what = "the sum of x^T x over the inputs x" if wrong == ["gram"] else "an input"
-        raise ValueError(f"calibrate: batch {number}: {what} of {path} is NaN or infinite; pass batches on which the "
-                         "function is finite")
+        raise ValueError(
+            f"calibrate: batch {number}: {what} of {path} is NaN or infinite; pass batches on which the "
+            "function is finite"
+        )
     count = int(match["lead"])
     lead, inside = leaf.shape[:count], math.prod(leaf.shape[count:-1])
     axes = tuple(map(int, match["axes"].split()))
-    layers = np.asarray(found.pop("row")) // inside    # for each iteration of the enclosing scans
-    found = {name: _reduced(x, layers, lead, np.maximum if name == "largest" else np.add) for name, x in found.items()}
-    old = total.setdefault(path, {**dict.fromkeys(found, 0), "axes": axes, "gram": 0 if "gram" in found else None})
+    layers = np.asarray(found.pop("row")) // inside  # for each iteration of the enclosing scans
+    found = {
+        name: _reduced(x, layers, lead, np.maximum if name == "largest" else np.add)
+        for name, x in found.items()
+    }
+    old = total.setdefault(
+        path, {**dict.fromkeys(found, 0), "axes": axes, "gram": 0 if "gram" in found else None}
+    )
     if old["axes"] != axes:
         old["conflict"] = f"products contract it over axes {old['axes']} and over axes {axes}"
         return
@@ -244,7 +280,7 @@ def _reduced(x, layers, lead, operation):
     scan over time steps may be as long as the scan over layers inside it.
     """
     x = np.asarray(x, np.float32 if operation is np.maximum else np.float64)
-    trailing = x.shape[layers.ndim:]
+    trailing = x.shape[layers.ndim :]
     result = np.zeros((math.prod(lead), *trailing), x.dtype)
     for layer, own in zip(layers.ravel(), x.reshape(-1, *trailing)):
         result[layer] = operation(result[layer], own)

@@ -10,8 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def distillation_loss(logits: jax.Array, teacher_logits: jax.Array, labels: jax.Array | None = None, *,
-                      temperature: float = 4.0, weight: float = 0.9) -> jax.Array:
+def distillation_loss(
+    logits: jax.Array,
+    teacher_logits: jax.Array,
+    labels: jax.Array | None = None,
+    *,
+    temperature: float = 4.0,
+    weight: float = 0.9,
+) -> jax.Array:
     """Computes the loss of a student that learns from a teacher's logits and from labels.
 
         weight T^2 KL(softmax(teacher_logits / T) || softmax(logits / T)) + (1 - weight) cross_entropy(logits, labels)
@@ -43,22 +49,30 @@ def distillation_loss(logits: jax.Array, teacher_logits: jax.Array, labels: jax.
     0.0
     """
     if logits.shape != teacher_logits.shape:
-        raise ValueError(f"distillation_loss: expected logits of one shape, got {logits.shape} of the student and "
-                         f"{teacher_logits.shape} of the teacher")
+        raise ValueError(
+            f"distillation_loss: expected logits of one shape, got {logits.shape} of the student and "
+            f"{teacher_logits.shape} of the teacher"
+        )
     if not temperature > 0 or not 0 <= weight <= 1:
-        raise ValueError(f"distillation_loss: expected temperature > 0 and weight in [0, 1]; got {temperature} and "
-                         f"{weight}")
+        raise ValueError(
+            f"distillation_loss: expected temperature > 0 and weight in [0, 1]; got {temperature} and "
+            f"{weight}"
+        )
     teacher = jax.nn.log_softmax(lax.stop_gradient(teacher_logits) / temperature)
     student = jax.nn.log_softmax(logits / temperature)
-    soft = temperature ** 2 * (jnp.exp(teacher) * (teacher - student)).sum(-1)
+    soft = temperature**2 * (jnp.exp(teacher) * (teacher - student)).sum(-1)
     if labels is None:
         return soft
     hard = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]
     return weight * soft + (1 - weight) * hard
 
 
-def hidden_loss(student: Mapping[str, Any], teacher: Mapping[str, Any], pairs: Mapping[str, str],
-                projections: Mapping[str, jax.Array] | None = None) -> jax.Array:
+def hidden_loss(
+    student: Mapping[str, Any],
+    teacher: Mapping[str, Any],
+    pairs: Mapping[str, str],
+    projections: Mapping[str, jax.Array] | None = None,
+) -> jax.Array:
     """Computes the mean squared difference between hidden states of a student and of a teacher.
 
         logits, seen = ft.capture(model, "blocks")(params, x)
@@ -89,17 +103,23 @@ def hidden_loss(student: Mapping[str, Any], teacher: Mapping[str, Any], pairs: M
     1.0
     """
     if not pairs:
-        raise ValueError("hidden_loss: expected pairs {site of the student: site of the teacher}; got none")
+        raise ValueError(
+            "hidden_loss: expected pairs {site of the student: site of the teacher}; got none"
+        )
     losses = []
     for mine, theirs in pairs.items():
         for name, values, who in ((mine, student, "student"), (theirs, teacher, "teacher")):
             if name not in values:
-                raise KeyError(f"hidden_loss: the {who} has no site {name!r}; captured: {', '.join(values)}")
+                raise KeyError(
+                    f"hidden_loss: the {who} has no site {name!r}; captured: {', '.join(values)}"
+                )
         value, wanted = student[mine], lax.stop_gradient(teacher[theirs])
         if projections is not None and mine in projections:
             value = value @ projections[mine]
         if value.shape != wanted.shape:
-            raise ValueError(f"hidden_loss: {mine!r} has the shape {value.shape}, {theirs!r} of the teacher "
-                             f"{wanted.shape}; pass projections={{{mine!r}: matrix}} for other numbers of features")
+            raise ValueError(
+                f"hidden_loss: {mine!r} has the shape {value.shape}, {theirs!r} of the teacher "
+                f"{wanted.shape}; pass projections={{{mine!r}: matrix}} for other numbers of features"
+            )
         losses.append(jnp.square(value - wanted).mean())
     return sum(losses) / len(losses)

@@ -19,8 +19,11 @@ from fnet.compress._rules import apply_rules
 from fnet.jaxpr import Convolution, ImplicitArray, is_implicit
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "step", "inputs"],
-                   meta_fields=["format", "axes"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "step", "inputs"],
+    meta_fields=["format", "axes"],
+)
 @dataclasses.dataclass(frozen=True)
 class FakeQuantized(ImplicitArray):
     """A trainable parameter that is rounded when a program uses it, for quantization-aware training.
@@ -64,11 +67,19 @@ class FakeQuantized(ImplicitArray):
     def materialize(self) -> jax.Array:
         blocks = self._quantized(self.values)
         count = math.prod(self.shape) / max(1, math.prod(jnp.shape(self.step)))
-        step = dataclasses.replace(blocks, scale=_scaled_gradient(self.step, count, self.format.largest)).full_scale()
-        return _rounded(self.values.astype(jnp.float32), step, self.format.largest).astype(self.dtype)
+        step = dataclasses.replace(
+            blocks, scale=_scaled_gradient(self.step, count, self.format.largest)
+        ).full_scale()
+        return _rounded(self.values.astype(jnp.float32), step, self.format.largest).astype(
+            self.dtype
+        )
 
     def dot(self, x: jax.Array, axes: tuple[int, ...], dot: Callable) -> Any:
-        return dot(self._input(x, range(x.ndim - len(axes), x.ndim)), self.materialize().astype(x.dtype), axes)
+        return dot(
+            self._input(x, range(x.ndim - len(axes), x.ndim)),
+            self.materialize().astype(x.dtype),
+            axes,
+        )
 
     def convolve(self, x: jax.Array, convolution: Convolution) -> Any:
         x = self._input(x, [i for i in range(x.ndim) if i != convolution.batch])
@@ -85,7 +96,9 @@ class FakeQuantized(ImplicitArray):
         return dataclasses.replace(result, codes=result.pack(codes))
 
     def _quantized(self, codes):
-        return Quantized(codes, self.step, self.format, self.axes, jnp.dtype(self.dtype), self.inputs)
+        return Quantized(
+            codes, self.step, self.format, self.axes, jnp.dtype(self.dtype), self.inputs
+        )
 
     def _input(self, x, axes):
         if getattr(self.format, "activations", None) is None:
@@ -103,7 +116,7 @@ def _scaled_gradient(step, count, largest):
     the step size is divided by sqrt(count * largest). As a result, the relative changes of the step size and of the
     parameter values are similar during training. `count` is the number of values that share the step size, and
     `largest` is the largest code (rounded value / step size)."""
-    factor = 1 / math.sqrt(max(count, 1) * largest)    # an empty slice has no values
+    factor = 1 / math.sqrt(max(count, 1) * largest)  # an empty slice has no values
     return factor * step + lax.stop_gradient(step - factor * step)
 
 
@@ -114,8 +127,9 @@ def _rounded(x, step, largest):
     return (scaled + lax.stop_gradient(jnp.round(scaled) - scaled)) * step
 
 
-def fake_quantize(params: Any, recipe: Mapping[str, Format], *,
-                  stats: Mapping[str, InputStatistics] | None = None) -> Any:
+def fake_quantize(
+    params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, InputStatistics] | None = None
+) -> Any:
     """Replaces parameters by `FakeQuantized` parameters, for quantization-aware training.
 
         params = compress.fake_quantize(params, {".*": compress.Int4(group=32)})
@@ -152,7 +166,9 @@ def fake_quantize(params: Any, recipe: Mapping[str, Format], *,
 
     def check(pattern, format):
         if not isinstance(format, Int8 | Int4):
-            raise TypeError(f"fake_quantize: expected compress.Int8() or Int4() for {pattern!r}; got {format!r}")
+            raise TypeError(
+                f"fake_quantize: expected compress.Int8() or Int4() for {pattern!r}; got {format!r}"
+            )
 
     def fake(path, w, format):
         blocks = unrounded(path, w, format)
@@ -160,7 +176,9 @@ def fake_quantize(params: Any, recipe: Mapping[str, Format], *,
         inputs = input_scale(path, stats.get(path), blocks) if known else None
         return FakeQuantized(jnp.asarray(w), blocks.scale, inputs, blocks.format, blocks.axes)
 
-    return apply_rules("fake_quantize", params, recipe, check, lambda leaf: not is_implicit(leaf), fake)
+    return apply_rules(
+        "fake_quantize", params, recipe, check, lambda leaf: not is_implicit(leaf), fake
+    )
 
 
 def convert(params: Any) -> Any:

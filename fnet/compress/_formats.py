@@ -10,12 +10,33 @@ import jax.numpy as jnp
 import numpy as np
 
 # The 16 values of Dettmers et al. (2023), QLoRA, appendix E: quantiles of the normal distribution, with an exact zero.
-_NF4 = np.array([
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0], np.float32)
+_NF4 = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
 
-METHODS = "absmax", "percentile", "mse"    # methods to compute the scale of activations from statistics
+METHODS = (
+    "absmax",
+    "percentile",
+    "mse",
+)  # methods to compute the scale of activations from statistics
 
 
 class Format:
@@ -38,10 +59,14 @@ class Format:
 
     def __post_init__(self):
         if self.group is not None and (not isinstance(self.group, int) or self.group < 1):
-            raise ValueError(f"{type(self).__name__}: group must be a positive integer or None; got {self.group!r}")
+            raise ValueError(
+                f"{type(self).__name__}: group must be a positive integer or None; got {self.group!r}"
+            )
         if self.bits == 4 and self.group is not None and self.group % 2:
-            raise ValueError(f"{type(self).__name__}: group must be even, because a byte holds two codes; got "
-                             f"{self.group}")
+            raise ValueError(
+                f"{type(self).__name__}: group must be even, because a byte holds two codes; got "
+                f"{self.group}"
+            )
 
     def encode(self, values: Any) -> Any:
         """Converts scaled values (values / scale), which lie between -largest and largest, to codes.
@@ -99,8 +124,10 @@ class Int8(Format):
     def __post_init__(self):
         super().__post_init__()
         if self.activations not in (None, "dynamic", *METHODS):
-            raise ValueError("Int8: activations must be None, 'dynamic', 'absmax', 'percentile' or 'mse'; got "
-                             f"{self.activations!r}")
+            raise ValueError(
+                "Int8: activations must be None, 'dynamic', 'absmax', 'percentile' or 'mse'; got "
+                f"{self.activations!r}"
+            )
 
     def encode(self, values: Any) -> Any:
         return jnp.clip(jnp.round(values), -127, 127).astype(jnp.int8)

@@ -36,7 +36,9 @@ def gptq(rounded: Callable, values: Any, scale: Any, gram: Any) -> jax.Array:
     """
     n = len(values)
     diagonal = jnp.diagonal(gram)
-    gram = gram + jnp.diag(0.01 * diagonal.mean() + jnp.where(diagonal.any(), 0.0, 1.0) * jnp.ones(n))
+    gram = gram + jnp.diag(
+        0.01 * diagonal.mean() + jnp.where(diagonal.any(), 0.0, 1.0) * jnp.ones(n)
+    )
     order = jnp.argsort(-diagonal)
     lower = jnp.linalg.cholesky(jnp.linalg.inv(gram[order][:, order]))
 
@@ -49,4 +51,6 @@ def gptq(rounded: Callable, values: Any, scale: Any, gram: Any) -> jax.Array:
 
     codes = jax.lax.fori_loop(0, n, one, (values[order], jnp.zeros_like(values)))[1]
     codes = jnp.zeros_like(values).at[order].set(codes)
-    return jnp.where(jnp.isfinite(lower).all(), codes, rounded(values / scale))    # a code of NaN would be a number
+    return jnp.where(
+        jnp.isfinite(lower).all(), codes, rounded(values / scale)
+    )  # a code of NaN would be a number

@@ -16,7 +16,6 @@ from fnet.jaxpr import TiedProgram, Traced, is_array, remaining_indices
 Factors = tuple[int, ...]
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Cut:
     """The indices that remain in the axes of an array after pruning.
@@ -44,8 +43,10 @@ class Cut:
 
     def type(self, x: Any) -> jax.ShapeDtypeStruct:
         """The shape and dtype of the result of `apply`."""
-        sizes = (math.prod(n if each is None else len(each) for n, each in zip(factors, kept))
-                 for factors, kept in zip(self.factors, self.kept))
+        sizes = (
+            math.prod(n if each is None else len(each) for n, each in zip(factors, kept))
+            for factors, kept in zip(self.factors, self.kept)
+        )
         return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
     def original(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -53,8 +54,10 @@ class Cut:
         along the axes that were not pruned."""
         if len(shape) != len(self.shape):
             return shape
-        return tuple(full if any(each is not None for each in kept) else n
-                     for n, full, kept in zip(shape, self.shape, self.kept))
+        return tuple(
+            full if any(each is not None for each in kept) else n
+            for n, full, kept in zip(shape, self.shape, self.kept)
+        )
 
 
 class _Output:
@@ -69,7 +72,7 @@ class _Leaf:
 
     key: str
     path: str
-    role: str    # "params", "state" or "other"
+    role: str  # "params", "state" or "other"
     array: Any
 
 
@@ -86,7 +89,9 @@ class Call:
         leaves: the inputs of the program.
     """
 
-    def __init__(self, f: Callable, args: tuple, kwargs: dict, cuts: Mapping[str, Cut] | None = None):
+    def __init__(
+        self, f: Callable, args: tuple, kwargs: dict, cuts: Mapping[str, Cut] | None = None
+    ):
         cuts = cuts or {}
         paths, structure = tree_flatten_with_path((args, kwargs))
         inputs, known = [], {}
@@ -95,16 +100,24 @@ class Call:
                 key, role = keystr(path), _role(path)
                 leaf = _Leaf(key, keystr(path[2:], simple=True, separator="/"), role, x)
                 if role != "other":
-                    x = jax.ShapeDtypeStruct(cuts[key].original(x.shape) if key in cuts else x.shape, x.dtype)
+                    x = jax.ShapeDtypeStruct(
+                        cuts[key].original(x.shape) if key in cuts else x.shape, x.dtype
+                    )
                 known[id(x)] = leaf
             inputs.append(x)
         args, kwargs = jax.tree.unflatten(structure, inputs)
         self.traced = traced = Traced(f, args, kwargs)
         self.leaves = [known[id(x)] for x in traced.arrays]
-        hints = {i: cuts[leaf.key].factors for i, leaf in enumerate(self.leaves) if leaf.key in cuts}
-        self.program = TiedProgram(traced.closed, [leaf.role != "other" for leaf in self.leaves],
-                                   [leaf.role == "params" for leaf in self.leaves],
-                                   _returned(traced, kwargs.get("state")), hints)
+        hints = {
+            i: cuts[leaf.key].factors for i, leaf in enumerate(self.leaves) if leaf.key in cuts
+        }
+        self.program = TiedProgram(
+            traced.closed,
+            [leaf.role != "other" for leaf in self.leaves],
+            [leaf.role == "params" for leaf in self.leaves],
+            _returned(traced, kwargs.get("state")),
+            hints,
+        )
 
     def evaluate(self, cuts: Mapping[str, Cut]) -> Any:
         """Returns the result of the traced function f for pruned arguments. `cuts` states which indices remain in each
@@ -115,9 +128,11 @@ class Call:
                 self._read(i, cuts[leaf.key], kept)
         for i, leaf in enumerate(self.leaves):
             if (expected := self.program.shape(i, kept)) != tuple(leaf.array.shape):
-                raise ValueError(f"shrunk function: {leaf.path or leaf.key!r} in {leaf.role}: expected shape "
-                                 f"{expected}, got {tuple(leaf.array.shape)}; pass the parameters and the state that "
-                                 "shrink returned")
+                raise ValueError(
+                    f"shrunk function: {leaf.path or leaf.key!r} in {leaf.role}: expected shape "
+                    f"{expected}, got {tuple(leaf.array.shape)}; pass the parameters and the state that "
+                    "shrink returned"
+                )
         return self.traced.result(self.program.evaluate([leaf.array for leaf in self.leaves], kept))
 
     def _read(self, i, cut, kept):
@@ -125,13 +140,24 @@ class Call:
             if all(each is None for each in wanted):
                 continue
             sizes = tuple(map(self.program.atoms.size, atoms))
-            why = "it splits the axis in another way" if sizes != cut.factors[axis] else next(
-                (reason for atom, each in zip(atoms, wanted)
-                 if each is not None and (reason := self.program.atoms.reason(atom))), None)
+            why = (
+                "it splits the axis in another way"
+                if sizes != cut.factors[axis]
+                else next(
+                    (
+                        reason
+                        for atom, each in zip(atoms, wanted)
+                        if each is not None and (reason := self.program.atoms.reason(atom))
+                    ),
+                    None,
+                )
+            )
             if why:
-                raise ValueError(f"shrunk function: axis {axis} of {self.leaves[i].path!r} was cut, but with these "
-                                 f"arguments the function needs all of it ({why}). Call shrink with such arguments, or "
-                                 "exclude the parameter with keep=")
+                raise ValueError(
+                    f"shrunk function: axis {axis} of {self.leaves[i].path!r} was cut, but with these "
+                    f"arguments the function needs all of it ({why}). Call shrink with such arguments, or "
+                    "exclude the parameter with keep="
+                )
             kept.update((atom, each) for atom, each in zip(atoms, wanted) if each is not None)
 
 
@@ -151,16 +177,25 @@ def _returned(traced, state) -> dict[int, int]:
     arrays, found = [] if modules is None else modules.arrays, {}
     for output, i in zip(arrays, range(len(traced.arrays) - len(arrays), len(traced.arrays))):
         if jaxpr.outvars[output.number] is not jaxpr.invars[i]:
-            raise TypeError("shrink: the function updates flax.nnx variables in place. Split the module, and return "
-                            "the new state: f(params, x, state=state) -> (y, new state)")
+            raise TypeError(
+                "shrink: the function updates flax.nnx variables in place. Split the module, and return "
+                "the new state: f(params, x, state=state) -> (y, new state)"
+            )
         found[output.number] = i
-    if (state is None or not isinstance(result, tuple) or len(result) != 2
-            or jax.tree.structure(result[1]) != jax.tree.structure(state)):
+    if (
+        state is None
+        or not isinstance(result, tuple)
+        or len(result) != 2
+        or jax.tree.structure(result[1]) != jax.tree.structure(state)
+    ):
         return found
     inputs = {id(x): i for i, x in enumerate(traced.arrays)}
     pairs = zip(jax.tree.leaves(result[1]), jax.tree.leaves(state))
-    return found | {output.number: inputs[id(x)] for output, x in pairs
-                    if isinstance(output, _Output) and id(x) in inputs}
+    return found | {
+        output.number: inputs[id(x)]
+        for output, x in pairs
+        if isinstance(output, _Output) and id(x) in inputs
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,8 +239,16 @@ def groups(call: Call) -> list[Group]:
                 second.update(free[1:])
                 for position, atom in enumerate(atoms):
                     members.setdefault(atom, []).append((i, axis, position))
-    return [Group(atom, program.atoms.size(atom), tuple(each), program.atoms.reason(atom) or (
-        "another factor of its axis is reduced" if atom in second else "")) for atom, each in members.items()]
+    return [
+        Group(
+            atom,
+            program.atoms.size(atom),
+            tuple(each),
+            program.atoms.reason(atom)
+            or ("another factor of its axis is reduced" if atom in second else ""),
+        )
+        for atom, each in members.items()
+    ]
 
 
 def cuts(call: Call, kept: Mapping[int, np.ndarray]) -> dict[str, Cut]:
@@ -214,14 +257,17 @@ def cuts(call: Call, kept: Mapping[int, np.ndarray]) -> dict[str, Cut]:
     for i, leaf in enumerate(call.leaves):
         factors = call.program.factors(i)
         if leaf.role != "other" and any(atom in kept for atoms in factors for atom in atoms):
-            found[leaf.key] = Cut(tuple(leaf.array.shape),
-                                  tuple(tuple(map(call.program.atoms.size, atoms)) for atoms in factors),
-                                  tuple(tuple(kept.get(atom) for atom in atoms) for atoms in factors))
+            found[leaf.key] = Cut(
+                tuple(leaf.array.shape),
+                tuple(tuple(map(call.program.atoms.size, atoms)) for atoms in factors),
+                tuple(tuple(kept.get(atom) for atom in atoms) for atoms in factors),
+            )
     return found
 
 
 def apply_cuts(args: tuple, kwargs: dict, found: Mapping[str, Cut]) -> tuple[tuple, dict]:
     """Prunes the arrays in the arguments of a call, and returns the new arguments. `found` contains a `Cut` for each
     array to prune."""
-    return jax.tree.map_with_path(lambda path, x: found[keystr(path)].apply(x) if keystr(path) in found else x,
-                                  (args, kwargs))
+    return jax.tree.map_with_path(
+        lambda path, x: found[keystr(path)].apply(x) if keystr(path) in found else x, (args, kwargs)
+    )

@@ -17,7 +17,11 @@ from fnet.jaxpr import Convolution, ImplicitArray, implicit_dot, is_implicit
 from fnet.jaxpr import materialize as _materialized
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale", "inputs"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["base", "a", "b"],
+    meta_fields=["scale", "inputs"],
+)
 @dataclasses.dataclass(frozen=True)
 class LowRank(ImplicitArray):
     """A parameter with a low-rank change: `base + scale * a @ b`. `lora` creates it.
@@ -53,14 +57,16 @@ class LowRank(ImplicitArray):
 
     @property
     def has_leading_axis(self) -> bool:
-        stacked = self.ndim > self.inputs + 1    # otherwise, axis 0 of `b` is the rank
+        stacked = self.ndim > self.inputs + 1  # otherwise, axis 0 of `b` is the rank
         return stacked and (not is_implicit(self.base) or self.base.has_leading_axis)
 
     def materialize(self) -> jax.Array:
         if self.ndim <= self.inputs:
-            raise ValueError(f"LowRank: expected a base with {self.inputs + 1} or more axes, got shape {self.shape}. A "
-                             "scan or vmap over this parameter slices axis 0 of each of its arrays, but axis 0 is an "
-                             "input axis. Call ft.use_implicit_arrays(f) outside of the scan or vmap")
+            raise ValueError(
+                f"LowRank: expected a base with {self.inputs + 1} or more axes, got shape {self.shape}. A "
+                "scan or vmap over this parameter slices axis 0 of each of its arrays, but axis 0 is an "
+                "input axis. Call ft.use_implicit_arrays(f) outside of the scan or vmap"
+            )
         base, lead = _materialized(self.base), self.ndim - self.inputs - 1
         a = self.a.reshape(*self.a.shape[:lead], -1, self.a.shape[-1])
         return base + (self.scale * (a @ self.b)).astype(base.dtype).reshape(base.shape)
@@ -73,8 +79,10 @@ class LowRank(ImplicitArray):
         if y is NotImplemented:
             return y
         if axes == kernel:
-            return y + self.scale * dot(dot(x, self.a.astype(x.dtype), axes), self.b.astype(x.dtype), (0,))
-        inner = self.scale * dot(x, self.b.astype(x.dtype), (1,))    # [..., rank]
+            return y + self.scale * dot(
+                dot(x, self.a.astype(x.dtype), axes), self.b.astype(x.dtype), (0,)
+            )
+        inner = self.scale * dot(x, self.b.astype(x.dtype), (1,))  # [..., rank]
         return y + dot(inner, self.a.astype(x.dtype), (self.inputs,))
 
     def convolve(self, x: jax.Array, convolution: Convolution) -> Any:
@@ -82,10 +90,14 @@ class LowRank(ImplicitArray):
         if (convolution.kernel_axis, self.inputs, convolution.groups) != (channels, channels, 1):
             return NotImplemented
         base, out = self.base, convolution.out_axis
-        y = base.convolve(x, convolution) if is_implicit(base) else convolution(x, base.astype(x.dtype))
+        y = (
+            base.convolve(x, convolution)
+            if is_implicit(base)
+            else convolution(x, base.astype(x.dtype))
+        )
         if y is NotImplemented:
             return y
-        inner = jnp.moveaxis(convolution(x, self.a.astype(x.dtype)), out, -1)    # [..., rank]
+        inner = jnp.moveaxis(convolution(x, self.a.astype(x.dtype)), out, -1)  # [..., rank]
         return y + self.scale * jnp.moveaxis(inner @ self.b.astype(x.dtype), -1, out)
 
     def lookup(self, take: Callable) -> Any:
@@ -95,7 +107,9 @@ class LowRank(ImplicitArray):
         return base if base is NotImplemented else base + self.scale * (take(self.a) @ self.b)
 
 
-def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float | None = None) -> Any:
+def lora(
+    key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float | None = None
+) -> Any:
     """Adds trainable low-rank changes to parameters: `w + alpha / rank * a @ b`.
 
         params = compress.lora(key, params, {"blocks/attention/.*": 8})
@@ -128,9 +142,12 @@ def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float 
     >>> params["kernel"].a.shape, params["kernel"].b.tolist()
     ((3, 1), [[0.0, 0.0]])
     """
+
     def check(pattern, rank):
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise ValueError(f"lora: expected a positive integer as rank for {pattern!r}; got {rank!r}")
+            raise ValueError(
+                f"lora: expected a positive integer as rank for {pattern!r}; got {rank!r}"
+            )
 
     if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, int | float)):
         raise TypeError(f"lora: expected a number or None as alpha; got {alpha!r}")
@@ -144,7 +161,9 @@ def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float 
         b = jnp.zeros((*w.shape[:lead], rank, w.shape[-1]), jnp.float32)
         return LowRank(w, a, b, (2.0 if alpha is None else alpha / rank), inputs)
 
-    return apply_rules("lora", params, rules, check, lambda leaf: not isinstance(leaf, LowRank), low_rank)
+    return apply_rules(
+        "lora", params, rules, check, lambda leaf: not isinstance(leaf, LowRank), low_rank
+    )
 
 
 def _digest(path) -> int:
@@ -161,5 +180,8 @@ def merge(params: Any) -> Any:
     >>> merge(lora(jax.random.key(0), params, {"kernel": 1}))["kernel"].tolist()
     [[1.0, 1.0], [1.0, 1.0]]
     """
-    return jax.tree.map(lambda x: x.materialize() if isinstance(x, LowRank) else x, params,
-                        is_leaf=lambda x: isinstance(x, LowRank))
+    return jax.tree.map(
+        lambda x: x.materialize() if isinstance(x, LowRank) else x,
+        params,
+        is_leaf=lambda x: isinstance(x, LowRank),
+    )

@@ -36,8 +36,9 @@ class PruneState(NamedTuple):
     masks: Any
 
 
-def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 1,
-          jointly: bool = False) -> optax.GradientTransformationExtraArgs:
+def prune(
+    rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 1, jointly: bool = False
+) -> optax.GradientTransformationExtraArgs:
     """Returns an Optax transformation that prunes parameters: elements with the smallest magnitudes are set to zero.
 
         optimizer = optax.chain(optax.adamw(1e-3), compress.prune({"blocks": 0.8, "head": 0.5}, begin=500, end=4000))
@@ -83,12 +84,16 @@ def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 
     import optax
 
     if not 0 <= begin <= end or every < 1:
-        raise ValueError(f"prune: expected 0 <= begin <= end and every >= 1; got begin={begin}, end={end}, "
-                         f"every={every}")
+        raise ValueError(
+            f"prune: expected 0 <= begin <= end and every >= 1; got begin={begin}, end={end}, "
+            f"every={every}"
+        )
 
     for pattern, sparsity in rules.items() if isinstance(rules, Mapping) else ():
         if not isinstance(sparsity, float) or not 0 < sparsity < 1:
-            raise ValueError(f"prune: expected a sparsity between 0 and 1 for {pattern!r}; got {sparsity!r}")
+            raise ValueError(
+                f"prune: expected a sparsity between 0 and 1 for {pattern!r}; got {sparsity!r}"
+            )
 
     def patterns(params) -> list[str | None]:
         """Returns for each leaf the pattern that applies to it, or None. An implicit array (such as a quantized array)
@@ -97,33 +102,50 @@ def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 
         for path, leaf in jax.tree.leaves_with_path(params, is_implicit):
             name = keystr(path, simple=True, separator="/") if is_kernel(path, leaf) else ""
             if is_implicit(leaf):
-                paths += [name if isinstance(leaf, FakeQuantized) and below is leaf.values else ""
-                          for below in jax.tree.leaves(leaf)]
+                paths += [
+                    name if isinstance(leaf, FakeQuantized) and below is leaf.values else ""
+                    for below in jax.tree.leaves(leaf)
+                ]
             else:
                 paths.append(name)
         first = matching("prune", rules, list(filter(None, paths)), "kernel or table")
         return [first.get(path) for path in paths]
 
     def init(params):
-        masks = [optax.MaskedNode() if pattern is None else jnp.ones(x.shape, bool)
-                 for x, pattern in zip(jax.tree.leaves(params), patterns(params))]
-        return PruneState(jnp.zeros((), jnp.int32), jax.tree.unflatten(jax.tree.structure(params), masks))
+        masks = [
+            optax.MaskedNode() if pattern is None else jnp.ones(x.shape, bool)
+            for x, pattern in zip(jax.tree.leaves(params), patterns(params))
+        ]
+        return PruneState(
+            jnp.zeros((), jnp.int32), jax.tree.unflatten(jax.tree.structure(params), masks)
+        )
 
     def update(updates, state, params=None, **extra):
         if params is None:
             raise ValueError("prune: expected the parameters: tx.update(gradients, state, params)")
         leaves, structure = jax.tree.flatten(updates)
-        named = [(i, x, pattern) for i, (x, pattern) in enumerate(zip(jax.tree.leaves(params), patterns(params)))
-                 if pattern is not None]
+        named = [
+            (i, x, pattern)
+            for i, (x, pattern) in enumerate(zip(jax.tree.leaves(params), patterns(params)))
+            if pattern is not None
+        ]
         masks, mask_structure = jax.tree.flatten(state.masks)
-        sizes = [jnp.where(mask, jnp.abs(x + leaves[i].astype(x.dtype)), 0) for (i, x, _), mask in zip(named, masks)]
+        sizes = [
+            jnp.where(mask, jnp.abs(x + leaves[i].astype(x.dtype)), 0)
+            for (i, x, _), mask in zip(named, masks)
+        ]
         names = [pattern for *_, pattern in named]
-        masks = jax.lax.cond(_due(state.count, begin, end, every), lambda: _select(
-            sizes, names, rules, _progress(state.count, begin, end), jointly), lambda: masks)
+        masks = jax.lax.cond(
+            _due(state.count, begin, end, every),
+            lambda: _select(sizes, names, rules, _progress(state.count, begin, end), jointly),
+            lambda: masks,
+        )
         for (i, x, _), mask in zip(named, masks):
             leaves[i] = jnp.where(mask, leaves[i], -x.astype(leaves[i].dtype))
-        return (jax.tree.unflatten(structure, leaves),
-                PruneState(state.count + 1, jax.tree.unflatten(mask_structure, masks)))
+        return (
+            jax.tree.unflatten(structure, leaves),
+            PruneState(state.count + 1, jax.tree.unflatten(mask_structure, masks)),
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -148,9 +170,13 @@ def _select(sizes, names, rules, progress, jointly) -> list:
         flat = jnp.concatenate([sizes[i].ravel() for i in members])
         zeros = jnp.round(progress * rules[names[members[0]]] * flat.size).astype(jnp.int32)
         order = jnp.argsort(flat)
-        kept = jnp.zeros(flat.shape, bool).at[order].set(jnp.arange(flat.size, dtype=jnp.int32) >= zeros)
+        kept = (
+            jnp.zeros(flat.shape, bool)
+            .at[order]
+            .set(jnp.arange(flat.size, dtype=jnp.int32) >= zeros)
+        )
         start = 0
         for i in members:
-            masks[i] = kept[start:start + sizes[i].size].reshape(sizes[i].shape)
+            masks[i] = kept[start : start + sizes[i].size].reshape(sizes[i].shape)
             start += sizes[i].size
     return masks

@@ -67,7 +67,9 @@ class _Log(list):
     __eq__ = object.__eq__
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["path", "log"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["path", "log"]
+)
 @dataclasses.dataclass(frozen=True)
 class _Recorded(Wrapped):
     """A wrapper of a parameter that appends a `Product` to the list `log` for each matrix product or convolution with
@@ -82,14 +84,28 @@ class _Recorded(Wrapped):
 
     def convolve(self, x, convolution):
         axes = tuple(i for i in range(self.ndim) if i != convolution.kernel_axis)
-        return self._record(x, axes, lambda x, w: (
-            w.convolve(x, convolution) if is_implicit(w) else convolution(x, w.astype(x.dtype))), True)
+        return self._record(
+            x,
+            axes,
+            lambda x, w: (
+                w.convolve(x, convolution) if is_implicit(w) else convolution(x, w.astype(x.dtype))
+            ),
+            True,
+        )
 
     def _record(self, x, axes, function, convolution=False):
         types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, self.array)]
         tag(x, f"operand {len(self.log)}")
-        self.log.append(Product(self.path, *types, jax.eval_shape(function, *types),
-                                tuple(sorted(i - self.ndim for i in axes)), function, convolution))
+        self.log.append(
+            Product(
+                self.path,
+                *types,
+                jax.eval_shape(function, *types),
+                tuple(sorted(i - self.ndim for i in axes)),
+                function,
+                convolution,
+            )
+        )
         return function(x, self.array)
 
 
@@ -104,7 +120,9 @@ def products(f: Callable, params: Any, *args: Any) -> list[Product]:
 
     def recorded(path, leaf):
         name = keystr(path, simple=True, separator="/")
-        return _Recorded(leaf, name, log) if not is_implicit(leaf) and is_kernel(path, leaf) else leaf
+        return (
+            _Recorded(leaf, name, log) if not is_implicit(leaf) and is_kernel(path, leaf) else leaf
+        )
 
     observed = tree_map_with_path(recorded, params, is_leaf=is_implicit)
     found = []
@@ -125,12 +143,17 @@ def by_parameter(found: list[Product]) -> dict[str, list[Product]]:
 
 def leaves_by_path(params: Any) -> dict[str, Any]:
     """Returns {path: leaf} of a tree, in which implicit arrays (such as `Quantized`) are leaves."""
-    return {keystr(path, simple=True, separator="/"): leaf
-            for path, leaf in tree_flatten_with_path(params, is_leaf=is_implicit)[0]}
+    return {
+        keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in tree_flatten_with_path(params, is_leaf=is_implicit)[0]
+    }
 
 
 def grouped(found: list[Product]) -> list[list[Product]]:
     """Groups matrix products and convolutions that compute the same operation on equal shapes and dtypes."""
     key = lambda pair: pair[0]
-    keyed = sorted(((product.key, i) for i, product in enumerate(found)), key=lambda pair: (repr(pair[0]), pair[1]))
+    keyed = sorted(
+        ((product.key, i) for i, product in enumerate(found)),
+        key=lambda pair: (repr(pair[0]), pair[1]),
+    )
     return [[found[i] for _, i in group] for _, group in itertools.groupby(keyed, key)]

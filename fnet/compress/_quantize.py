@@ -21,8 +21,11 @@ from fnet.jaxpr import Convolution, ImplicitArray, is_implicit
 from fnet.jaxpr import materialize as _materialized
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale", "inputs"],
-                   meta_fields=["format", "axes", "dtype"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scale", "inputs"],
+    meta_fields=["format", "axes", "dtype"],
+)
 @dataclasses.dataclass(frozen=True)
 class Quantized(ImplicitArray):
     """A quantized parameter, which stores low-bit codes and float32 scales: `values = decode(codes) * scale`.
@@ -95,12 +98,17 @@ class Quantized(ImplicitArray):
         return y * scale.astype(y.dtype)
 
     def lookup(self, take: Callable) -> Any:
-        if (self.format.packed and self.axes[-1] == -self.ndim) or self.scale.shape[0] not in (1, self.shape[0]):
+        if (self.format.packed and self.axes[-1] == -self.ndim) or self.scale.shape[0] not in (
+            1,
+            self.shape[0],
+        ):
             return NotImplemented
-        codes = self.format.decode(self._unpack(take(self.codes)), jnp.float32)    # [..., *shape[1:]]
+        codes = self.format.decode(self._unpack(take(self.codes)), jnp.float32)  # [..., *shape[1:]]
         if self.scale.shape[0] == self.shape[0]:
             return self._scaled(codes, take(self.scale)).astype(self.dtype)
-        known = take(jnp.ones((self.shape[0], *(1,) * (self.ndim - 1))))    # NaN for indices out of range
+        known = take(
+            jnp.ones((self.shape[0], *(1,) * (self.ndim - 1)))
+        )  # NaN for indices out of range
         scale = lax.expand_dims(self.scale.squeeze(0), range(codes.ndim - self.ndim + 1))
         return (self._scaled(codes, scale) * known).astype(self.dtype)
 
@@ -131,7 +139,9 @@ class Quantized(ImplicitArray):
         """Packs two 4-bit codes into a byte. Codes that do not have 4 bits are returned unchanged."""
         if not self.format.packed:
             return codes
-        low, high = (lax.slice_in_dim(codes, start, None, 2, codes.ndim + self.axes[-1]) for start in (0, 1))
+        low, high = (
+            lax.slice_in_dim(codes, start, None, 2, codes.ndim + self.axes[-1]) for start in (0, 1)
+        )
         return low | (high << 4)
 
     def _unpack(self, codes):
@@ -141,7 +151,7 @@ class Quantized(ImplicitArray):
             return codes
         axis = codes.ndim + self.axes[-1]
         pairs = jnp.stack([codes & 15, codes >> 4], axis + 1)
-        return pairs.reshape(*codes.shape[:axis], 2 * codes.shape[axis], *codes.shape[axis + 1:])
+        return pairs.reshape(*codes.shape[:axis], 2 * codes.shape[axis], *codes.shape[axis + 1 :])
 
     def _scaled(self, values, scale):
         """Returns values * scale. `values` and `scale` have the same number of axes. Along the axis `self.axes[-1]`,
@@ -150,7 +160,7 @@ class Quantized(ImplicitArray):
         groups, n = scale.shape[axis], values.shape[axis]
         if groups in (1, n):
             return values * scale
-        split = (*values.shape[:axis], groups, n // groups, *values.shape[axis + 1:])
+        split = (*values.shape[:axis], groups, n // groups, *values.shape[axis + 1 :])
         return (values.reshape(split) * jnp.expand_dims(scale, axis + 1)).reshape(values.shape)
 
 
@@ -171,9 +181,13 @@ def _integer_dot(axes, x, codes, scale, step):
     in int32. The matrix product of the rounded x and `codes` is multiplied by `scale`, which can be broadcast to the
     shape of this matrix product. `step` has as many axes as x."""
     last = tuple(range(x.ndim - len(axes), x.ndim))
-    y = lax.dot_general(_codes(x, step).astype(jnp.int8), codes, ((last, axes), ((), ())),
-                        preferred_element_type=jnp.int32)
-    step = step.reshape(*step.shape[:last[0]], *(1,) * (codes.ndim - len(axes)))
+    y = lax.dot_general(
+        _codes(x, step).astype(jnp.int8),
+        codes,
+        ((last, axes), ((), ())),
+        preferred_element_type=jnp.int32,
+    )
+    step = step.reshape(*step.shape[: last[0]], *(1,) * (codes.ndim - len(axes)))
     return (y.astype(jnp.float32) * step * scale).astype(x.dtype)
 
 
@@ -185,12 +199,16 @@ def _integer_dot_jvp(axes, primals, tangents):
     last = tuple(range(x.ndim - len(axes), x.ndim))
 
     def product(x, scale):
-        return lax.dot_general(x, codes.astype(x.dtype), ((last, axes), ((), ()))) * scale.astype(x.dtype)
+        return lax.dot_general(x, codes.astype(x.dtype), ((last, axes), ((), ()))) * scale.astype(
+            x.dtype
+        )
 
     return _integer_dot(axes, x, codes, scale, step), product(dx, scale) + product(x, dscale)
 
 
-def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, InputStatistics] | None = None) -> Any:
+def quantize(
+    params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, InputStatistics] | None = None
+) -> Any:
     """Replaces parameters by quantized parameters.
 
         params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed": compress.Int8(axes=-1)})
@@ -237,22 +255,32 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
     >>> params["kernel"].codes.tolist()
     [[0, 25], [64, 76], [127, 127]]
     """
-    return apply_rules("quantize", params, recipe, _check, lambda leaf: not is_implicit(leaf),
-                       functools.partial(_quantized, checked_stats("quantize", stats)))
+    return apply_rules(
+        "quantize",
+        params,
+        recipe,
+        _check,
+        lambda leaf: not is_implicit(leaf),
+        functools.partial(_quantized, checked_stats("quantize", stats)),
+    )
 
 
 def checked_stats(who: str, stats: Any) -> Mapping[str, InputStatistics]:
     """Returns the statistics of `calibrate` that the user passed, or {} if the user passed None."""
     if stats is not None and not isinstance(stats, Mapping):
-        raise TypeError(f"{who}: expected stats from compress.calibrate(...), a mapping by path; got "
-                        f"{type(stats).__name__}")
+        raise TypeError(
+            f"{who}: expected stats from compress.calibrate(...), a mapping by path; got "
+            f"{type(stats).__name__}"
+        )
     return stats or {}
 
 
 def _check(pattern, format):
     if not isinstance(format, Format):
-        raise TypeError(f"quantize: expected compress.Int8(), Int4(), NF4() or Float8() for {pattern!r}; got "
-                        f"{format!r}")
+        raise TypeError(
+            f"quantize: expected compress.Int8(), Int4(), NF4() or Float8() for {pattern!r}; got "
+            f"{format!r}"
+        )
 
 
 def _quantized(stats, path, w, format) -> Quantized:
@@ -271,14 +299,22 @@ def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> j
     the parameter."""
     method = array.format.activations
     if found is None:
-        raise ValueError(f"quantize: {path} needs statistics of its inputs for activations={method!r}; pass "
-                         "stats=compress.calibrate(...), or use activations='dynamic'")
-    if found.conflict:    # the statistics describe the inputs of some products only; those of others would be clipped
-        raise ValueError(f"quantize: {path} has no single scale for its inputs: {found.conflict}; use "
-                         "activations='dynamic'")
+        raise ValueError(
+            f"quantize: {path} needs statistics of its inputs for activations={method!r}; pass "
+            "stats=compress.calibrate(...), or use activations='dynamic'"
+        )
+    if (
+        found.conflict
+    ):  # the statistics describe the inputs of some products only; those of others would be clipped
+        raise ValueError(
+            f"quantize: {path} has no single scale for its inputs: {found.conflict}; use "
+            "activations='dynamic'"
+        )
     if not np.all(np.asarray(found.rows)):
-        raise ValueError(f"quantize: {path}: no inputs of some of its layers were recorded; pass batches to calibrate "
-                         "that use every layer, or use activations='dynamic'")
+        raise ValueError(
+            f"quantize: {path}: no inputs of some of its layers were recorded; pass batches to calibrate "
+            "that use every layer, or use activations='dynamic'"
+        )
     bound = jnp.maximum(found.bound(method), jnp.finfo(jnp.float32).tiny * 127)
     return bound.reshape(*bound.shape, *(1,) * (array.ndim - bound.ndim)) / 127
 
@@ -289,17 +325,25 @@ def _corrected(path, array, found):
     yet."""
     if found.conflict or found.axes != array.axes:
         reason = found.conflict or f"products contract it over axes {found.axes}"
-        raise ValueError(f"quantize: {path} has scales for axes {array.axes}, but {reason}; set `axes` of its format, "
-                         "or remove it from `stats`")
+        raise ValueError(
+            f"quantize: {path} has scales for axes {array.axes}, but {reason}; set `axes` of its format, "
+            "or remove it from `stats`"
+        )
     values, gram = array.codes, jnp.asarray(found.gram, jnp.float32)
     lead, contracted = gram.ndim - 2, [values.ndim + i for i in array.axes]
-    order = (*range(lead), *contracted, *(i for i in range(lead, values.ndim) if i not in contracted))
+    order = (
+        *range(lead),
+        *contracted,
+        *(i for i in range(lead, values.ndim) if i not in contracted),
+    )
     shape = [values.shape[i] for i in order]
     stack, n = math.prod(shape[:lead]), gram.shape[-1]
     forth = lambda a: jnp.transpose(a, order).reshape(stack, n, -1)
     back = lambda a: a.reshape(shape).transpose([order.index(i) for i in range(values.ndim)])
     diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1).reshape(stack, n, 1)
-    array = _searched(array, back(jnp.broadcast_to(diagonal, (stack, n, values.size // (stack * n)))))
+    array = _searched(
+        array, back(jnp.broadcast_to(diagonal, (stack, n, values.size // (stack * n))))
+    )
     scale = forth(array.full_scale())
     codes = gptq(array.format.rounded, forth(values), scale, gram.reshape(stack, n, n))
     return dataclasses.replace(array, codes=back(codes * scale))
@@ -323,19 +367,27 @@ def unrounded(path: str, w: Any, format: Format) -> Quantized:
     scale of each block is max|w| / `format.largest`."""
     axes = _axes(path, w, format)
     if not w.size:
-        raise ValueError(f"quantize: {path} has no values, its shape is {tuple(w.shape)}; exclude it from the recipe")
+        raise ValueError(
+            f"quantize: {path} has no values, its shape is {tuple(w.shape)}; exclude it from the recipe"
+        )
     last, n = axes[-1], w.shape[axes[-1]]
     group = n if format.group is None else format.group
     if n % group:
-        raise ValueError(f"quantize: {path} has {n} values along axis {last}, which cannot be divided into groups of "
-                         f"{group}; use group=None or a divisor of {n}")
+        raise ValueError(
+            f"quantize: {path} has {n} values along axis {last}, which cannot be divided into groups of "
+            f"{group}; use group=None or a divisor of {n}"
+        )
     if format.packed and n % 2:
-        raise ValueError(f"quantize: {path} has {n} values along axis {last}; {type(format).__name__} needs an even "
-                         "number")
+        raise ValueError(
+            f"quantize: {path} has {n} values along axis {last}; {type(format).__name__} needs an even "
+            "number"
+        )
     values, group = jnp.asarray(w, jnp.float32), None if group == n else group
     scale = _over_blocks(jnp.max, jnp.abs(values), axes, group)
     scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny * format.largest) / format.largest
-    return Quantized(values, scale, dataclasses.replace(format, group=group), axes, jnp.dtype(w.dtype))
+    return Quantized(
+        values, scale, dataclasses.replace(format, group=group), axes, jnp.dtype(w.dtype)
+    )
 
 
 def _over_blocks(reduce, values, axes, group):
@@ -344,7 +396,7 @@ def _over_blocks(reduce, values, axes, group):
     if group is None:
         return reduce(values, axes, keepdims=True)
     at = values.ndim + axes[-1]
-    grouped = values.reshape(*values.shape[:at], -1, group, *values.shape[at + 1:])
+    grouped = values.reshape(*values.shape[:at], -1, group, *values.shape[at + 1 :])
     over = (at + 1, *(values.ndim + i + (values.ndim + i > at) for i in axes[:-1]))
     return reduce(grouped, over, keepdims=True).squeeze(at + 1)
 

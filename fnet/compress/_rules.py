@@ -13,18 +13,32 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from fnet.jaxpr import is_implicit
 
-_VECTORS = {"bias", "scale", "b", "offset"}    # names in fnet, Flax and Haiku; if stacked, they have two axes
+_VECTORS = {
+    "bias",
+    "scale",
+    "b",
+    "offset",
+}  # names in fnet, Flax and Haiku; if stacked, they have two axes
 
 
 def is_kernel(path: Any, leaf: Any) -> bool:
     """Whether a leaf is a kernel or an embedding table. A kernel or embedding table is floating point and has at least
     two axes, and its name is not bias, scale, b or offset."""
-    return (keystr(path[-1:], simple=True) not in _VECTORS and len(getattr(leaf, "shape", ())) >= 2
-            and jnp.issubdtype(leaf.dtype, jnp.floating))
+    return (
+        keystr(path[-1:], simple=True) not in _VECTORS
+        and len(getattr(leaf, "shape", ())) >= 2
+        and jnp.issubdtype(leaf.dtype, jnp.floating)
+    )
 
 
-def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable, accepts: Callable,
-                change: Callable) -> Any:
+def apply_rules(
+    who: str,
+    params: Any,
+    rules: Mapping[str, Any],
+    check: Callable,
+    accepts: Callable,
+    change: Callable,
+) -> Any:
     """Replaces kernels and embedding tables by `change(path, leaf, option)`. A leaf is replaced if a pattern of `rules`
     matches its path and `accepts(leaf)` is true. The argument `option` of `change` is the value of the matching pattern
     in `rules`.
@@ -40,22 +54,33 @@ def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable
         TypeError: `rules` is not a mapping with strings as keys.
         ValueError: a pattern is not a regular expression, or matches no kernel or embedding table that can be replaced.
     """
-    kernels = [(keystr(path, simple=True, separator="/"), leaf)
-               for path, leaf in tree_leaves_with_path(params, is_implicit) if is_kernel(path, leaf)]
+    kernels = [
+        (keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in tree_leaves_with_path(params, is_implicit)
+        if is_kernel(path, leaf)
+    ]
     paths = [path for path, leaf in kernels if accepts(leaf)]
     others = {path: type(leaf).__name__ for path, leaf in kernels if not accepts(leaf)}
     first = matching(who, rules, paths, "kernel or table", check, others)
 
     def apply(path, leaf):
-        accepted, path = is_kernel(path, leaf) and accepts(leaf), keystr(path, simple=True, separator="/")
+        accepted, path = (
+            is_kernel(path, leaf) and accepts(leaf),
+            keystr(path, simple=True, separator="/"),
+        )
         return change(path, leaf, rules[first[path]]) if accepted and path in first else leaf
 
     return tree_map_with_path(apply, params, is_leaf=is_implicit)
 
 
-def matching(who: str, rules: Mapping[str, Any], paths: Sequence[str], what: str,
-             check: Callable = lambda pattern, option: None, others: Mapping[str, str] = MappingProxyType({})
-             ) -> dict[str, str]:
+def matching(
+    who: str,
+    rules: Mapping[str, Any],
+    paths: Sequence[str],
+    what: str,
+    check: Callable = lambda pattern, option: None,
+    others: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, str]:
     """Returns {path: pattern} for the paths that a pattern matches. A pattern must match the whole path, or the first
     parts of the path, such as `blocks` in `blocks/0/kernel`. If several patterns match a path, the first pattern is
     returned. Raises the errors of `apply_rules`.
@@ -71,17 +96,23 @@ def matching(who: str, rules: Mapping[str, Any], paths: Sequence[str], what: str
         try:
             regex = re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{who}: the pattern {pattern!r} is not a regular expression ({error})") from None
+            raise ValueError(
+                f"{who}: the pattern {pattern!r} is not a regular expression ({error})"
+            ) from None
         matches = lambda path, regex=regex: any(map(regex.fullmatch, _prefixes(path)))
         matched = list(filter(matches, paths))
         done = next(filter(matches, others), None)
         if not matched and done is not None:
-            raise ValueError(f"{who}: {done!r}, which the pattern {pattern!r} matches, is a {others[done]} already; "
-                             "remove the pattern, or pass the original parameters")
+            raise ValueError(
+                f"{who}: {done!r}, which the pattern {pattern!r} matches, is a {others[done]} already; "
+                "remove the pattern, or pass the original parameters"
+            )
         if not matched:
             near = difflib.get_close_matches(pattern, paths, 3, 0.3) or paths[:3]
-            raise ValueError(f"{who}: the pattern {pattern!r} matches no {what}; nearest: "
-                             f"{', '.join(map(repr, near)) or 'the tree has none'}")
+            raise ValueError(
+                f"{who}: the pattern {pattern!r} matches no {what}; nearest: "
+                f"{', '.join(map(repr, near)) or 'the tree has none'}"
+            )
         for path in matched:
             first.setdefault(path, pattern)
     return first
@@ -89,4 +120,4 @@ def matching(who: str, rules: Mapping[str, Any], paths: Sequence[str], what: str
 
 def _prefixes(path) -> list[str]:
     parts = path.split("/")
-    return ["/".join(parts[:i + 1]) for i in range(len(parts))]
+    return ["/".join(parts[: i + 1]) for i in range(len(parts))]

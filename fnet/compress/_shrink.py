@@ -69,11 +69,15 @@ class ShrinkReport:
             more = len(each.parameters) - 1
             name = each.parameters[0] + (f" and {more} more" if more else "")
             rows.append((name, str(each.size), str(each.kept), each.reason))
-        lines = [f"parameters {self.parameters[0]:,} -> {self.parameters[1]:,}, "
-                 f"FLOPs {self.flops[0]:,} -> {self.flops[1]:,}"]
+        lines = [
+            f"parameters {self.parameters[0]:,} -> {self.parameters[1]:,}, "
+            f"FLOPs {self.flops[0]:,} -> {self.flops[1]:,}"
+        ]
         if self.seconds:
             before, after = self.seconds
-            lines.append(f"at the roofline of {self.chip}: {before:.3g} s -> {after:.3g} s (estimate)")
+            lines.append(
+                f"at the roofline of {self.chip}: {before:.3g} s -> {after:.3g} s (estimate)"
+            )
         return "\n".join([*lines, "", *aligned(rows, left=(0, 3))])
 
 
@@ -107,9 +111,19 @@ class Shrunk:
     report: ShrinkReport
 
 
-def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, flops: float | None = None,
-           seconds: float | None = None, chip: Any = None, score: str = "magnitude", loss: Callable | None = None,
-           keep: Mapping[str, float] | None = None, **kwargs: Any) -> Shrunk:
+def shrink(
+    f: Callable,
+    params: Any,
+    *args: Any,
+    fraction: float | None = None,
+    flops: float | None = None,
+    seconds: float | None = None,
+    chip: Any = None,
+    score: str = "magnitude",
+    loss: Callable | None = None,
+    keep: Mapping[str, float] | None = None,
+    **kwargs: Any,
+) -> Shrunk:
     """Removes channels, heads and hidden units from any function (structured pruning).
 
         shrunk = compress.shrink(model, params, x, fraction=0.5)
@@ -193,21 +207,34 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
     free = [group for group in found if not group.reason]
     ranked = [group for group in free if fractions.get(group.atom) != 1]
     if not ranked:
-        raise ValueError(f"shrink: no axis can be cut: {_reasons(call, found) or 'the function has no parameters'}")
-    ranks = {atom: np.argsort(-each, kind="stable")
-             for atom, each in scores(score, call, ranked, f, args, kwargs, loss).items()}
-    removal = Removal(f, args, kwargs, call, free, fractions, ranks, None if seconds is None else hw.detect(chip))
+        raise ValueError(
+            f"shrink: no axis can be cut: {_reasons(call, found) or 'the function has no parameters'}"
+        )
+    ranks = {
+        atom: np.argsort(-each, kind="stable")
+        for atom, each in scores(score, call, ranked, f, args, kwargs, loss).items()
+    }
+    removal = Removal(
+        f, args, kwargs, call, free, fractions, ranks, None if seconds is None else hw.detect(chip)
+    )
     kept = removal.kept(limit if name == "fraction" else removal.largest(name, limit))
     removed = cuts(call, kept)
     small, smaller = apply_cuts(args, kwargs, removed)
     function = shrunk_function(f, removed)
     report = ShrinkReport(
-        _rows(call, found, kept, fractions), (_size(params), _size(small[0])),
+        _rows(call, found, kept, fractions),
+        (_size(params), _size(small[0])),
         (removal.flops({}), removal.flops(kept)),
         None if seconds is None else (removal.seconds({}), removal.seconds(kept)),
-        "" if removal.chip is None else removal.chip.name)
-    return Shrunk(function, small[0], smaller.get("state"),
-                  smaller_model(f, function, small, smaller, removed), report)
+        "" if removal.chip is None else removal.chip.name,
+    )
+    return Shrunk(
+        function,
+        small[0],
+        smaller.get("state"),
+        smaller_model(f, function, small, smaller, removed),
+        report,
+    )
 
 
 def _size(params) -> int:
@@ -224,40 +251,64 @@ def _rows(call, found, kept, fractions) -> tuple[Axes, ...]:
         if group.atom in kept:
             cut.append(Axes(names, group.size, len(kept[group.atom]), ""))
         else:
-            own = "excluded by keep=" if group.atom in fractions else "fewer indices are not possible"
+            own = (
+                "excluded by keep=" if group.atom in fractions else "fewer indices are not possible"
+            )
             reason = group.reason or own
             whole.setdefault((group.size, reason), []).extend(names)
-    return *cut, *(Axes(tuple(names), size, size, reason) for (size, reason), names in whole.items())
+    return *cut, *(
+        Axes(tuple(names), size, size, reason) for (size, reason), names in whole.items()
+    )
 
 
 def _limits(fraction, flops, seconds) -> tuple[str, float]:
-    given = {name: value for name, value in (("fraction", fraction), ("flops", flops), ("seconds", seconds))
-             if value is not None}
+    given = {
+        name: value
+        for name, value in (("fraction", fraction), ("flops", flops), ("seconds", seconds))
+        if value is not None
+    }
     if len(given) != 1:
-        raise ValueError("shrink: expected exactly one of fraction=, flops= and seconds=; got "
-                         f"{' and '.join(given) or 'none'}")
-    (name, value), = given.items()
-    if not isinstance(value, (int, float, np.number)) or not 0 < value < (1 if name == "fraction" else math.inf):
-        what = "the part of the indices to keep, between 0 and 1" if name == "fraction" else "a positive number"
+        raise ValueError(
+            "shrink: expected exactly one of fraction=, flops= and seconds=; got "
+            f"{' and '.join(given) or 'none'}"
+        )
+    ((name, value),) = given.items()
+    if not isinstance(value, (int, float, np.number)) or not 0 < value < (
+        1 if name == "fraction" else math.inf
+    ):
+        what = (
+            "the part of the indices to keep, between 0 and 1"
+            if name == "fraction"
+            else "a positive number"
+        )
         raise ValueError(f"shrink: expected {name}= as {what}; got {value!r}")
     return name, float(value)
 
 
 def _check(params, others, score, loss) -> None:
     if score not in METHODS:
-        raise ValueError(f"shrink: expected score= as {', '.join(map(repr, METHODS))}; got {score!r}")
+        raise ValueError(
+            f"shrink: expected score= as {', '.join(map(repr, METHODS))}; got {score!r}"
+        )
     if (loss is None) == (score == "taylor"):
-        raise ValueError('shrink: score="taylor" ranks by the derivative of a scalar: pass loss=, a function of the '
-                         'result of f' if loss is None else
-                         f'shrink: loss= is for score="taylor"; got score={score!r}')
+        raise ValueError(
+            'shrink: score="taylor" ranks by the derivative of a scalar: pass loss=, a function of the '
+            "result of f"
+            if loss is None
+            else f'shrink: loss= is for score="taylor"; got score={score!r}'
+        )
     for path, x in jax.tree.leaves_with_path(params, is_leaf=is_implicit):
         if is_implicit(x):
-            raise TypeError(f"shrink: {jax.tree_util.keystr(path, simple=True, separator='/')!r} is a "
-                            f"{type(x).__name__}; shrink plain parameters first, then quantize or adapt the result")
+            raise TypeError(
+                f"shrink: {jax.tree_util.keystr(path, simple=True, separator='/')!r} is a "
+                f"{type(x).__name__}; shrink plain parameters first, then quantize or adapt the result"
+            )
     abstract = lambda tree: any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
     if abstract(params) or (score != "magnitude" and abstract(others)):
-        raise TypeError(f"shrink: score={score!r} needs arrays as parameters"
-                        f"{'' if score == 'magnitude' else ' and arguments'}; got a jax.ShapeDtypeStruct")
+        raise TypeError(
+            f"shrink: score={score!r} needs arrays as parameters"
+            f"{'' if score == 'magnitude' else ' and arguments'}; got a jax.ShapeDtypeStruct"
+        )
 
 
 def _fractions(keep, call, found) -> dict[int, float]:
@@ -267,15 +318,20 @@ def _fractions(keep, call, found) -> dict[int, float]:
     `keep` applies to a group of axes if it matches the path of at least one parameter that has an axis in this group.
     The result contains only the groups to which a pattern applies.
     """
+
     def check(pattern, value):
         if not isinstance(value, (int, float)) or not 0 < value <= 1:
-            raise ValueError(f"shrink: expected a fraction above 0 and at most 1 in keep= for {pattern!r}; got "
-                             f"{value!r}")
+            raise ValueError(
+                f"shrink: expected a fraction above 0 and at most 1 in keep= for {pattern!r}; got "
+                f"{value!r}"
+            )
 
     paths = [leaf.path for leaf in call.leaves if leaf.role == "params"]
     first, order, chosen = matching("shrink", keep, paths, "parameter", check), list(keep), {}
     for group in found:
-        matched = [first[path] for i, _, _ in group.members if (path := call.leaves[i].path) in first]
+        matched = [
+            first[path] for i, _, _ in group.members if (path := call.leaves[i].path) in first
+        ]
         if matched:
             chosen[group.atom] = keep[min(matched, key=order.index)]
     return chosen

@@ -14,11 +14,12 @@ import numpy as np
 from fnet.compress._groups import Cut
 from fnet.jaxpr import flatten
 
-_MOST = 512    # combinations of fields that are tried
+_MOST = 512  # combinations of fields that are tried
 
 
-def smaller_model(f: Any, shrunk: Callable, args: tuple, kwargs: dict,
-                  removed: Mapping[str, Cut]) -> Any:
+def smaller_model(
+    f: Any, shrunk: Callable, args: tuple, kwargs: dict, removed: Mapping[str, Cut]
+) -> Any:
     """Finds a model that has the same class as f and the same results as the pruned function `shrunk`.
 
     The returned model has smaller values of fields such as the width. A model is accepted if its traced program has the
@@ -40,17 +41,25 @@ def smaller_model(f: Any, shrunk: Callable, args: tuple, kwargs: dict,
             for size, count in (*zip(factors, left), (math.prod(factors), math.prod(left))):
                 if count < size and count not in new.setdefault(size, []):
                     new[size].append(count)
-    options = {field.name: _options(getattr(f, field.name), new) for field in dataclasses.fields(f) if field.init}
+    options = {
+        field.name: _options(getattr(f, field.name), new)
+        for field in dataclasses.fields(f)
+        if field.init
+    }
     if not 1 < math.prod(map(len, options.values())) <= _MOST:
         return None
     wanted = None
     for values in itertools.islice(itertools.product(*options.values()), 1, None):
         candidate = dataclasses.replace(f, **dict(zip(options, values)))
         try:
-            traced = jax.make_jaxpr(lambda args, kwargs, f=candidate: f(*args, **kwargs))(args, kwargs)
-        except (ValueError, TypeError):    # the parameters do not fit these fields
+            traced = jax.make_jaxpr(lambda args, kwargs, f=candidate: f(*args, **kwargs))(
+                args, kwargs
+            )
+        except (ValueError, TypeError):  # the parameters do not fit these fields
             continue
-        wanted = wanted or _text(jax.make_jaxpr(lambda args, kwargs: shrunk(*args, **kwargs))(args, kwargs))
+        wanted = wanted or _text(
+            jax.make_jaxpr(lambda args, kwargs: shrunk(*args, **kwargs))(args, kwargs)
+        )
         if _text(traced) == wanted:
             return candidate
     return None
@@ -65,6 +74,17 @@ def _text(closed) -> str:
 def _options(value, new) -> list:
     if isinstance(value, int) and not isinstance(value, bool):
         return [value, *new.get(value, [])]
-    if isinstance(value, tuple) and value and all(isinstance(n, int) and not isinstance(n, bool) for n in value):
-        return [value, *(found for found in itertools.product(*(_options(n, new) for n in value)) if found != value)]
+    if (
+        isinstance(value, tuple)
+        and value
+        and all(isinstance(n, int) and not isinstance(n, bool) for n in value)
+    ):
+        return [
+            value,
+            *(
+                found
+                for found in itertools.product(*(_options(n, new) for n in value))
+                if found != value
+            ),
+        ]
     return [value]

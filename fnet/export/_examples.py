@@ -19,11 +19,13 @@ from fnet.export._choices import choices
 from fnet.export._tree import described_leaves, size_variables
 
 ROUNDS = "usual", "extreme", "special"
-_PASSING = set("""reshape broadcast transpose convert add sub max min clamp concatenate slice reverse pad neg gather
-dynamic_slice select rem""".split())      # an integer after them is an index if it was one before
+_PASSING = set(
+    """reshape broadcast transpose convert add sub max min clamp concatenate slice reverse pad neg gather
+dynamic_slice select rem""".split()
+)  # an integer after them is an index if it was one before
 _COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
 _FAR = 0.0, -0.0, 0.5, -1.5, 2.5, 1e-4, -1e-6, 20.0, -20.0, 100.0, 1e4, -1e4
-_BEYOND = 1e10, -1e10, 300.0, -1.0      # for casts to integers, which saturate
+_BEYOND = 1e10, -1e10, 300.0, -1.0  # for casts to integers, which saturate
 _SPECIAL = np.nan, np.inf, -np.inf
 
 
@@ -77,28 +79,49 @@ class Ranges:
             if operation in ("gather", "scatter"):
                 self._indexes(ins[1], [self._shape(ins[0])[axis] for axis in options["indexed"]])
             elif operation in ("dynamic_slice", "dynamic_update_slice"):
-                for a, n in zip(ins[1 if operation == "dynamic_slice" else 2:], self._shape(ins[0])):
+                for a, n in zip(
+                    ins[1 if operation == "dynamic_slice" else 2 :], self._shape(ins[0])
+                ):
                     self._indexes(a, [n])
-            elif operation in ("select", "cond") and isinstance(ins[0], int) and self._kind(ins[0]) in "iu":
-                self._indexes(ins[0], [len(ins) - 1 if operation == "select" else len(options["branches"])])
+            elif (
+                operation in ("select", "cond")
+                and isinstance(ins[0], int)
+                and self._kind(ins[0]) in "iu"
+            ):
+                self._indexes(
+                    ins[0], [len(ins) - 1 if operation == "select" else len(options["branches"])]
+                )
             elif operation in ("div", "rem") and self._kind(ins[0]) in "iu":
                 self.divides = self.divides or isinstance(ins[1], int)
                 if isinstance(ins[1], int):
                     self._use(ins[1]).divides = True
-            elif operation == "convert" and self._kind(ins[0]) in "fV" and self._kind(outs[0]) in "iu":
+            elif (
+                operation == "convert"
+                and self._kind(ins[0]) in "fV"
+                and self._kind(outs[0]) in "iu"
+            ):
                 self.casts = True
             elif operation == "while":
                 self.loops = True
             if operation in _COMPARISONS or operation in ("add", "sub"):
                 for a, other in (ins, ins[::-1]):
-                    if isinstance(a, int) and a in integers and isinstance(other, int) and other in extents:
+                    if (
+                        isinstance(a, int)
+                        and a in integers
+                        and isinstance(other, int)
+                        and other in extents
+                    ):
                         self._use(a).limits |= extents[other]
             if operation in _PASSING:
                 for use in [self.uses[v] for v in outs if v in self.uses]:
                     for a in integers:
                         self._join(a, use)
             for inner, given in _bodies(operation, ins, options):
-                known = {v: extents[a] for v, a in zip(inner["inputs"], given) if isinstance(a, int) and a in extents}
+                known = {
+                    v: extents[a]
+                    for v, a in zip(inner["inputs"], given)
+                    if isinstance(a, int) and a in extents
+                }
                 self._body(inner, known)
                 for v, a in zip(inner["inputs"], given):
                     if isinstance(a, int) and v in self.uses:
@@ -139,7 +162,9 @@ def _bodies(operation, ins, options):
             yield branch, ins[1:]
 
 
-def drawn(described: list, sizes: Mapping[str, int], ranges: Ranges, kind: str = "usual", seed: int = 0) -> list:
+def drawn(
+    described: list, sizes: Mapping[str, int], ranges: Ranges, kind: str = "usual", seed: int = 0
+) -> list:
     """Returns the leaves of inputs for the given values of the symbolic sizes.
 
     Args:
@@ -149,7 +174,7 @@ def drawn(described: list, sizes: Mapping[str, int], ranges: Ranges, kind: str =
             numbers near 0 and far out, and integers outside their range. "special": NaN and Inf, too.
     """
     draw, flat = np.random.default_rng([ROUNDS.index(kind), seed]), []
-    places = iter(ranges.inputs[max(len(ranges.inputs) - len(described_leaves(described)), 0):])
+    places = iter(ranges.inputs[max(len(ranges.inputs) - len(described_leaves(described)), 0) :])
 
     def one(tree):
         if tree is None:
@@ -158,10 +183,18 @@ def drawn(described: list, sizes: Mapping[str, int], ranges: Ranges, kind: str =
             shape = tuple(_sizes.size(n, sizes) for n in tree["shape"])
             use = ranges.uses.get(next(places, None), Use())
             if tree["dtype"].startswith("key<"):
-                return jax.random.key(seed) if not shape else jax.random.split(jax.random.key(seed), shape)
+                return (
+                    jax.random.key(seed)
+                    if not shape
+                    else jax.random.split(jax.random.key(seed), shape)
+                )
             return _array(draw, np.dtype(tree["dtype"]), shape, use, sizes, ranges, kind, seed)
-        (container, children), = tree.items()
-        return {k: one(v) for k, v in children.items()} if container == "dict" else [one(child) for child in children]
+        ((container, children),) = tree.items()
+        return (
+            {k: one(v) for k, v in children.items()}
+            if container == "dict"
+            else [one(child) for child in children]
+        )
 
     for _, tree in described:
         _signature.flatten("", "", tree, one(tree), flat, [])
@@ -173,8 +206,11 @@ def cases(description: Mapping[str, Any], stable: Mapping[str, Any] | None) -> l
     of the program, there are none."""
     ranges, described = Ranges(stable), description["inputs"]
     sizes = choices(size_variables(described), description["constraints"])
-    return [drawn(described, chosen, ranges, kind, seed) for chosen, kind, seed in rounds(described, sizes)
-            if chosen is sizes[0] or kind == "extreme"]
+    return [
+        drawn(described, chosen, ranges, kind, seed)
+        for chosen, kind, seed in rounds(described, sizes)
+        if chosen is sizes[0] or kind == "extreme"
+    ]
 
 
 def rounds(described: list, sizes: list[dict[str, int]]) -> list[tuple[dict[str, int], str, int]]:
@@ -182,8 +218,13 @@ def rounds(described: list, sizes: list[dict[str, int]]) -> list[tuple[dict[str,
     several seeds."""
     found = []
     for i, chosen in enumerate(sizes):
-        largest = max((int(np.prod([_sizes.size(n, chosen) for n in leaf["shape"]]))
-                       for _, leaf in described_leaves(described)), default=0)
+        largest = max(
+            (
+                int(np.prod([_sizes.size(n, chosen) for n in leaf["shape"]]))
+                for _, leaf in described_leaves(described)
+            ),
+            default=0,
+        )
         seeds = 1 if largest > 100 or i else 4
         found += [(chosen, kind, i + seed) for kind in ROUNDS[:2] for seed in range(seeds)]
     return found
@@ -201,7 +242,7 @@ def _array(draw, dtype, shape, use, sizes, ranges, kind, seed):
         _placed(draw, x, _FAR + (_BEYOND if ranges.casts else ()), seed)
     if kind == "special":
         _placed(draw, x, _SPECIAL, seed)
-    with np.errstate(over="ignore"):      # 1e10 is Inf in float16
+    with np.errstate(over="ignore"):  # 1e10 is Inf in float16
         return x.astype(dtype)
 
 
@@ -219,7 +260,7 @@ def _integers(draw, dtype, shape, use, sizes, ranges, kind):
     for n in use.limits:
         try:
             limits.append(_sizes.size(n, sizes))
-        except KeyError:      # a size inside the program that its inputs do not determine
+        except KeyError:  # a size inside the program that its inputs do not determine
             continue
     if limits:
         low, high = (0, min(limits) - 1) if use.index else (1, min(limits))
@@ -234,10 +275,10 @@ def _integers(draw, dtype, shape, use, sizes, ranges, kind):
     low, high = max(low, info.min), min(max(high, low), info.max)
     x = draw.integers(low, high, shape, dtype, endpoint=True)
     flat = x.reshape(-1)
-    if high - low > 1e6:      # small ones, too
+    if high - low > 1e6:  # small ones, too
         some = draw.random(flat.shape) < 0.5
         flat[some] = draw.integers(-9 if low < 0 else 0, 10, some.sum())
-    if flat.size > 1 and (limits or high == info.max):      # the ends of the range
+    if flat.size > 1 and (limits or high == info.max):  # the ends of the range
         flat[draw.permutation(flat.size)[:2]] = low, high
     if use.divides and kind == "usual":
         x[x == 0] = 2 if high > 1 else 1

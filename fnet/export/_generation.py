@@ -43,5 +43,7 @@ def generation(program: Program, model: nn.Layer, *, context: int) -> Program:
         return {"logits": logits[:, -1], "cache": cache}
 
     cache = spec_of(lambda b: model.cache(jax.ShapeDtypeStruct((b, context), jnp.int32)))
-    program = program.entry("prefill", step, tokens=spec("b, t", "int32", where=f"t <= {context}"), cache=cache)
+    program = program.entry(
+        "prefill", step, tokens=spec("b, t", "int32", where=f"t <= {context}"), cache=cache
+    )
     return program.entry("decode", step, tokens=spec("b, 1", "int32"), cache=cache)

@@ -42,32 +42,64 @@ from fnet.export import (
 from fnet.export._litert_values import Unsupported
 from fnet.export._tree import described_leaves, size_variables
 
-TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "int8": 0.25}    # of the largest element
+TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "int8": 0.25}  # of the largest element
 _PACKAGES = "litert-converter, ai-edge-litert and ai-edge-quantizer"
-_LARGE = 2_000_000_000      # bytes of a file above which its flatbuffer does not contain the weights
+_LARGE = 2_000_000_000  # bytes of a file above which its flatbuffer does not contain the weights
 _SMALLEST = 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 224, 256
 
 
 # With float16, weights are converted to float32 when they are used. With int8, weights have one scale for each output
 # channel, and the other operands of products are rounded to int8 at run time, with a scale for the range of each batch.
 _RECIPES: dict[str, dict] = {
-    "float16": {"algorithm_key": "float_casting", "op_config": {
-        "weight_tensor_config": {"num_bits": 16, "dtype": "FLOAT", "symmetric": True, "granularity": "TENSORWISE"},
-        "compute_precision": "FLOAT", "explicit_dequantize": True, "skip_checks": False, "min_weight_elements": 0}},
-    "int8": {"algorithm_key": "min_max_uniform_quantize", "op_config": {
-        "weight_tensor_config": {"num_bits": 8, "dtype": "INT", "symmetric": True, "granularity": "CHANNELWISE"},
-        "compute_precision": "INTEGER", "explicit_dequantize": False, "skip_checks": False, "min_weight_elements": 0}},
+    "float16": {
+        "algorithm_key": "float_casting",
+        "op_config": {
+            "weight_tensor_config": {
+                "num_bits": 16,
+                "dtype": "FLOAT",
+                "symmetric": True,
+                "granularity": "TENSORWISE",
+            },
+            "compute_precision": "FLOAT",
+            "explicit_dequantize": True,
+            "skip_checks": False,
+            "min_weight_elements": 0,
+        },
+    },
+    "int8": {
+        "algorithm_key": "min_max_uniform_quantize",
+        "op_config": {
+            "weight_tensor_config": {
+                "num_bits": 8,
+                "dtype": "INT",
+                "symmetric": True,
+                "granularity": "CHANNELWISE",
+            },
+            "compute_precision": "INTEGER",
+            "explicit_dequantize": False,
+            "skip_checks": False,
+            "min_weight_elements": 0,
+        },
+    },
 }
 
 
-def save(program: Any, path: str | os.PathLike, *, entry: str = "predict",
-         sizes: Mapping[str, int] | Iterable[Mapping[str, int]] | None = None, dtype: str = "float32",
-         check: bool = True) -> None:
+def save(
+    program: Any,
+    path: str | os.PathLike,
+    *,
+    entry: str = "predict",
+    sizes: Mapping[str, int] | Iterable[Mapping[str, int]] | None = None,
+    dtype: str = "float32",
+    check: bool = True,
+) -> None:
     """Writes an entry point (a function of the program) as a LiteRT model. `Program.litert` documents the arguments."""
     if dtype not in TOLERANCE:
         raise ValueError(f"Program.litert: dtype={dtype!r}: expected {', '.join(TOLERANCE)}")
     if entry not in program.entries:
-        raise ValueError(f"Program.litert: there is no entry point {entry!r}; there are {', '.join(program.entries)}")
+        raise ValueError(
+            f"Program.litert: there is no entry point {entry!r}; there are {', '.join(program.entries)}"
+        )
     signatures = _signatures(program.entries[entry], entry, sizes)
     _interpreter()
     traced = program.entries[entry]
@@ -76,8 +108,17 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict",
     weights = [np.asarray(program.weights[name]) for name in traced.weights]
     try:
         outputs = [("output", traced.output)]
-        data = _converted([(name, _lowered(stable, constants, weights, chosen), _names(traced.inputs), _names(outputs))
-                           for name, chosen in signatures.items()])
+        data = _converted(
+            [
+                (
+                    name,
+                    _lowered(stable, constants, weights, chosen),
+                    _names(traced.inputs),
+                    _names(outputs),
+                )
+                for name, chosen in signatures.items()
+            ]
+        )
     except Unsupported as error:
         raise _named(stable, next(iter(signatures.values())), error) from None
     _warn(stable)
@@ -102,14 +143,18 @@ def _check_dtypes(stable) -> None:
         for a in (*operands, *results):
             dtype = a[0] if isinstance(a, list) else stable["values"][a][0]
             if dtype in ("bfloat16", "float16", "float64"):
-                raise Unsupported(f"LiteRT: the operation {operation!r} at {path or 'the top level'!r} computes in "
-                                  f"{dtype}, which LiteRT does not support; export the float32 model")
+                raise Unsupported(
+                    f"LiteRT: the operation {operation!r} at {path or 'the top level'!r} computes in "
+                    f"{dtype}, which LiteRT does not support; export the float32 model"
+                )
 
 
 def _equations(body) -> Iterable[list]:
     for equation in body["equations"]:
         options = equation[3]
-        inner = [options[name] for name in ("body", "test") if name in options] + options.get("branches", [])
+        inner = [options[name] for name in ("body", "test") if name in options] + options.get(
+            "branches", []
+        )
         for each in inner:
             yield from _equations(each)
         yield equation
@@ -121,20 +166,37 @@ def _named(stable, sizes, error) -> Unsupported:
     tried = set()
     for equation in _equations(stable):
         operation, operands, results, options, path = equation
-        types = [tuple(map(str, a if isinstance(a, list) else stable["values"][a])) for a in operands]
+        types = [
+            tuple(map(str, a if isinstance(a, list) else stable["values"][a])) for a in operands
+        ]
         if str((operation, types, options)) in tried:
             continue
         tried.add(str((operation, types, options)))
         inputs = list(dict.fromkeys(a for a in operands if not isinstance(a, list)))
-        alone = {"values": stable["values"], "constants": [], "inputs": inputs, "equations": [equation],
-                 "outputs": results}
+        alone = {
+            "values": stable["values"],
+            "constants": [],
+            "inputs": inputs,
+            "equations": [equation],
+            "outputs": results,
+        }
         try:
-            _converted([("f", _lowered(alone, [], [], sizes), [f"x{i}" for i in range(len(inputs))],
-                         [f"y{i}" for i in range(len(results))])])
+            _converted(
+                [
+                    (
+                        "f",
+                        _lowered(alone, [], [], sizes),
+                        [f"x{i}" for i in range(len(inputs))],
+                        [f"y{i}" for i in range(len(results))],
+                    )
+                ]
+            )
         except Unsupported as why:
-            return Unsupported(f"LiteRT: the operation {operation!r} at {path or 'the top level'!r} is not supported: "
-                               f"{str(why).removeprefix('LiteRT: ')}")
-        except Exception:    # a loop that reads constants of the program
+            return Unsupported(
+                f"LiteRT: the operation {operation!r} at {path or 'the top level'!r} is not supported: "
+                f"{str(why).removeprefix('LiteRT: ')}"
+            )
+        except Exception:  # a loop that reads constants of the program
             continue
     return error
 
@@ -143,26 +205,44 @@ def _warn(stable) -> None:
     """Warns of the operations that compute other values in LiteRT for special numbers."""
     where = _differing(stable)
     if where:
-        parts = [f"{operation} at {paths[0]!r}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}: "
-                 f"{_litert_values.DIFFERS[operation]}" for operation, paths in where.items()]
-        warnings.warn("Program.litert: the operators of LiteRT compute other values for special numbers. " +
-                      "; ".join(parts), stacklevel=4)
+        parts = [
+            f"{operation} at {paths[0]!r}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}: "
+            f"{_litert_values.DIFFERS[operation]}"
+            for operation, paths in where.items()
+        ]
+        warnings.warn(
+            "Program.litert: the operators of LiteRT compute other values for special numbers. "
+            + "; ".join(parts),
+            stacklevel=4,
+        )
 
 
 def _differing(stable) -> dict[str, list[str]]:
     """Returns the paths of the operations that compute other values in LiteRT for special numbers."""
     where: dict[str, list[str]] = {}
     for operation, operands, results, _, path in _equations(stable):
-        types = [a[0] if isinstance(a, list) else stable["values"][a][0] for a in (*operands, *results)]
+        types = [
+            a[0] if isinstance(a, list) else stable["values"][a][0] for a in (*operands, *results)
+        ]
         if operation in _litert_values.DIFFERS and "float32" in types:
             where.setdefault(operation, []).append(path or "the top level")
-        if any(isinstance(a, list) and a[1] == 0 and math.copysign(1, a[1].real) < 0 for a in operands):
+        if any(
+            isinstance(a, list) and a[1] == 0 and math.copysign(1, a[1].real) < 0 for a in operands
+        ):
             where.setdefault("-0.0", []).append(path or "the top level")
     return where
 
 
-def compare(program: Any, path: str | os.PathLike, entry: str = "predict", sizes: Mapping[str, int] | None = None, *,
-            signature: str = "predict", inputs: list | None = None, tolerance: float = TOLERANCE["float32"]) -> float:
+def compare(
+    program: Any,
+    path: str | os.PathLike,
+    entry: str = "predict",
+    sizes: Mapping[str, int] | None = None,
+    *,
+    signature: str = "predict",
+    inputs: list | None = None,
+    tolerance: float = TOLERANCE["float32"],
+) -> float:
     """Runs a signature (function) of a LiteRT model in LiteRT, and compares its outputs with those of the program: for
     the given leaves of inputs, or in several rounds for drawn ones (see `_examples`).
 
@@ -184,13 +264,25 @@ def compare(program: Any, path: str | os.PathLike, entry: str = "predict", sizes
     def differ(inputs, kind):
         results = _run(path, signature, traced, inputs)
         description = {"inputs": traced.inputs, "constraints": traced.constraints}
-        _, chosen = _signature.bound(path, entry, description, (), _signature.named(description, inputs))
+        _, chosen = _signature.bound(
+            path, entry, description, (), _signature.named(description, inputs)
+        )
         run = lambda weights, inputs: program.call(entry, *inputs, weights=weights)
-        spreads = [lambda: _rounding.perturbed(run, weights, inputs),
-                   lambda: _rounding.spread(stable, constants, [*map(weights.get, traced.weights), *inputs], chosen)]
-        return _outputs.compare(f"{path}: in LiteRT with {kind} inputs", names, [results[name] for name in names],
-                                program.call(entry, *inputs), tolerance,
-                                () if rounded else spreads, largest=rounded)
+        spreads = [
+            lambda: _rounding.perturbed(run, weights, inputs),
+            lambda: _rounding.spread(
+                stable, constants, [*map(weights.get, traced.weights), *inputs], chosen
+            ),
+        ]
+        return _outputs.compare(
+            f"{path}: in LiteRT with {kind} inputs",
+            names,
+            [results[name] for name in names],
+            program.call(entry, *inputs),
+            tolerance,
+            () if rounded else spreads,
+            largest=rounded,
+        )
 
     if inputs is not None:
         return differ(inputs, "your")
@@ -198,11 +290,15 @@ def compare(program: Any, path: str | os.PathLike, entry: str = "predict", sizes
     if rounded:
         return worst
     try:
-        return max(worst, differ(_examples.drawn(traced.inputs, sizes, ranges, "extreme"), "extreme"))
+        return max(
+            worst, differ(_examples.drawn(traced.inputs, sizes, ranges, "extreme"), "extreme")
+        )
     except _outputs.Different as error:
         if not _differing(stable):
             raise
-        warnings.warn(f"Program.litert: {error}. With usual inputs, the outputs agree", stacklevel=3)
+        warnings.warn(
+            f"Program.litert: {error}. With usual inputs, the outputs agree", stacklevel=3
+        )
         return worst
 
 
@@ -210,10 +306,17 @@ def _run(path, signature, traced, inputs) -> dict[str, np.ndarray]:
     try:
         runner = _interpreter()(str(path), num_threads=1).get_signature_runner(signature)
         known = runner.get_input_details()
-        return runner(**{name: np.asarray(x) for (name, _), x in zip(described_leaves(traced.inputs), inputs)
-                         if name in known})
+        return runner(
+            **{
+                name: np.asarray(x)
+                for (name, _), x in zip(described_leaves(traced.inputs), inputs)
+                if name in known
+            }
+        )
     except (RuntimeError, ValueError) as error:
-        raise Unsupported(f"LiteRT: the interpreter cannot run this model: {str(error).splitlines()[0]}") from None
+        raise Unsupported(
+            f"LiteRT: the interpreter cannot run this model: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _interpreter() -> Any:
@@ -224,9 +327,11 @@ def _interpreter() -> Any:
         from litert_converter import mlir  # noqa: F401
     except ImportError as error:
         version = ".".join(map(str, sys.version_info[:2]))
-        raise ImportError(f"LiteRT needs the packages {_PACKAGES}: pip install 'fnet[litert]', then pip install "
-                          "--no-deps litert-converter==0.5.0. They exist for some versions of Python and systems alone"
-                          f"; this is Python {version} on {sys.platform} ({error})") from None
+        raise ImportError(
+            f"LiteRT needs the packages {_PACKAGES}: pip install 'fnet[litert]', then pip install "
+            "--no-deps litert-converter==0.5.0. They exist for some versions of Python and systems alone"
+            f"; this is Python {version} on {sys.platform} ({error})"
+        ) from None
     return Interpreter
 
 
@@ -244,15 +349,24 @@ def _signatures(traced, entry, sizes) -> dict[str, dict[str, int]]:
     for i, chosen in enumerate(choices):
         if chosen in choices[:i]:
             raise ValueError(f"Program.litert: sizes has {chosen} twice")
-        if set(chosen) != set(variables) or any(not isinstance(n, int) or n < 1 for n in chosen.values()):
-            raise ValueError(f"Program.litert: sizes={chosen}: expected a number of at least 1 for "
-                             f"{' and '.join(variables) or 'no variable'}")
+        if set(chosen) != set(variables) or any(
+            not isinstance(n, int) or n < 1 for n in chosen.values()
+        ):
+            raise ValueError(
+                f"Program.litert: sizes={chosen}: expected a number of at least 1 for "
+                f"{' and '.join(variables) or 'no variable'}"
+            )
         for constraint in traced.constraints:
             if not _signature.satisfied(constraint, chosen):
-                raise ValueError(f"Program.litert: sizes={chosen} violates the constraint {constraint}")
+                raise ValueError(
+                    f"Program.litert: sizes={chosen} violates the constraint {constraint}"
+                )
     if len(choices) == 1:
         return {entry: choices[0]}
-    return {"_".join([entry, *(f"{name}{n}" for name, n in chosen.items())]): chosen for chosen in choices}
+    return {
+        "_".join([entry, *(f"{name}{n}" for name, n in chosen.items())]): chosen
+        for chosen in choices
+    }
 
 
 def default_sizes(traced: Any) -> dict[str, int]:
@@ -260,22 +374,29 @@ def default_sizes(traced: Any) -> dict[str, int]:
     default value of a size variable is its upper bound, such as 64 for t <= 64. For a size variable without an upper
     bound, the default value is the smallest number in `_SMALLEST` that satisfies the constraints of the program."""
     names = size_variables(traced.inputs)
-    bounds = {name: int(n) for constraint in traced.constraints
-              for name, n in re.findall(r"^(\w+) <= (\d+)$", constraint.strip())}
+    bounds = {
+        name: int(n)
+        for constraint in traced.constraints
+        for name, n in re.findall(r"^(\w+) <= (\d+)$", constraint.strip())
+    }
     candidates = [(bounds[name],) if name in bounds else _SMALLEST for name in names]
     for values in itertools.islice(itertools.product(*candidates), 100_000):
         chosen = dict(zip(names, values))
         if all(_signature.satisfied(constraint, chosen) for constraint in traced.constraints):
             return chosen
-    raise ValueError(f"Program.litert: expected the sizes of {' and '.join(names)}, such as sizes="
-                     f"{dict.fromkeys(names, 32)}")
+    raise ValueError(
+        f"Program.litert: expected the sizes of {' and '.join(names)}, such as sizes="
+        f"{dict.fromkeys(names, 32)}"
+    )
 
 
 def _lowered(stable, constants, weights, sizes) -> bytes:
     """Returns the program for the sizes `sizes` as portable StableHLO. The weights are constants of the program."""
     run = _rebuild.sized(stable, constants, sizes, {**_rebuild.OPERATIONS, **_OPERATIONS})
-    types = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-             for dtype, shape in (run.values[i] for i in stable["inputs"][len(weights):])]
+    types = [
+        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        for dtype, shape in (run.values[i] for i in stable["inputs"][len(weights) :])
+    ]
     f = jax.jit(lambda *inputs: run.body(stable, [*weights, *inputs]), keep_unused=True)
     with jax.numpy_rank_promotion("allow"):
         return bytes(export.export(f, platforms=["cpu"])(*types).mlir_module_serialized)
@@ -285,16 +406,20 @@ def _unrolled(run, options, types, *arrays):
     """Evaluates a scan without a loop. Slices of weights are computed during tracing, so they become constants of the
     program."""
     start, end = options["consts"], options["consts"] + options["carry"]
-    length, = run.shape([options["length"]])
+    (length,) = run.shape([options["length"]])
     carry, stacked = list(arrays[start:end]), []
     for i in reversed(range(length)) if options["reverse"] else range(length):
-        results = run.body(options["body"], [*arrays[:start], *carry, *(x[i] for x in arrays[end:])])
-        carry = results[:end - start]
-        stacked.append(results[end - start:])
+        results = run.body(
+            options["body"], [*arrays[:start], *carry, *(x[i] for x in arrays[end:])]
+        )
+        carry = results[: end - start]
+        stacked.append(results[end - start :])
     if options["reverse"]:
         stacked.reverse()
-    joined = [jnp.stack([parts[k] for parts in stacked]) if stacked else jnp.zeros(shape, dtype)
-              for k, (dtype, shape) in enumerate(types[len(carry):])]
+    joined = [
+        jnp.stack([parts[k] for parts in stacked]) if stacked else jnp.zeros(shape, dtype)
+        for k, (dtype, shape) in enumerate(types[len(carry) :])
+    ]
     return [*carry, *joined]
 
 
@@ -310,8 +435,12 @@ def _convolution(run, options, types, x, kernel):
     return _rebuild.OPERATIONS["convolution"](run, plain, types, x, kernel)
 
 
-_OPERATIONS = {**_litert_values.OPERATIONS, **_litert_indices.OPERATIONS, "scan": _unrolled,
-               "convolution": _convolution}
+_OPERATIONS = {
+    **_litert_values.OPERATIONS,
+    **_litert_indices.OPERATIONS,
+    "scan": _unrolled,
+    "convolution": _convolution,
+}
 
 
 def _converted(signatures) -> bytes:
@@ -320,9 +449,15 @@ def _converted(signatures) -> bytes:
 
     Converts and tries the model in another process, because for some programs that they do not support, the converter
     and the interpreter end their process."""
-    header = [(name, len(program), inputs, outputs) for name, program, inputs, outputs in signatures]
-    data = b"\n".join([json.dumps(header).encode(), b"".join(program for _, program, _, _ in signatures)])
-    done = subprocess.run([sys.executable, "-P", _litert_converter.__file__], input=data, capture_output=True)
+    header = [
+        (name, len(program), inputs, outputs) for name, program, inputs, outputs in signatures
+    ]
+    data = b"\n".join(
+        [json.dumps(header).encode(), b"".join(program for _, program, _, _ in signatures)]
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", _litert_converter.__file__], input=data, capture_output=True
+    )
     if done.returncode == 0:
         return done.stdout
     if done.returncode == _litert_converter.REFUSED:
@@ -336,7 +471,10 @@ def _quantized(data: bytes, dtype: str) -> bytes:
     """Converts the weights of a float32 model to float16 or int8, and returns the new model."""
     from ai_edge_quantizer import quantizer
 
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):    # hides progress
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):  # hides progress
         quantized = quantizer.Quantizer(bytearray(data))
         quantized.load_quantization_recipe([{"regex": ".*", "operation": "*", **_RECIPES[dtype]}])
         return _shared(bytes(quantized.quantize().quantized_model))

@@ -13,8 +13,10 @@ import re
 import sys
 
 REFUSED = 3
-_PASSES = ("builtin.module(vhlo-legalize-stablehlo,reconcile-unrealized-casts,"
-           "func.func(stablehlo-legalize-composite-to-call),inline,strip-debuginfo)")
+_PASSES = (
+    "builtin.module(vhlo-legalize-stablehlo,reconcile-unrealized-casts,"
+    "func.func(stablehlo-legalize-composite-to-call),inline,strip-debuginfo)"
+)
 _CONSTANT = "stablehlo.constant"
 
 
@@ -35,18 +37,24 @@ def convert(signatures: list[tuple[str, bytes, list[str], list[str]]]) -> bytes:
             for name, program, inputs, outputs in signatures:
                 module = ir.Module.parse(program)
                 passmanager.PassManager.parse(_PASSES).run(module.operation)
-                api.set_signature(module.operation, signature_name=name, input_names=inputs, output_names=outputs)
+                api.set_signature(
+                    module.operation, signature_name=name, input_names=inputs, output_names=outputs
+                )
                 modules.append(module)
             module = api.merge_modules(modules)
             config = api.ConvertToTFLConfig()
             config.canonicalizing_inf_as_min_max_float = False
             api.run_convert_to_tfl_passes(module, passmanager.PassManager(), config)
             return api.export_flatbuffer_to_bytes(getattr(module, "operation", module))
-        except Exception as error:      # the converter raises errors of several types
-            remaining = sorted(set(re.findall(r"\b(?:stablehlo|chlo)\.\w+", str(module))) - {_CONSTANT})
+        except Exception as error:  # the converter raises errors of several types
+            remaining = sorted(
+                set(re.findall(r"\b(?:stablehlo|chlo)\.\w+", str(module))) - {_CONSTANT}
+            )
             which = f"the operations {', '.join(remaining)} are" if remaining else "an operation is"
-            raise NotImplementedError(f"{which} not supported by litert-converter, so this program cannot be "
-                                      f"converted: {str(error).strip().rstrip(':') or type(error).__name__}") from None
+            raise NotImplementedError(
+                f"{which} not supported by litert-converter, so this program cannot be "
+                f"converted: {str(error).strip().rstrip(':') or type(error).__name__}"
+            ) from None
 
 
 def try_out(model: bytes) -> None:
@@ -62,16 +70,28 @@ def try_out(model: bytes) -> None:
         interpreter = Interpreter(model_content=model, num_threads=1)
         for name in interpreter.get_signature_list():
             runner = interpreter.get_signature_runner(name)
-            runner(**{key: np.zeros(each["shape"], each["dtype"]) for key, each in runner.get_input_details().items()})
+            runner(
+                **{
+                    key: np.zeros(each["shape"], each["dtype"])
+                    for key, each in runner.get_input_details().items()
+                }
+            )
     except (RuntimeError, ValueError) as error:
-        raise NotImplementedError(f"the interpreter cannot run this model: {str(error).splitlines()[0]}") from None
+        raise NotImplementedError(
+            f"the interpreter cannot run this model: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def main() -> None:
     output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())    # what the converter prints is not part of the model
+    os.dup2(
+        sys.stderr.fileno(), sys.stdout.fileno()
+    )  # what the converter prints is not part of the model
     header = json.loads(sys.stdin.buffer.readline())
-    signatures = [(name, sys.stdin.buffer.read(size), inputs, outputs) for name, size, inputs, outputs in header]
+    signatures = [
+        (name, sys.stdin.buffer.read(size), inputs, outputs)
+        for name, size, inputs, outputs in header
+    ]
     try:
         result, status = convert(signatures), 0
         try_out(result)

@@ -16,19 +16,21 @@ from jax import lax
 from fnet.export import _rebuild
 from fnet.export._litert_values import Unsupported, _choose, _number
 
-_LARGEST = 2 ** 26    # elements of the comparison of positions with updates
+_LARGEST = 2**26  # elements of the comparison of positions with updates
 
 
 def _int32(indices, highest):
     """Indices as int32. Those that are out of range become -1 or one more than the highest."""
     indices, highest = jnp.asarray(indices), np.asarray(highest)
-    if indices.dtype in (jnp.uint32, jnp.uint64):    # LiteRT does not compare them
+    if indices.dtype in (jnp.uint32, jnp.uint64):  # LiteRT does not compare them
         signed = jnp.int32 if indices.dtype == jnp.uint32 else jnp.int64
         indices = lax.bitcast_convert_type(indices, signed)
         indices = _choose(indices < 0, np.iinfo(signed).max, indices)
     elif indices.dtype.itemsize < 4:
         indices = indices.astype(jnp.int32)
-    low, high = (np.broadcast_to(bound, indices.shape).astype(indices.dtype) for bound in (-1, highest + 1))
+    low, high = (
+        np.broadcast_to(bound, indices.shape).astype(indices.dtype) for bound in (-1, highest + 1)
+    )
     return lax.min(lax.max(indices, low), high).astype(jnp.int32)
 
 
@@ -47,7 +49,7 @@ def _places(options, shape, starts, sizes, dropped):
     windows = [a for a in range(len(shape)) if a not in dropped and a not in options["batch"]]
     place = jnp.zeros(batch + (1,) * len(windows), jnp.int32)
     for axis, n in enumerate(shape):
-        stride = np.int32(math.prod(shape[axis + 1:]))
+        stride = np.int32(math.prod(shape[axis + 1 :]))
         if axis in options["indexed"]:
             start = starts[..., options["indexed"].index(axis)]
             place = place + start.reshape(batch + (1,) * len(windows)) * stride
@@ -55,7 +57,11 @@ def _places(options, shape, starts, sizes, dropped):
             along = options["index_batch"][options["batch"].index(axis)]
             place = place + _range(n, along, len(batch) + len(windows)) * stride
         if axis in windows:
-            place = place + _range(sizes[axis], len(batch) + windows.index(axis), len(batch) + len(windows)) * stride
+            place = (
+                place
+                + _range(sizes[axis], len(batch) + windows.index(axis), len(batch) + len(windows))
+                * stride
+            )
     return place
 
 
@@ -66,7 +72,10 @@ def _range(n, axis, rank):
 def _of_rows(options, shape, sizes, dropped) -> bool:
     """Whether the indexed axes have windows of one element, and the others are whole."""
     return set(options["indexed"]) <= set(dropped) and all(
-        sizes[a] == n for a, n in enumerate(shape) if a not in options["indexed"] and a not in options["batch"])
+        sizes[a] == n
+        for a, n in enumerate(shape)
+        if a not in options["indexed"] and a not in options["batch"]
+    )
 
 
 def gather(run, options, types, x, indices):
@@ -80,15 +89,21 @@ def gather(run, options, types, x, indices):
         place = _places(options, x.shape, starts, sizes, options["collapsed"])
         y = x.reshape(-1).at[place].get(mode="promise_in_bounds")
         count, rest = inside.ndim, iter(range(inside.ndim))
-        y = y.transpose([count + offset.index(i) if i in offset else next(rest) for i in range(y.ndim)])
+        y = y.transpose(
+            [count + offset.index(i) if i in offset else next(rest) for i in range(y.ndim)]
+        )
     if options["fill"] is None:
         return y
     inside = inside.reshape([1 if i in offset else y.shape[i] for i in range(y.ndim)])
-    return _choose(jnp.broadcast_to(inside, y.shape), y, _number(y, _rebuild._number(options["fill"])))
+    return _choose(
+        jnp.broadcast_to(inside, y.shape), y, _number(y, _rebuild._number(options["fill"]))
+    )
 
 
 def scatter(run, options, types, x, indices, updates):
-    native = lambda indices: _rebuild.OPERATIONS["scatter"](run, options, types, x, indices, updates)
+    native = lambda indices: _rebuild.OPERATIONS["scatter"](
+        run, options, types, x, indices, updates
+    )
     if options["kind"] == "apply" or 0 in (*x.shape, *updates.shape):
         return native(indices)
     shape, window, dropped = x.shape, options["window"], options["inserted"]
@@ -106,18 +121,31 @@ def scatter(run, options, types, x, indices, updates):
     if rows and not options["batch"]:
         indexed = options["indexed"]
         order = [*indexed, *kept]
-        strides = np.asarray([math.prod(shape[a] for a in indexed[i + 1:]) for i in range(len(indexed))], np.int32)
+        strides = np.asarray(
+            [math.prod(shape[a] for a in indexed[i + 1 :]) for i in range(len(indexed))], np.int32
+        )
         places = (starts * strides).sum(-1, dtype=jnp.int32).reshape(-1)
         table = x.transpose(order).reshape(math.prod(shape[a] for a in indexed), -1)
         updates = updates.reshape(len(places), -1)
         y = _combined(options["kind"], table, places, inside.reshape(-1), updates)
-        return y.reshape([shape[a] for a in order]).transpose([order.index(a) for a in range(x.ndim)])
+        return y.reshape([shape[a] for a in order]).transpose(
+            [order.index(a) for a in range(x.ndim)]
+        )
     places = _places(options, shape, starts, sizes, dropped)
-    inside = jnp.broadcast_to(inside.reshape(inside.shape + (1,) * len(window)), updates.shape).reshape(-1)
+    inside = jnp.broadcast_to(
+        inside.reshape(inside.shape + (1,) * len(window)), updates.shape
+    ).reshape(-1)
     places, updates = jnp.broadcast_to(places, updates.shape).reshape(-1), updates.reshape(-1)
     if options["kind"] == "replace":
-        return x.reshape(-1).at[_choose(inside, places, x.size)].set(updates, mode="drop").reshape(shape)
-    return _combined(options["kind"], x.reshape(-1, 1), places, inside, updates[:, None]).reshape(shape)
+        return (
+            x.reshape(-1)
+            .at[_choose(inside, places, x.size)]
+            .set(updates, mode="drop")
+            .reshape(shape)
+        )
+    return _combined(options["kind"], x.reshape(-1, 1), places, inside, updates[:, None]).reshape(
+        shape
+    )
 
 
 def _combined(kind, x, places, inside, updates):
@@ -125,9 +153,13 @@ def _combined(kind, x, places, inside, updates):
     floating = jnp.issubdtype(x.dtype, jnp.floating)
     width = 1 if kind == "add" and floating else x.shape[1]
     if len(x) * len(places) * width > _LARGEST:
-        raise Unsupported(f"LiteRT: the operation 'scatter' of kind {kind!r} would compare {len(x)} positions with "
-                          f"{len(places)} updates{f' of {width} elements' if width > 1 else ''}, which is too many")
-    hit = (np.arange(len(x), dtype=np.int32)[:, None] == places[None]) & inside[None]      # [rows, updates]
+        raise Unsupported(
+            f"LiteRT: the operation 'scatter' of kind {kind!r} would compare {len(x)} positions with "
+            f"{len(places)} updates{f' of {width} elements' if width > 1 else ''}, which is too many"
+        )
+    hit = (np.arange(len(x), dtype=np.int32)[:, None] == places[None]) & inside[
+        None
+    ]  # [rows, updates]
     if kind == "add" and floating:
         return _added(x, hit, updates)
     if x.dtype == jnp.bool_:
@@ -137,11 +169,13 @@ def _combined(kind, x, places, inside, updates):
     hit, updates = jnp.broadcast_to(hit[:, :, None], whole), jnp.broadcast_to(updates[None], whole)
     limits = jnp.finfo(x.dtype) if floating else jnp.iinfo(x.dtype)
     neutral, reduce, combine = {
-        "add": (0, lambda z: z.sum(1, dtype=z.dtype), lax.add), "mul": (1, lambda z: z.prod(1, dtype=z.dtype), lax.mul),
+        "add": (0, lambda z: z.sum(1, dtype=z.dtype), lax.add),
+        "mul": (1, lambda z: z.prod(1, dtype=z.dtype), lax.mul),
         "max": (-np.inf if floating else limits.min, lambda z: z.max(1), lax.max),
-        "min": (np.inf if floating else limits.max, lambda z: z.min(1), lax.min)}[kind]
+        "min": (np.inf if floating else limits.max, lambda z: z.min(1), lax.min),
+    }[kind]
     y = combine(x, reduce(_choose(hit, updates, neutral)))
-    if floating and kind in ("max", "min"):      # LiteRT ignores NaN
+    if floating and kind in ("max", "min"):  # LiteRT ignores NaN
         nan = _choose(hit, (updates != updates).astype(jnp.float32), 0.0).max(1) > 0
         y = _choose(nan | (x != x), np.nan, y)
     return _choose(hit.astype(jnp.float32).max(1) > 0, y, x)
@@ -163,7 +197,9 @@ def _added(x, hit, updates):
 
 def dynamic_slice(run, options, types, x, *starts):
     sizes = run.shape(options["sizes"])
-    return _rebuild.OPERATIONS["dynamic_slice"](run, options, types, x, *_within(x.shape, sizes, starts))
+    return _rebuild.OPERATIONS["dynamic_slice"](
+        run, options, types, x, *_within(x.shape, sizes, starts)
+    )
 
 
 def dynamic_update_slice(run, options, types, x, update, *starts):
@@ -176,5 +212,9 @@ def _within(shape, sizes, starts):
     return [jnp.clip(_int32(start, most), 0, most) for start, most in zip(starts, highest)]
 
 
-OPERATIONS = {"gather": gather, "scatter": scatter, "dynamic_slice": dynamic_slice,
-              "dynamic_update_slice": dynamic_update_slice}
+OPERATIONS = {
+    "gather": gather,
+    "scatter": scatter,
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
+}

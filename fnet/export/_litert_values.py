@@ -21,17 +21,36 @@ from fnet.export import _rebuild
 # What remains different for float32, where a composition would replace an operator that every network contains by
 # several ones, and prevent the fusion of softmax. {operation: difference}
 DIFFERS = {
-    **dict.fromkeys(("max", "min", "clamp", "reduce_max", "reduce_min", "window_max", "window_min", "cummax", "cummin"),
-                    "NaN is ignored, and the sign of a zero may differ"),
+    **dict.fromkeys(
+        (
+            "max",
+            "min",
+            "clamp",
+            "reduce_max",
+            "reduce_min",
+            "window_max",
+            "window_min",
+            "cummax",
+            "cummin",
+        ),
+        "NaN is ignored, and the sign of a zero may differ",
+    ),
     "exp": "exp(NaN) is 0, and results above 2.4e38 are infinite",
-    "logistic": "results below 1.2e-38 differ", "tanh": "results below 1.2e-38 are 0",
+    "logistic": "results below 1.2e-38 differ",
+    "tanh": "results below 1.2e-38 are 0",
     "erf": "results below 1.2e-38 are 0",
-    **dict.fromkeys(("neg", "expm1", "log1p", "asinh", "cbrt", "rem"), "numbers below 1.2e-38 are taken for 0"),
-    **dict.fromkeys(("sin", "cos", "tan"), "digits are lost beyond 1000, and the result beyond 1e9 is NaN"),
+    **dict.fromkeys(
+        ("neg", "expm1", "log1p", "asinh", "cbrt", "rem"), "numbers below 1.2e-38 are taken for 0"
+    ),
+    **dict.fromkeys(
+        ("sin", "cos", "tan"), "digits are lost beyond 1000, and the result beyond 1e9 is NaN"
+    ),
     "top_k": "0.0 and -0.0 are equal",
     "lgamma": "the absolute error near 1 and 2 is 1e-6",
-    **dict.fromkeys(("reduce_sum", "reduce_prod", "cumsum", "cumprod", "window_sum"),
-                    "elements are combined in another order, so other sums overflow"),
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_prod", "cumsum", "cumprod", "window_sum"),
+        "elements are combined in another order, so other sums overflow",
+    ),
     "convolution": "a result beyond 3.4e38 is 3.4e38 instead of infinite",
     "-0.0": "an array of this constant alone becomes 0.0",
 }
@@ -68,7 +87,7 @@ def _log_near_1(f):
 
 def _log(x):
     large = x > 1e30
-    y = lax.log(_choose(large, x * 2.0 ** -64, x)) + _choose(large, _number(x, 64 * math.log(2)), 0.0)
+    y = lax.log(_choose(large, x * 2.0**-64, x)) + _choose(large, _number(x, 64 * math.log(2)), 0.0)
     y = _choose(jnp.abs(x - 1) < 0.25, _log_near_1(x - 1), y)
     return _choose((x != x) | (x < 0), np.nan, _choose(x == np.inf, np.inf, y))
 
@@ -123,7 +142,7 @@ def _atanh(x):
 
 def _sqrt(x):
     large = (x > 1e30) & (x < np.inf)
-    return lax.sqrt(_choose(large, x * 2.0 ** -40, x)) * _choose(large, _number(x, 2.0 ** 20), 1.0)
+    return lax.sqrt(_choose(large, x * 2.0**-40, x)) * _choose(large, _number(x, 2.0**20), 1.0)
 
 
 def _rsqrt(x):
@@ -135,7 +154,7 @@ def _cbrt(x):
     ordinary = (size > 0) & (size < np.inf)
     size = _choose(ordinary, size, _number(x, 1))
     y = lax.pow(size, _number(x, 1 / 3) * jnp.ones_like(size))
-    y = y - (y - size / (y * y)) / 3      # one step of Newton
+    y = y - (y - size / (y * y)) / 3  # one step of Newton
     return _choose(ordinary, _with_sign(x, y), x)
 
 
@@ -143,7 +162,7 @@ def _rem(x, y):
     """LiteRT has only the remainder of the division that rounds down."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         divisor = _divisor(y)
-        return _choose(y == 0, x, x - lax.div(x, divisor) * divisor)    # 0 for -1 as well
+        return _choose(y == 0, x, x - lax.div(x, divisor) * divisor)  # 0 for -1 as well
     size, divisor = jnp.abs(x), jnp.abs(y)
     valid = (size < np.inf) & (divisor > 0)
     inner = lax.rem(_choose(valid, size, 0.0), _choose(valid & (divisor < np.inf), divisor, 1.0))
@@ -189,14 +208,18 @@ def _shift_right_logical(x, n):
     one = jnp.ones_like(x)
     half = lax.shift_right_arithmetic(x, one) + _number(x, np.iinfo(x.dtype).min)
     negative = (x < 0) & (n > 0)
-    return _choose(negative, lax.shift_right_arithmetic(half, _choose(negative, n - 1, 0)),
-                   lax.shift_right_arithmetic(x, n))
+    return _choose(
+        negative,
+        lax.shift_right_arithmetic(half, _choose(negative, n - 1, 0)),
+        lax.shift_right_arithmetic(x, n),
+    )
 
 
 def _shifted(shift: Callable, beyond: Callable) -> Callable:
     def shifted(x, n):
         inside = (n >= 0) & (n < 8 * x.dtype.itemsize)
         return _choose(inside, shift(x, _choose(inside, n, 0)), beyond(x))
+
     return shifted
 
 
@@ -206,15 +229,19 @@ def _each(function: Callable) -> Callable:
 
 def _floats(name: str, function: Callable) -> Callable:
     """Evaluates the composition for float32, and JAX's primitive for other dtypes."""
+
     def operation(run, options, types, *arrays):
         if arrays[0].dtype == jnp.float32:
             return function(*map(jnp.asarray, arrays))
         return _rebuild.OPERATIONS[name](run, options, types, *arrays)
+
     return operation
 
 
 def _convert(run, options, types, x):
-    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(jnp.dtype(types[0][0]), jnp.integer):
+    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(
+        jnp.dtype(types[0][0]), jnp.integer
+    ):
         x = jnp.asarray(x)
         x = _choose(x != x, 0.0, x)
     return _rebuild.OPERATIONS["convert"](run, options, types, x)
@@ -223,12 +250,14 @@ def _convert(run, options, types, x):
 def _combined(name: str) -> Callable:
     """LiteRT does not combine unsigned integers over a window or an axis. Their sums and products have the bits of the
     signed ones."""
+
     def combined(run, options, types, x, *start):
         combine = _rebuild.OPERATIONS[name]
         if x.dtype != jnp.uint32:
             return combine(run, options, types, x, *start)
         signed = [jnp.asarray(each).astype(jnp.int32) for each in (x, *start)]
         return combine(run, options, [("int32", types[0][1])], *signed).astype(jnp.uint32)
+
     return combined
 
 
@@ -237,7 +266,9 @@ def _pad(run, options, types, x, value):
     nothing."""
     padded = functools.partial(_rebuild.OPERATIONS["pad"], run, options)
     with jax.ensure_compile_time_eval():
-        inside = np.asarray(padded([("bool", types[0][1])], np.ones(x.shape, np.bool_), np.zeros((), np.bool_)))
+        inside = np.asarray(
+            padded([("bool", types[0][1])], np.ones(x.shape, np.bool_), np.zeros((), np.bool_))
+        )
     if not inside.any():
         return jnp.broadcast_to(value, inside.shape)
     y = padded(types, x, value)
@@ -248,6 +279,7 @@ def _pad(run, options, types, x, value):
 
 def _position(name: str) -> Callable:
     """The first NaN, if there is one. LiteRT ignores NaN, and has no indices of fewer or more than 32 bits."""
+
     def position(run, options, types, x):
         narrow = [("int32", types[0][1])]
         find = _rebuild.OPERATIONS[name]
@@ -257,19 +289,48 @@ def _position(name: str) -> Callable:
             first = _rebuild.OPERATIONS["argmax"](run, options, narrow, nan)
             y = _choose(lax.reduce_max(nan, tuple(options["axes"])) > 0, first, y)
         return y.astype(types[0][0])
+
     return position
 
 
 OPERATIONS: dict[str, Callable] = {
-    **{name: _floats(name, function) for name, function in {
-        "log": _log, "log1p": _log1p, "expm1": _expm1, "sinh": _sinh, "cosh": _cosh, "asinh": _asinh, "acosh": _acosh,
-        "atanh": _atanh, "sqrt": _sqrt, "rsqrt": _rsqrt, "cbrt": _cbrt,
-        "exp2": lambda x: _exp(x * _number(x, math.log(2)))}.items()},
-    **{name: _each(function) for name, function in {
-        "neg": _neg, "sign": _sign, "rem": _rem, "div": _div, "clamp": _clamp,
-        "shift_right_logical": _shifted(_shift_right_logical, lambda x: _number(x, 0)),
-        "shift_right_arithmetic": _shifted(lax.shift_right_arithmetic, lambda x: lax.shift_right_arithmetic(
-            x, jnp.full(x.shape, 8 * x.dtype.itemsize - 1, x.dtype)))}.items()},
+    **{
+        name: _floats(name, function)
+        for name, function in {
+            "log": _log,
+            "log1p": _log1p,
+            "expm1": _expm1,
+            "sinh": _sinh,
+            "cosh": _cosh,
+            "asinh": _asinh,
+            "acosh": _acosh,
+            "atanh": _atanh,
+            "sqrt": _sqrt,
+            "rsqrt": _rsqrt,
+            "cbrt": _cbrt,
+            "exp2": lambda x: _exp(x * _number(x, math.log(2))),
+        }.items()
+    },
+    **{
+        name: _each(function)
+        for name, function in {
+            "neg": _neg,
+            "sign": _sign,
+            "rem": _rem,
+            "div": _div,
+            "clamp": _clamp,
+            "shift_right_logical": _shifted(_shift_right_logical, lambda x: _number(x, 0)),
+            "shift_right_arithmetic": _shifted(
+                lax.shift_right_arithmetic,
+                lambda x: lax.shift_right_arithmetic(
+                    x, jnp.full(x.shape, 8 * x.dtype.itemsize - 1, x.dtype)
+                ),
+            ),
+        }.items()
+    },
     **{name: _combined(name) for name in ("cumsum", "cumprod", "window_sum")},
-    "convert": _convert, "pad": _pad, "argmax": _position("argmax"), "argmin": _position("argmin"),
+    "convert": _convert,
+    "pad": _pad,
+    "argmax": _position("argmax"),
+    "argmin": _position("argmin"),
 }

@@ -105,7 +105,9 @@ class Bundle:
 
     def __call__(self, *inputs, **named):
         """Runs the entry point (function) "predict", or the first entry point if the bundle has no "predict"."""
-        return self.call("predict" if "predict" in self.entries else self.entries[0], *inputs, **named)
+        return self.call(
+            "predict" if "predict" in self.entries else self.entries[0], *inputs, **named
+        )
 
     def call(self, entry, *inputs, **named):
         """Runs an entry point (a function of the bundle) with the bundle's weights.
@@ -148,7 +150,9 @@ class Bundle:
         def f(weights, *inputs, **named):
             self._check_wide(entry)
             flat, _ = signature.bound(self.path, entry, description, inputs, named)
-            leaves = self._run(entry, program, signature.chosen(description, weights, self.arrays), flat)
+            leaves = self._run(
+                entry, program, signature.chosen(description, weights, self.arrays), flat
+            )
             return signature.unflatten(description["output"], iter(leaves))
 
         f.__name__ = entry
@@ -162,11 +166,15 @@ class Bundle:
         """
         description = self._entry(entry)
         flat, sizes = signature.bound(self.path, entry, description, inputs, named)
-        chosen = signature.chosen(description, self.weights if weights is None else weights, self.weights)
+        chosen = signature.chosen(
+            description, self.weights if weights is None else weights, self.weights
+        )
         program = self.stable(entry)
         constants = [self.weights[name] for name in description["constants"]]
         inputs = [chosen[name] for name in description["weights"]] + flat
-        return signature.unflatten(description["output"], iter(interpret.run(program, constants, inputs, sizes)))
+        return signature.unflatten(
+            description["output"], iter(interpret.run(program, constants, inputs, sizes))
+        )
 
     def stable(self, entry):
         """Returns the stable form of an entry point (a function of the bundle): JSON data that describe the program
@@ -183,15 +191,21 @@ class Bundle:
 
     def files(self, folder):
         """Returns the files in a folder of the bundle, such as "tokenizer", as {name: bytes}."""
-        return {name.removeprefix(f"{folder}/"): self._archive.read(name)
-                for name in self._archive.names(f"{folder}/")}
+        return {
+            name.removeprefix(f"{folder}/"): self._archive.read(name)
+            for name in self._archive.names(f"{folder}/")
+        }
 
     def signature(self, entry):
         """Returns the signature of an entry point (a function of the bundle) as text, for example
         "predict(x: float32[b, 8, 8, 1]) -> float32[b, 10]"."""
         description = self._entry(entry)
-        inputs = ", ".join(f"{name}: {signature.text(tree)}" for name, tree in description["inputs"])
-        where = f" where {', '.join(description['constraints'])}" if description["constraints"] else ""
+        inputs = ", ".join(
+            f"{name}: {signature.text(tree)}" for name, tree in description["inputs"]
+        )
+        where = (
+            f" where {', '.join(description['constraints'])}" if description["constraints"] else ""
+        )
         return f"{entry}({inputs}) -> {signature.text(description['output'])}{where}"
 
     def check(self):
@@ -227,8 +241,13 @@ class Bundle:
             spreads = self.spreads(entry, inputs, with_jax="JAX" in runs)
             for name, run in runs.items():
                 output = run(entry, **signature.named(description, inputs))
-                worst[name] = max(worst[name], self.compare(entry, f"computed with {name}", output, wanted, spreads))
-        return ", ".join(f"{name} {error:.1e}" if error else f"{name} equal" for name, error in worst.items())
+                worst[name] = max(
+                    worst[name],
+                    self.compare(entry, f"computed with {name}", output, wanted, spreads),
+                )
+        return ", ".join(
+            f"{name} {error:.1e}" if error else f"{name} equal" for name, error in worst.items()
+        )
 
     def compare(self, entry, how, output, wanted, spreads):
         """Compares an output with that of a test in `cases`. Returns the largest relative difference of an element.
@@ -239,8 +258,14 @@ class Bundle:
         description, leaves = self._entry(entry), []
         signature.flatten(str(self.path), entry, description["output"], output, leaves, [])
         try:
-            return outputs.compare(f"{self.path}: {entry!r} {how}", map(str, range(len(leaves))), map(_data, leaves),
-                                   wanted, description["tolerance"], spreads)
+            return outputs.compare(
+                f"{self.path}: {entry!r} {how}",
+                map(str, range(len(leaves))),
+                map(_data, leaves),
+                wanted,
+                description["tolerance"],
+                spreads,
+            )
         except outputs.Different as error:
             raise BundleError(str(error)) from None
 
@@ -248,12 +273,19 @@ class Bundle:
         """Returns functions that measure, for each output of a test in `cases`, by how much rounding may change each
         element: with JAX, if `with_jax`, and with NumPy, if there is a stable form."""
         description = self._entry(entry)
-        flat, sizes = signature.bound(self.path, entry, description, (), signature.named(description, inputs))
+        flat, sizes = signature.bound(
+            self.path, entry, description, (), signature.named(description, inputs)
+        )
 
         @functools.cache
         def perturbed():
-            program, weights = self._program(entry), {name: self.weights[name] for name in description["weights"]}
-            return rounding.perturbed(lambda weights, inputs: map(_data, program(weights, inputs)), weights, flat)
+            program, weights = (
+                self._program(entry),
+                {name: self.weights[name] for name in description["weights"]},
+            )
+            return rounding.perturbed(
+                lambda weights, inputs: map(_data, program(weights, inputs)), weights, flat
+            )
 
         @functools.cache
         def spread():
@@ -266,15 +298,24 @@ class Bundle:
     def tests(self):
         """Returns the first test of each program, {function: (leaves of the inputs, leaves of the outputs)}. If a
         function of the bundle has no test, its lists of input leaves and output leaves are empty."""
-        return {entry: self.cases(entry)[0] if self.cases(entry) else ([], []) for entry in self.entries}
+        return {
+            entry: self.cases(entry)[0] if self.cases(entry) else ([], []) for entry in self.entries
+        }
 
     def cases(self, entry):
         """Returns the tests of an entry point (a function of the bundle), a list of (leaves of the inputs, leaves of
         the outputs)."""
         stored, found = self._archive.tensors(reader.TESTS), []
         while f"{(name := reader.test_name(entry, len(found)))}/outputs/0" in stored:
-            found.append(tuple([stored[f"{name}/{kind}/{i}"] for i in range(sum(
-                key.startswith(f"{name}/{kind}/") for key in stored))] for kind in ("inputs", "outputs")))
+            found.append(
+                tuple(
+                    [
+                        stored[f"{name}/{kind}/{i}"]
+                        for i in range(sum(key.startswith(f"{name}/{kind}/") for key in stored))
+                    ]
+                    for kind in ("inputs", "outputs")
+                )
+            )
         return found
 
     @functools.cached_property
@@ -286,7 +327,9 @@ class Bundle:
 
     def _entry(self, entry):
         if entry not in self.entries:
-            raise BundleError(f"{self.path} has no entry point {entry!r}; it has {', '.join(self.entries)}")
+            raise BundleError(
+                f"{self.path} has no entry point {entry!r}; it has {', '.join(self.entries)}"
+            )
         return self.manifest["entries"][entry]
 
     def _program(self, entry):
@@ -304,7 +347,9 @@ class Bundle:
             return program(weights, flat)
         except BundleError:
             raise
-        except Exception as error:    # JAX may find only while it compiles that it does not know an operation
+        except (
+            Exception
+        ) as error:  # JAX may find only while it compiles that it does not know an operation
             if self._newer():
                 raise self._unreadable(f"the program {entry!r}", error) from error
             raise
@@ -313,15 +358,19 @@ class Bundle:
         """Returns the dtypes of 64 bits in the inputs, weights and outputs of an entry point (a function of the
         bundle). JAX has them only with jax_enable_x64."""
         exported = self._deserialized(entry)
-        return sorted({str(x.dtype) for x in (*exported.in_avals, *exported.out_avals)} & set(signature.WIDE))
+        return sorted(
+            {str(x.dtype) for x in (*exported.in_avals, *exported.out_avals)} & set(signature.WIDE)
+        )
 
     def _check_wide(self, entry):
         import jax
 
         if not jax.config.jax_enable_x64 and (wide := self.wide(entry)):
-            raise BundleError(f"{self.path}: {entry!r} has the dtype {wide[0]}, which JAX narrows without "
-                              "jax_enable_x64. Call jax.config.update('jax_enable_x64', True) first. Bundle.interpret "
-                              "runs the program with NumPy, which does not need it")
+            raise BundleError(
+                f"{self.path}: {entry!r} has the dtype {wide[0]}, which JAX narrows without "
+                "jax_enable_x64. Call jax.config.update('jax_enable_x64', True) first. Bundle.interpret "
+                "runs the program with NumPy, which does not need it"
+            )
 
     def _newer(self):
         """Whether the bundle was written by a later version of JAX than the installed one."""
@@ -337,28 +386,37 @@ class Bundle:
         return BundleError(
             f"{self.path} was written by JAX {written}, and the installed JAX {jax.__version__} cannot read {what} "
             f"({why}). JAX guarantees that it and later versions read it until {self.read_until}. fnet bundle renew "
-            f"{self.path} writes it for the installed version, and Bundle.interpret runs it with NumPy")
+            f"{self.path} writes it for the installed version, and Bundle.interpret runs it with NumPy"
+        )
 
     def _deserialized(self, entry):
         from jax import export
 
         name = f"programs/{entry}.portable.jax"
         if self._kernels:
-            name = next((kernels for platform in _platforms() if (kernels := f"programs/{entry}.{platform}.jax")
-                         in self.manifest["files"]), name)
+            name = next(
+                (
+                    kernels
+                    for platform in _platforms()
+                    if (kernels := f"programs/{entry}.{platform}.jax") in self.manifest["files"]
+                ),
+                name,
+            )
         if name in self._exported:
             return self._exported[name]
         data = self._archive.read(name)
         try:
             exported = export.deserialize(bytearray(data))
             text = exported.mlir_module()
-        except Exception as error:    # flatbuffers and MLIR raise errors of many types for data that they cannot read
+        except Exception as error:  # flatbuffers and MLIR raise errors of many types for data that they cannot read
             raise self._unreadable(name, error) from error
         allowed = set(self._entry(entry)["custom_calls"].get(name.split(".")[-2], ()))
         calls = set(re.findall(CALL, text)) - {"shape_assertion"}
         if not calls <= allowed:
-            raise BundleError(f"{self.path}: {name} calls {', '.join(sorted(calls - allowed))}, which "
-                              f"{reader.MANIFEST} does not state")
+            raise BundleError(
+                f"{self.path}: {name} calls {', '.join(sorted(calls - allowed))}, which "
+                f"{reader.MANIFEST} does not state"
+            )
         self._exported[name] = exported
         return exported
 
@@ -385,7 +443,11 @@ def main(arguments=None):
     bundle = load(path[0])
     for entry in bundle.entries:
         print(bundle.signature(entry))
-    versions = ", ".join(f"{name} {version}" for name, version in bundle.manifest["versions"].items())
-    print(f"written {bundle.manifest['created']} by {versions}; JAX reads it until {bundle.read_until} at least")
+    versions = ", ".join(
+        f"{name} {version}" for name, version in bundle.manifest["versions"].items()
+    )
+    print(
+        f"written {bundle.manifest['created']} by {versions}; JAX reads it until {bundle.read_until} at least"
+    )
     for line in bundle.check():
         print(line)

@@ -28,9 +28,15 @@ from fnet.export._onnx_graph import Graph, evaluated
 from fnet.export._tree import described_leaves, size_variables
 
 OPSET, OLDEST = 20, 18
-LARGE = 1_900_000_000      # bytes above which the weights are in a separate file; protobuf's limit is 2 GB
-_DIRECT = {**_onnx_elementwise.OPERATIONS, **_onnx_reductions.OPERATIONS, **_onnx_products.OPERATIONS,
-           **_onnx_fused.OPERATIONS}
+LARGE = (
+    1_900_000_000  # bytes above which the weights are in a separate file; protobuf's limit is 2 GB
+)
+_DIRECT = {
+    **_onnx_elementwise.OPERATIONS,
+    **_onnx_reductions.OPERATIONS,
+    **_onnx_products.OPERATIONS,
+    **_onnx_fused.OPERATIONS,
+}
 _MISSING = "ONNX needs the packages {}: pip install 'fnet[onnx]'"
 
 
@@ -39,8 +45,16 @@ class Unsupported(NotImplementedError):
     path."""
 
 
-def save(program: Any, path: str | os.PathLike, *, entry: str = "predict", opset: int = OPSET,
-         fused: bool = True, external: bool | None = None, check: bool = True) -> None:
+def save(
+    program: Any,
+    path: str | os.PathLike,
+    *,
+    entry: str = "predict",
+    opset: int = OPSET,
+    fused: bool = True,
+    external: bool | None = None,
+    check: bool = True,
+) -> None:
     """Writes an entry point (a function of the program) as an ONNX model. `Program.onnx` documents the arguments."""
     try:
         import onnx
@@ -50,10 +64,14 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict", opset
     if not OLDEST <= opset <= newest:
         raise ValueError(f"Program.onnx: opset={opset}: expected {OLDEST} to {newest}")
     if entry not in program.entries:
-        raise ValueError(f"Program.onnx: there is no entry point {entry!r}; there are {', '.join(program.entries)}")
+        raise ValueError(
+            f"Program.onnx: there is no entry point {entry!r}; there are {', '.join(program.entries)}"
+        )
     traced = program.entries[entry]
     stable, constants = jaxpr.stable(traced.closed)
-    model = _Model(onnx, _onnx_fused.fused(stable, opset, traced.constraints) if fused else stable, opset)
+    model = _Model(
+        onnx, _onnx_fused.fused(stable, opset, traced.constraints) if fused else stable, opset
+    )
     names = [*(f"constant/{i}" for i in range(len(constants))), *traced.weights]
     arrays = [*constants, *(np.asarray(program.weights[name]) for name in traced.weights)]
     inputs, outputs = described_leaves(traced.inputs), described_leaves([("output", traced.output)])
@@ -64,14 +82,16 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict", opset
     external = total > LARGE if external is None else external
     options = dict(save_as_external_data=True, location=f"{path.name}.data") if external else {}
     if external:
-        path.with_name(f"{path.name}.data").unlink(missing_ok=True)      # onnx appends to an old file
+        path.with_name(f"{path.name}.data").unlink(missing_ok=True)  # onnx appends to an old file
     onnx.save_model(proto, path, **options)
     onnx.checker.check_model(str(path))
     if check:
         compare(program, path, entry)
 
 
-def compare(program: Any, path: str | os.PathLike, entry: str = "predict", inputs: list | None = None) -> float:
+def compare(
+    program: Any, path: str | os.PathLike, entry: str = "predict", inputs: list | None = None
+) -> float:
     """Compares the outputs of onnxruntime with those of the program: for the given leaves of inputs, or in several
     rounds for drawn ones (see `_examples`).
 
@@ -90,8 +110,11 @@ def compare(program: Any, path: str | os.PathLike, entry: str = "predict", input
     described, constraints = program.entries[entry].inputs, program.entries[entry].constraints
     sizes = choices(size_variables(described), constraints)
     if not sizes:
-        warnings.warn(f"{path}: not compared with the program, because no small sizes were found that satisfy "
-                      f"{', '.join(constraints)}", stacklevel=3)
+        warnings.warn(
+            f"{path}: not compared with the program, because no small sizes were found that satisfy "
+            f"{', '.join(constraints)}",
+            stacklevel=3,
+        )
         return 0.0
     worst = max(check.drawn(*each) for each in _examples.rounds(described, sizes))
     if not check.ranges.loops:
@@ -113,46 +136,73 @@ class _Check:
         try:
             import onnxruntime
         except ImportError:
-            raise ImportError(_MISSING.format("onnxruntime") + ", or write the model with check=False") from None
-        self.program, self.path, self.entry, self.traced = program, path, entry, program.entries[entry]
+            raise ImportError(
+                _MISSING.format("onnxruntime") + ", or write the model with check=False"
+            ) from None
+        self.program, self.path, self.entry, self.traced = (
+            program,
+            path,
+            entry,
+            program.entries[entry],
+        )
         self.stable, self.constants = jaxpr.stable(self.traced.closed)
         self.ranges = _examples.Ranges(self.stable)
         self.tolerance = _outputs.tolerance(dtype for dtype, _ in self.stable["values"])
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         try:
-            self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:      # onnxruntime raises errors of several types
-            raise Unsupported(f"ONNX: onnxruntime cannot load {path}: {_last_words(error)}") from error
+            self.session = onnxruntime.InferenceSession(
+                str(path), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # onnxruntime raises errors of several types
+            raise Unsupported(
+                f"ONNX: onnxruntime cannot load {path}: {_last_words(error)}"
+            ) from error
 
     def drawn(self, sizes: Mapping[str, int], kind: str, seed: int) -> float:
         """Compares the outputs for drawn inputs."""
-        return self.differ(_examples.drawn(self.traced.inputs, sizes, self.ranges, kind, seed), f"{kind} inputs")
+        return self.differ(
+            _examples.drawn(self.traced.inputs, sizes, self.ranges, kind, seed), f"{kind} inputs"
+        )
 
     def differ(self, inputs: list, kind: str) -> float:
         names = [name for name, _ in described_leaves([("output", self.traced.output)])]
-        return _outputs.compare(f"{self.path}: in onnxruntime with {kind}", names, self._results(inputs),
-                                self.program.call(self.entry, *inputs), self.tolerance,
-                                [lambda: self._perturbed(inputs), lambda: self._spread(inputs)])
+        return _outputs.compare(
+            f"{self.path}: in onnxruntime with {kind}",
+            names,
+            self._results(inputs),
+            self.program.call(self.entry, *inputs),
+            self.tolerance,
+            [lambda: self._perturbed(inputs), lambda: self._spread(inputs)],
+        )
 
     def _results(self, inputs):
         known = {value.name for value in self.session.get_inputs()}
-        feed = {name: np.asarray(x) for (name, _), x in zip(described_leaves(self.traced.inputs), inputs)
-                if name in known}
+        feed = {
+            name: np.asarray(x)
+            for (name, _), x in zip(described_leaves(self.traced.inputs), inputs)
+            if name in known
+        }
         try:
             return self.session.run(None, feed)
-        except Exception as error:      # onnxruntime raises errors of several types
+        except Exception as error:  # onnxruntime raises errors of several types
             node = re.search(r"Name:'([^']*)'", str(error))
-            raise Unsupported(f"ONNX: onnxruntime cannot run {self.path}{f' at {node[1]!r}' if node else ''}: "
-                              f"{_last_words(error)}") from error
+            raise Unsupported(
+                f"ONNX: onnxruntime cannot run {self.path}{f' at {node[1]!r}' if node else ''}: "
+                f"{_last_words(error)}"
+            ) from error
 
     def _perturbed(self, inputs):
         run = lambda weights, inputs: self.program.call(self.entry, *inputs, weights=weights)
-        return _rounding.perturbed(run, {name: self.program.weights[name] for name in self.traced.weights}, inputs)
+        return _rounding.perturbed(
+            run, {name: self.program.weights[name] for name in self.traced.weights}, inputs
+        )
 
     def _spread(self, inputs):
         description = {"inputs": self.traced.inputs, "constraints": self.traced.constraints}
-        _, sizes = _signature.bound(self.path, self.entry, description, (), _signature.named(description, inputs))
+        _, sizes = _signature.bound(
+            self.path, self.entry, description, (), _signature.named(description, inputs)
+        )
         weights = [self.program.weights[name] for name in self.traced.weights]
         return _rounding.spread(self.stable, self.constants, [*weights, *inputs], sizes)
 
@@ -174,12 +224,14 @@ class _Model:
     def __init__(self, onnx, stable, opset):
         self.onnx, self.helper, self.stable, self.opset = onnx, onnx.helper, stable, opset
         self.weights: dict[str, np.ndarray] = {}
-        self.dtypes: dict[str, np.dtype] = {}      # of the values whose dtype is known
-        self.positive: set[str] = set()      # the values of which no element is -0.0
-        self.inverse: set[str] = set()       # the values that stand for their reciprocals
+        self.dtypes: dict[str, np.dtype] = {}  # of the values whose dtype is known
+        self.positive: set[str] = set()  # the values of which no element is -0.0
+        self.inverse: set[str] = set()  # the values that stand for their reciprocals
         self.path, self._used, self._constants = "", set(), {}
         self._layouts: dict[tuple, str] = {}
-        self._sources: dict[str, tuple] = {}      # a weight in another layout -> (the weight, the node for it)
+        self._sources: dict[
+            str, tuple
+        ] = {}  # a weight in another layout -> (the weight, the node for it)
 
     def unique(self, name: str) -> str:
         base, number = name, 1
@@ -191,11 +243,15 @@ class _Model:
 
     def kind(self, dtype) -> int:
         if np.dtype(dtype).name == "bfloat16":
-            raise Unsupported(f"ONNX: {self.path or 'the program'!r} computes in bfloat16, which onnxruntime does not "
-                              "support on CPUs; export the float32 model")
+            raise Unsupported(
+                f"ONNX: {self.path or 'the program'!r} computes in bfloat16, which onnxruntime does not "
+                "support on CPUs; export the float32 model"
+            )
         if np.dtype(dtype).kind == "c":
-            raise Unsupported(f"ONNX: {self.path or 'the program'!r} computes with complex numbers, which onnxruntime "
-                              "does not support; compute with their real and imaginary parts")
+            raise Unsupported(
+                f"ONNX: {self.path or 'the program'!r} computes with complex numbers, which onnxruntime "
+                "does not support; compute with their real and imaginary parts"
+            )
         return self.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
 
     def dtype_of(self, kind: int) -> np.dtype:
@@ -207,7 +263,9 @@ class _Model:
         self._used.add(name)
         return name
 
-    def derived(self, source: str, array: np.ndarray, kind: str, *inputs: str, **attributes: Any) -> str:
+    def derived(
+        self, source: str, array: np.ndarray, kind: str, *inputs: str, **attributes: Any
+    ) -> str:
         """Adds a reshaped or transposed copy of a weight to the weights, and returns its name. `source` is the name of
         the original weight, and `array` is the reshaped or transposed copy.
 
@@ -260,7 +318,11 @@ class _Model:
         return self._constants[key]
 
     def value_info(self, name, dtype, shape=None):
-        sizes = None if shape is None else [n if isinstance(n, int) else re.sub(r"\s", "", n) for n in shape]
+        sizes = (
+            None
+            if shape is None
+            else [n if isinstance(n, int) else re.sub(r"\s", "", n) for n in shape]
+        )
         return self.helper.make_tensor_value_info(name, self.kind(dtype), sizes)
 
     def type_of(self, i):
@@ -281,7 +343,7 @@ class _Model:
         values = stable["constants"] + stable["inputs"]
         for i, name, array in zip(values, names, arrays):
             graph.names[i] = self.weight(array, name)
-        for i, (name, leaf) in zip(values[len(names):], inputs):
+        for i, (name, leaf) in zip(values[len(names) :], inputs):
             graph.names[i] = self.unique(name)
             self.dtypes[graph.names[i]] = np.dtype(leaf["dtype"])
             for axis, n in enumerate(leaf["shape"]):
@@ -298,14 +360,30 @@ class _Model:
         used = {name for node in _all_nodes(graph.nodes) for name in node.input}
         graph.nodes[:0] = self._computed(used)
         used |= {name for node in graph.nodes for name in node.input}
-        tensors = [self.onnx.numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
-                   for name, array in self.weights.items() if name in used]
+        tensors = [
+            self.onnx.numpy_helper.from_array(
+                np.ascontiguousarray(array).reshape(array.shape), name
+            )
+            for name, array in self.weights.items()
+            if name in used
+        ]
         proto = self.helper.make_graph(
-            graph.nodes, entry, [self.value_info(name, leaf["dtype"], leaf["shape"]) for name, leaf in inputs],
-            [self.value_info(name, leaf["dtype"], leaf["shape"]) for name, (_, leaf) in zip(wanted, outputs)], tensors)
+            graph.nodes,
+            entry,
+            [self.value_info(name, leaf["dtype"], leaf["shape"]) for name, leaf in inputs],
+            [
+                self.value_info(name, leaf["dtype"], leaf["shape"])
+                for name, (_, leaf) in zip(wanted, outputs)
+            ],
+            tensors,
+        )
         imports = [self.helper.make_opsetid("", self.opset)]
-        return self.helper.make_model(proto, opset_imports=imports, producer_name="fnet",
-                                      ir_version=self.helper.find_min_ir_version_for(imports))
+        return self.helper.make_model(
+            proto,
+            opset_imports=imports,
+            producer_name="fnet",
+            ir_version=self.helper.find_min_ir_version_for(imports),
+        )
 
 
 def _all_nodes(nodes):
@@ -325,9 +403,15 @@ class _Graph(Graph):
 
     def proto(self, name: str):
         value = self.model.helper.make_empty_tensor_value_info
-        ins = [self.model.value_info(name, dtype, [] if shape == [] else None) if name.startswith(("iteration", "cond"))
-               else self.model.value_info(name, dtype, shape) for name, (dtype, shape) in self.inputs]
-        return self.model.helper.make_graph(self.nodes, self.model.unique(name), ins, [value(y) for y in self.outputs])
+        ins = [
+            self.model.value_info(name, dtype, [] if shape == [] else None)
+            if name.startswith(("iteration", "cond"))
+            else self.model.value_info(name, dtype, shape)
+            for name, (dtype, shape) in self.inputs
+        ]
+        return self.model.helper.make_graph(
+            self.nodes, self.model.unique(name), ins, [value(y) for y in self.outputs]
+        )
 
     def body(self, graph, body, inputs) -> list[str]:
         """Converts the equations of a program, loop or branch to nodes of `graph`, and returns the names of the
@@ -335,18 +419,24 @@ class _Graph(Graph):
         if inputs is not None:
             # A body may be converted twice, as the test of a while loop. Its values then get new names in this graph.
             graph.names.update(zip(body["inputs"], inputs))
-            self.model.dtypes.update((name, self.model.type_of(i)[0]) for i, name in zip(body["inputs"], inputs))
+            self.model.dtypes.update(
+                (name, self.model.type_of(i)[0]) for i, name in zip(body["inputs"], inputs)
+            )
         for i, (operation, ins, outs, options, path) in enumerate(body["equations"]):
             self.model.path = path
-            equation = Equation(graph, operation, ins, outs, options, body["equations"][i + 1:], body["outputs"])
+            equation = Equation(
+                graph, operation, ins, outs, options, body["equations"][i + 1 :], body["outputs"]
+            )
             try:
                 results = equation.convert()
             except (NotImplementedError, KeyError) as error:
                 if isinstance(error, Unsupported):
                     raise
                 why = "" if isinstance(error, KeyError) else f" ({error})"
-                raise Unsupported(f"ONNX: the operation {operation!r} at {path or 'the top level'!r} is not "
-                                  f"supported{why}; write this part of the model with other operations") from error
+                raise Unsupported(
+                    f"ONNX: the operation {operation!r} at {path or 'the top level'!r} is not "
+                    f"supported{why}; write this part of the model with other operations"
+                ) from error
             for i, name in zip(outs, results or ()):
                 graph.names[i] = name
                 self.model.dtypes[name] = self.model.type_of(i)[0]
@@ -370,9 +460,17 @@ class Equation:
 
     def __init__(self, graph, operation, ins, outs, options, equations=(), body_outputs=()):
         self.equations, self.body_outputs = equations, body_outputs
-        self.g, self.model, self.operation, self.ins, self.outs = graph, graph.model, operation, ins, outs
+        self.g, self.model, self.operation, self.ins, self.outs = (
+            graph,
+            graph.model,
+            operation,
+            ins,
+            outs,
+        )
         self.options = options
-        self.in_types = [(np.dtype(a[0]), []) if isinstance(a, list) else self.model.type_of(a) for a in ins]
+        self.in_types = [
+            (np.dtype(a[0]), []) if isinstance(a, list) else self.model.type_of(a) for a in ins
+        ]
         self.out_types = [self.model.type_of(i) for i in outs]
         self.dtype, self.shape = self.out_types[0] if outs else (None, None)
 
@@ -381,12 +479,22 @@ class Equation:
             return _DIRECT[self.operation](self)
         function = _onnx_elementwise.ELEMENTWISE[self.operation]
         parts = [self.loose(i) for i in range(len(self.ins))]
-        full = any(narrow == shape for (_, narrow), (_, shape) in zip(parts, self.in_types) if shape == self.shape)
+        full = any(
+            narrow == shape
+            for (_, narrow), (_, shape) in zip(parts, self.in_types)
+            if shape == self.shape
+        )
         name = function(self, *(name for name, _ in parts))
         if full or not self.shape:
             return [name]
-        narrow = [max((p[axis - len(self.shape)] for _, p in parts if len(p) >= len(self.shape) - axis),
-                      key=lambda n: n != 1, default=1) for axis in range(len(self.shape))]
+        narrow = [
+            max(
+                (p[axis - len(self.shape)] for _, p in parts if len(p) >= len(self.shape) - axis),
+                key=lambda n: n != 1,
+                default=1,
+            )
+            for axis in range(len(self.shape))
+        ]
         if narrow == self.shape:
             return [name]
         self.loosely(0, name, narrow)
@@ -439,10 +547,17 @@ class Equation:
             branches.append(self.g)
         self.g = outer
         dtypes = [self.model.dtypes.get(y) for y in branches[0].outputs]
-        results = outer.op("If", test, outputs=len(dtypes), then_branch=branches[0].proto("then"),
-                           else_branch=branches[1].proto("else"))
+        results = outer.op(
+            "If",
+            test,
+            outputs=len(dtypes),
+            then_branch=branches[0].proto("then"),
+            else_branch=branches[1].proto("else"),
+        )
         results = [results] if len(dtypes) == 1 else results
-        self.model.dtypes.update((y, dtype) for y, dtype in zip(results, dtypes) if dtype is not None)
+        self.model.dtypes.update(
+            (y, dtype) for y, dtype in zip(results, dtypes) if dtype is not None
+        )
         return results
 
     def body(self, graph, body, inputs) -> list[str]:

@@ -33,25 +33,66 @@ def _not_equal(e, x, y):
 
 # Functions of (equation, *names) whose operands broadcast.
 ELEMENTWISE: dict[str, Callable] = {
-    **{name: _op(kind) for name, kind in {
-        "floor": "Floor", "ceil": "Ceil", "abs": "Abs", "exp": "Exp", "log": "Log", "sin": "Sin",
-        "cos": "Cos", "tan": "Tan", "asin": "Asin", "acos": "Acos", "atan": "Atan", "sinh": "Sinh", "cosh": "Cosh",
-        "asinh": "Asinh", "acosh": "Acosh", "atanh": "Atanh", "sqrt": "Sqrt", "erf": "Erf", "add": "Add", "sub": "Sub",
-        "eq": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater",
-        "ge": "GreaterOrEqual"}.items()},
-    "and": _bits("And"), "or": _bits("Or"), "xor": _bits("Xor"), "not": _not,
-    "ne": _not_equal, "select": _onnx_functions.select,
+    **{
+        name: _op(kind)
+        for name, kind in {
+            "floor": "Floor",
+            "ceil": "Ceil",
+            "abs": "Abs",
+            "exp": "Exp",
+            "log": "Log",
+            "sin": "Sin",
+            "cos": "Cos",
+            "tan": "Tan",
+            "asin": "Asin",
+            "acos": "Acos",
+            "atan": "Atan",
+            "sinh": "Sinh",
+            "cosh": "Cosh",
+            "asinh": "Asinh",
+            "acosh": "Acosh",
+            "atanh": "Atanh",
+            "sqrt": "Sqrt",
+            "erf": "Erf",
+            "add": "Add",
+            "sub": "Sub",
+            "eq": "Equal",
+            "lt": "Less",
+            "le": "LessOrEqual",
+            "gt": "Greater",
+            "ge": "GreaterOrEqual",
+        }.items()
+    },
+    "and": _bits("And"),
+    "or": _bits("Or"),
+    "xor": _bits("Xor"),
+    "not": _not,
+    "ne": _not_equal,
+    "select": _onnx_functions.select,
     "exp2": lambda e, x: e.g.op("Pow", e.number(2), x),
     "rsqrt": lambda e, x: e.g.op("Reciprocal", e.g.op("Sqrt", x)),
-    "mul": _onnx_functions.multiply, "neg": _onnx_functions.neg, "sign": _onnx_functions.sign,
+    "mul": _onnx_functions.multiply,
+    "neg": _onnx_functions.neg,
+    "sign": _onnx_functions.sign,
     "logistic": _onnx_functions.logistic,
-    "expm1": _onnx_functions.expm1, "log1p": _onnx_functions.log1p, "erfc": _onnx_functions.erfc,
+    "expm1": _onnx_functions.expm1,
+    "log1p": _onnx_functions.log1p,
+    "erfc": _onnx_functions.erfc,
     "tanh": _onnx_functions.tanh,
-    "cbrt": _onnx_functions.cbrt, "atan2": _onnx_functions.atan2, "round": _onnx_functions.round_,
-    "is_finite": _onnx_functions.is_finite, "power": _onnx_functions.power, "pow": _onnx_functions.pow_,
-    "max": _onnx_functions.maximum, "min": _onnx_functions.minimum, "clamp": _onnx_functions.clamp,
-    "div": _onnx_functions.divide, "rem": _onnx_functions.remainder, "convert": _onnx_functions.convert,
-    "shift_left": _onnx_functions.shift_left, "shift_right_logical": _onnx_functions.shift_right_logical,
+    "cbrt": _onnx_functions.cbrt,
+    "atan2": _onnx_functions.atan2,
+    "round": _onnx_functions.round_,
+    "is_finite": _onnx_functions.is_finite,
+    "power": _onnx_functions.power,
+    "pow": _onnx_functions.pow_,
+    "max": _onnx_functions.maximum,
+    "min": _onnx_functions.minimum,
+    "clamp": _onnx_functions.clamp,
+    "div": _onnx_functions.divide,
+    "rem": _onnx_functions.remainder,
+    "convert": _onnx_functions.convert,
+    "shift_left": _onnx_functions.shift_left,
+    "shift_right_logical": _onnx_functions.shift_right_logical,
     "shift_right_arithmetic": _onnx_functions.shift_right_arithmetic,
 }
 
@@ -59,7 +100,7 @@ ELEMENTWISE: dict[str, Callable] = {
 def broadcast(e):
     name, narrow = e.loose(0)
     axes, shape = e.options["axes"], e.shape
-    if narrow:      # scalars need no reshape
+    if narrow:  # scalars need no reshape
         where = [1] * len(shape)
         for axis, n in zip(axes, narrow):
             where[axis] = n
@@ -81,8 +122,16 @@ def transpose(e):
 def reverse(e):
     axes = e.options["axes"]
     lowest = [np.iinfo(np.int64).min] * len(axes)
-    return [e.g.op("Slice", e.x(0), e.g.integers(*[-1] * len(axes)), e.g.integers(*lowest), e.g.integers(*axes),
-                   e.g.integers(*[-1] * len(axes)))]
+    return [
+        e.g.op(
+            "Slice",
+            e.x(0),
+            e.g.integers(*[-1] * len(axes)),
+            e.g.integers(*lowest),
+            e.g.integers(*axes),
+            e.g.integers(*[-1] * len(axes)),
+        )
+    ]
 
 
 def concatenate(e):
@@ -92,7 +141,9 @@ def concatenate(e):
 def slices(e):
     x, (_, shape) = e.x(0), e.in_types[0]
     steps = e.options["step"] or [1] * len(shape)
-    for axis, (start, stop, step, n) in enumerate(zip(e.options["start"], e.options["stop"], steps, shape)):
+    for axis, (start, stop, step, n) in enumerate(
+        zip(e.options["start"], e.options["stop"], steps, shape)
+    ):
         if start != 0 or not same(stop, n) or step != 1:
             x = e.g.slice(x, start, stop, axis, step)
     return [x]
@@ -138,7 +189,9 @@ def dynamic_slice(e):
     for axis, (n, length) in enumerate(zip(shape, e.shape)):
         if not same(n, length):
             start = _start(e, 1 + axis, n, length)
-            x = e.g.op("Slice", x, start, e.g.op("Add", start, e.g.size(length)), e.g.integers(axis))
+            x = e.g.op(
+                "Slice", x, start, e.g.op("Add", start, e.g.size(length)), e.g.integers(axis)
+            )
     return [x]
 
 
@@ -163,7 +216,15 @@ def dynamic_update_slice(e):
 
 
 OPERATIONS: dict[str, Callable] = {
-    "broadcast": broadcast, "reshape": reshape, "transpose": transpose, "reverse": reverse, "concatenate": concatenate,
-    "slice": slices, "pad": pad, "iota": iota, "size": size, "dynamic_slice": dynamic_slice,
+    "broadcast": broadcast,
+    "reshape": reshape,
+    "transpose": transpose,
+    "reverse": reverse,
+    "concatenate": concatenate,
+    "slice": slices,
+    "pad": pad,
+    "iota": iota,
+    "size": size,
+    "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,
 }

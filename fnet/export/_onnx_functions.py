@@ -16,16 +16,24 @@ from fnet.export._onnx_graph import INT64
 # erfc(x) = exp(-x * x) * t * P(t) with t = 1 / (1 + 0.4 x): the polynomial P was fitted to erfcx(x) / t for x from 0 to
 # 27, where float64 underflows. Its relative error is at most 1.2e-7.
 _ERFC_STEP = 0.4
-_ERFC = (0.225674603, 0.225700076, 0.207556512, 0.169930019, 0.137564695, 0.000813345395, 0.162811744, -0.179575077,
-         0.0495241994)
+_ERFC = (
+    0.225674603,
+    0.225700076,
+    0.207556512,
+    0.169930019,
+    0.137564695,
+    0.000813345395,
+    0.162811744,
+    -0.179575077,
+    0.0495241994,
+)
 
 # erfc(|z|) / 2 = -exp(-z * z) * t * P(t) with t = 1.84885975 / (|z| + 2.7), for the exact GELU. The highest
 # coefficient of the polynomial P is 1. P was fitted to erfcx, for z from -10 to 10; its relative error is at most
 # 8.4e-7.
 _GELU_SHIFT, _GELU_SCALE = 2.7, 1.84885975
 _GELU = -0.15233072, -0.228909435, -0.241418032, -0.7084208, 0.590271963, -2.08103103
-_TANH_LIMIT = 7.99881172      # XLA's, where its tanh is 1
-
+_TANH_LIMIT = 7.99881172  # XLA's, where its tanh is 1
 
 
 def select(e, which, *cases):
@@ -40,7 +48,7 @@ def select(e, which, *cases):
 
 def chosen(e, which, yes, no):
     """Selects `yes` where `which` is true, and otherwise `no`."""
-    if e.dtype.kind == "b":      # onnxruntime has no Where of bools
+    if e.dtype.kind == "b":  # onnxruntime has no Where of bools
         return e.g.op("Or", e.g.op("And", which, yes), e.g.op("And", e.g.op("Not", which), no))
     if e.dtype.kind != "f" or e.g.never_negative_zero(yes):
         return e.g.op("Where", which, yes, no)
@@ -69,8 +77,11 @@ def _extremum(e, x, y, kind, boolean):
     if e.dtype.kind == "b":
         return e.g.op(boolean, x, y)
     plain = e.g.op(kind, x, y)
-    if e.dtype.kind != "f" or any(_without_zeros(e, a) for a in (x, y)) or (
-            all(map(e.g.never_negative_zero, (x, y)))):
+    if (
+        e.dtype.kind != "f"
+        or any(_without_zeros(e, a) for a in (x, y))
+        or (all(map(e.g.never_negative_zero, (x, y))))
+    ):
         return plain
     if kind == "Max" and _is_zero(e, x, y):
         return plain if _sign_of_zero_unused(e) else e.g.op("Abs", plain)
@@ -85,13 +96,41 @@ def _extremum(e, x, y, kind, boolean):
 def _is_zero(e, x, y) -> bool:
     """Whether an operand is the number 0.0, as in relu."""
     known = [e.g.known(a) for a in (x, y)]
-    return any(a is not None and a.size == 1 and (a == 0).all() and not np.signbit(a).any() for a in known)
+    return any(
+        a is not None and a.size == 1 and (a == 0).all() and not np.signbit(a).any() for a in known
+    )
 
 
-_SINKS = {"convolution", "dot", "reduce_sum", "window_sum", "eq", "ne", "lt", "le", "gt", "ge", "is_finite", "exp",
-          "abs", "cumsum"}
-_CARRIERS = {"add", "max", "min", "reshape", "broadcast", "transpose", "reverse", "concatenate", "pad", "slice",
-             "window_max", "clamp"}
+_SINKS = {
+    "convolution",
+    "dot",
+    "reduce_sum",
+    "window_sum",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "is_finite",
+    "exp",
+    "abs",
+    "cumsum",
+}
+_CARRIERS = {
+    "add",
+    "max",
+    "min",
+    "reshape",
+    "broadcast",
+    "transpose",
+    "reverse",
+    "concatenate",
+    "pad",
+    "slice",
+    "window_max",
+    "clamp",
+}
 
 
 def _sign_of_zero_unused(e) -> bool:
@@ -125,9 +164,12 @@ def logistic(e, x):
     """The operator Sigmoid is accurate to 1e-7 of 1 only, so that the logarithm of sigmoid(-20) is wrong."""
     inverse = e.g.op("Add", e.g.op("Exp", e.g.op("Neg", x)), e.number(1))
     users = [(operation, ins) for operation, ins, *_ in e.equations if e.outs[0] in ins]
-    if e.outs[0] not in e.body_outputs and users and all(
-            operation == "mul" and e.ins[0] in ins for operation, ins in users):
-        e.g.model.inverse.add(inverse)      # silu, x * logistic(x), is x divided by it
+    if (
+        e.outs[0] not in e.body_outputs
+        and users
+        and all(operation == "mul" and e.ins[0] in ins for operation, ins in users)
+    ):
+        e.g.model.inverse.add(inverse)  # silu, x * logistic(x), is x divided by it
         return inverse
     return e.g.op("Div", e.number(1), inverse)
 
@@ -161,7 +203,9 @@ def log1p(e, x):
 
 def erfc(e, x):
     distance = e.g.op("Abs", x)
-    t = e.g.op("Reciprocal", e.g.op("Add", e.g.op("Mul", distance, e.number(_ERFC_STEP)), e.number(1)))
+    t = e.g.op(
+        "Reciprocal", e.g.op("Add", e.g.op("Mul", distance, e.number(_ERFC_STEP)), e.number(1))
+    )
     value = e.number(_ERFC[-1])
     for coefficient in _ERFC[-2::-1]:
         value = e.g.op("Add", e.g.op("Mul", value, t), e.number(coefficient))
@@ -175,13 +219,13 @@ def erfc(e, x):
 def gelu(e, x):
     """x * erfc(-x / sqrt(2)) / 2, in few operators, because each one reads and writes a whole array. x / sqrt(2) is
     rounded and squared as in the program: far out, exp shows this rounding."""
-    z = e.g.op("Mul", x, e.number(0.5 ** 0.5))
+    z = e.g.op("Mul", x, e.number(0.5**0.5))
     t = e.g.op("Div", e.number(_GELU_SCALE), e.g.op("Add", e.g.op("Abs", z), e.number(_GELU_SHIFT)))
     value = t
     for coefficient in _GELU[::-1]:
         value = e.g.op("Mul", e.g.op("Add", value, e.number(coefficient)), t)
-    tail = e.g.op("Div", value, e.g.op("Exp", e.g.op("Mul", z, z)))      # -erfc(|z|) / 2
-    step = e.g.op("HardSigmoid", x, alpha=3e38, beta=0.0)      # 1 where x > 0, otherwise 0
+    tail = e.g.op("Div", value, e.g.op("Exp", e.g.op("Mul", z, z)))  # -erfc(|z|) / 2
+    step = e.g.op("HardSigmoid", x, alpha=3e38, beta=0.0)  # 1 where x > 0, otherwise 0
     return e.g.op("Mul", x, e.g.op("Abs", e.g.op("Add", step, tail)))
 
 
@@ -207,7 +251,9 @@ def atan2(e, y, x):
     """Computes the angle in the first octant, and reflects it."""
     down, across = e.g.op("Abs", y), e.g.op("Abs", x)
     longest, shortest = e.g.op("Max", down, across), e.g.op("Min", down, across)
-    ratio = e.g.op("Where", e.g.op("Equal", shortest, longest), e.number(1), e.g.op("Div", shortest, longest))
+    ratio = e.g.op(
+        "Where", e.g.op("Equal", shortest, longest), e.number(1), e.g.op("Div", shortest, longest)
+    )
     ratio = e.g.op("Where", e.g.op("Equal", longest, e.number(0)), e.number(0), ratio)
     angle = e.g.op("Atan", ratio)
     steep = e.g.op("Greater", down, across)
@@ -221,7 +267,7 @@ def round_(e, x):
     if e.options["even"]:
         return e.g.op("Round", x)
     whole = e.g.op("Floor", e.g.op("Abs", x))
-    rest = e.g.op("Sub", e.g.op("Abs", x), whole)      # floor(|x| + 0.5) would round 0.49999997 up
+    rest = e.g.op("Sub", e.g.op("Abs", x), whole)  # floor(|x| + 0.5) would round 0.49999997 up
     up = e.g.op("GreaterOrEqual", rest, e.number(0.5))
     return e.g.op("Mul", sign(e, x), e.g.op("Where", up, e.g.op("Add", whole, e.number(1)), whole))
 
@@ -266,7 +312,9 @@ def divide(e, x, y):
     quotient = e.g.op("Div", x, safe)
     if minus is not None:
         quotient = e.g.op("Where", minus, e.g.op("Sub", e.number(0), x), quotient)
-    return e.g.op("Where", zero, e.number(-1 if e.dtype.kind == "i" else np.iinfo(e.dtype).max), quotient)
+    return e.g.op(
+        "Where", zero, e.number(-1 if e.dtype.kind == "i" else np.iinfo(e.dtype).max), quotient
+    )
 
 
 def remainder(e, x, y):
@@ -354,7 +402,9 @@ def _saturated(e, x, source):
     last = source.type(high)
     if int(last) == high:
         return e.g.cast(e.g.op("Clip", x, number(low), number(high)), e.dtype)
-    inside = e.g.cast(e.g.op("Clip", x, number(low), number(np.nextafter(last, source.type(0)))), e.dtype)
+    inside = e.g.cast(
+        e.g.op("Clip", x, number(low), number(np.nextafter(last, source.type(0)))), e.dtype
+    )
     return e.g.op("Where", e.g.op("Less", x, number(last)), inside, e.number(high))
 
 

@@ -22,10 +22,10 @@ import numpy as np
 from fnet.export import _interpret, _onnx_functions, _sizes
 from fnet.export._choices import choices
 
-_SINCE = {"layer_norm": 18, "erfc_gelu": 18, "gelu": 20, "rms_norm": 23, "attention": 23}      # opsets
-_REACH, _LIMIT = 12, 120      # the maximum number of equations up to an input, and in a candidate
+_SINCE = {"layer_norm": 18, "erfc_gelu": 18, "gelu": 20, "rms_norm": 23, "attention": 23}  # opsets
+_REACH, _LIMIT = 12, 120  # the maximum number of equations up to an input, and in a candidate
 _CLIMB = {"mul", "div", "add", "sub", "broadcast", "reshape", "transpose", "convert", "select"}
-_VALUES = 1 << 24             # elements of the largest value that is evaluated
+_VALUES = 1 << 24  # elements of the largest value that is evaluated
 
 
 def fused(stable: dict, opset: int, constraints: Iterable[str] = ()) -> dict:
@@ -33,24 +33,36 @@ def fused(stable: dict, opset: int, constraints: Iterable[str] = ()) -> dict:
     operators that exist in version `opset` of ONNX's operators are used. The argument `stable` is the program as JSON
     data, see `jaxpr.stable`, and `constraints` are those on its symbolic sizes."""
     kinds = {kind for kind, since in _SINCE.items() if opset >= since}
-    names = sorted({name for _, shape in stable["values"] for n in shape for name in _sizes.variables(n)})
-    return _fused(stable, stable["values"], kinds, choices(names, constraints) or [dict.fromkeys(names, 2)])
+    names = sorted(
+        {name for _, shape in stable["values"] for n in shape for name in _sizes.variables(n)}
+    )
+    return _fused(
+        stable, stable["values"], kinds, choices(names, constraints) or [dict.fromkeys(names, 2)]
+    )
 
 
 def _fused(body, values, kinds, sizes):
-    equations = [[operation, ins, outs, _options(options, values, kinds, sizes), path]
-                 for operation, ins, outs, options, path in body["equations"]]
+    equations = [
+        [operation, ins, outs, _options(options, values, kinds, sizes), path]
+        for operation, ins, outs, options, path in body["equations"]
+    ]
     for i, equation in enumerate(equations):
-        found = equation[0] in _PATTERNS and _PATTERNS[equation[0]](_Candidate(equations, values, i, sizes), kinds)
+        found = equation[0] in _PATTERNS and _PATTERNS[equation[0]](
+            _Candidate(equations, values, i, sizes), kinds
+        )
         if found:
             place, equations[place] = found
     return {**body, "equations": _needed(equations, body["outputs"])}
 
 
 def _options(options, values, kinds, sizes):
-    inner = lambda x: _fused(x, values, kinds, sizes) if isinstance(x, dict) and "equations" in x else x
-    return {key: [inner(x) for x in option] if isinstance(option, list) else inner(option)
-            for key, option in options.items()}
+    inner = lambda x: (
+        _fused(x, values, kinds, sizes) if isinstance(x, dict) and "equations" in x else x
+    )
+    return {
+        key: [inner(x) for x in option] if isinstance(option, list) else inner(option)
+        for key, option in options.items()
+    }
 
 
 def _needed(equations, outputs):
@@ -76,7 +88,9 @@ class _Candidate:
         self.made = {v: i for i, equation in enumerate(equations) for v in equation[2]}
         self.choices, self.sizes = choices, choices[0]
 
-    def proven(self, equal: Callable[[_Candidate, int, np.random.Generator], bool], rounds: int) -> bool:
+    def proven(
+        self, equal: Callable[[_Candidate, int, np.random.Generator], bool], rounds: int
+    ) -> bool:
         """Whether `equal(candidate, round, draw)` holds in all rounds, at all sizes."""
         for i, sizes in itertools.product(range(rounds), self.choices):
             trial = copy.copy(self)
@@ -96,8 +110,12 @@ class _Candidate:
         equations backwards, and stops at the values in `cuts`."""
         found, front = [], [value]
         for _ in range(reach):
-            step = [a for v in front if v in self.made and v not in cuts
-                    for a in self.inputs(self.equations[self.made[v]])]
+            step = [
+                a
+                for v in front
+                if v in self.made and v not in cuts
+                for a in self.inputs(self.equations[self.made[v]])
+            ]
             front = [a for a in dict.fromkeys(step) if a not in found]
             found += front
         return found
@@ -111,7 +129,7 @@ class _Candidate:
             users = [equation for equation in self.equations if value in equation[1]]
             if len(users) != 1 or users[0][0] not in _CLIMB:
                 return
-            value, = users[0][2]
+            (value,) = users[0][2]
             yield value
 
     def region(self, root, cuts) -> tuple[list, list[int]]:
@@ -138,8 +156,13 @@ class _Candidate:
         if free or max(sizes, default=0) > _VALUES:
             raise _Unsuitable
         wide = lambda a: ["float64", a[1]] if isinstance(a, list) and a[0] == "float32" else a
-        program = {"values": [wide(value) for value in self.values], "constants": [], "inputs": list(given),
-                   "equations": [[e[0], list(map(wide, e[1])), *e[2:]] for e in equations], "outputs": [root]}
+        program = {
+            "values": [wide(value) for value in self.values],
+            "constants": [],
+            "inputs": list(given),
+            "equations": [[e[0], list(map(wide, e[1])), *e[2:]] for e in equations],
+            "outputs": [root],
+        }
         arrays = [x.astype(np.float64) if x.dtype == np.float32 else x for x in given.values()]
         return _interpret.run(program, [], arrays, self.sizes)[0]
 
@@ -157,8 +180,17 @@ def _attempt(function):
     def attempted(*args):
         try:
             return function(*args)
-        except (_Unsuitable, KeyError, IndexError, ValueError, TypeError, NotImplementedError, ZeroDivisionError):
-            return None      # the interpreter cannot evaluate the candidate for these sizes
+        except (
+            _Unsuitable,
+            KeyError,
+            IndexError,
+            ValueError,
+            TypeError,
+            NotImplementedError,
+            ZeroDivisionError,
+        ):
+            return None  # the interpreter cannot evaluate the candidate for these sizes
+
     return attempted
 
 
@@ -180,11 +212,19 @@ def _norm(c, kinds):
     epsilon = next(float(a[1]) for a in sums[1] if isinstance(a, list))
     if sums[0] != "add" or not epsilon > 0:
         return None
-    reduced = [v for v in c.before(start) if v in c.made and c.equations[c.made[v]][0] == "reduce_sum"]
+    reduced = [
+        v for v in c.before(start) if v in c.made and c.equations[c.made[v]][0] == "reduce_sum"
+    ]
     near = dict.fromkeys(a for v in reduced for a in c.before(v, reach=3))
     rank = len(c.values[c.inputs(c.equations[c.made[reduced[0]]])[0]][1])
-    sources = [v for v in near if len(c.values[v][1]) == rank and isinstance(c.values[v][1][-1], int)
-               and _floating(c, v) and c.shape(v)[-1] > 1]
+    sources = [
+        v
+        for v in near
+        if len(c.values[v][1]) == rank
+        and isinstance(c.values[v][1][-1], int)
+        and _floating(c, v)
+        and c.shape(v)[-1] > 1
+    ]
     for x in reversed(sources):
         found = _normalized(c, x, start, epsilon, kinds)
         if found:
@@ -200,43 +240,64 @@ def _normalized(c, x, start, epsilon, kinds):
         if c.shape(root) != shape:
             continue
         _, vectors = c.region(root, {x})
-        if len(vectors) > 2 or any(c.shape(v)[-1:] != (n,) or np.prod(c.shape(v)) != n or not _floating(c, v)
-                                   for v in vectors):
+        if len(vectors) > 2 or any(
+            c.shape(v)[-1:] != (n,) or np.prod(c.shape(v)) != n or not _floating(c, v)
+            for v in vectors
+        ):
             return found
-        pairs = dict.fromkeys(itertools.permutations([*vectors, None, None], 2))      # of scale and bias
+        pairs = dict.fromkeys(
+            itertools.permutations([*vectors, None, None], 2)
+        )  # of scale and bias
         for kind, names in itertools.product(sorted(kinds & _FORMS.keys()), pairs):
-            if any(v not in names for v in vectors) or (kind == "rms_norm" and names[1] is not None):
+            if any(v not in names for v in vectors) or (
+                kind == "rms_norm" and names[1] is not None
+            ):
                 continue
 
             def equal(c, i, draw, root=root, vectors=vectors, kind=kind, names=names):
                 array = _rows(draw, c.shape(x), epsilon, i)
-                arrays = {v: draw.normal(size=c.shape(v)) * 10.0 ** draw.integers(-2, 3) for v in vectors}
-                scale, bias = (1.0 if v is None and j == 0 else 0.0 if v is None else arrays[v].reshape(n)
-                               for j, v in enumerate(names))
+                arrays = {
+                    v: draw.normal(size=c.shape(v)) * 10.0 ** draw.integers(-2, 3) for v in vectors
+                }
+                scale, bias = (
+                    1.0 if v is None and j == 0 else 0.0 if v is None else arrays[v].reshape(n)
+                    for j, v in enumerate(names)
+                )
                 with np.errstate(all="ignore"):
                     wanted = _FORMS[kind](array, epsilon) * scale + bias
-                return _equal(c.evaluate(root, {x: array, **arrays}), wanted, np.abs(bias).max(initial=0) + 1)
+                return _equal(
+                    c.evaluate(root, {x: array, **arrays}), wanted, np.abs(bias).max(initial=0) + 1
+                )
 
             if c.proven(equal, len(_ROWS)):
-                used = {name: None if v is None else 1 + vectors.index(v) for name, v in zip(("scale", "bias"), names)}
-                found = c.replaced(root, kind, [x, *vectors], {"epsilon": epsilon, "size": n, **used})
+                used = {
+                    name: None if v is None else 1 + vectors.index(v)
+                    for name, v in zip(("scale", "bias"), names)
+                }
+                found = c.replaced(
+                    root, kind, [x, *vectors], {"epsilon": epsilon, "size": n, **used}
+                )
     return found
 
 
 def _layer_norm(x, epsilon):
     centered = x - x.mean(-1, keepdims=True)
-    return centered / np.sqrt((centered ** 2).mean(-1, keepdims=True) + epsilon)
+    return centered / np.sqrt((centered**2).mean(-1, keepdims=True) + epsilon)
 
 
 def _rms_norm(x, epsilon):
-    return x / np.sqrt((x ** 2).mean(-1, keepdims=True) + epsilon)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon)
 
 
 _FORMS = {"layer_norm": _layer_norm, "rms_norm": _rms_norm}
-_ROWS = {      # (mean, standard deviation) of the rows of a normalization
-    "epsilon matters": lambda epsilon: (epsilon ** 0.5, epsilon ** 0.5), "usual": lambda epsilon: (0.5, 1),
-    "far out": lambda epsilon: (3e3, 1e3), "near 0": lambda epsilon: (0, 1e-9), "constant": lambda epsilon: (2, 0),
-    "special": lambda epsilon: (0, 1)}
+_ROWS = {  # (mean, standard deviation) of the rows of a normalization
+    "epsilon matters": lambda epsilon: (epsilon**0.5, epsilon**0.5),
+    "usual": lambda epsilon: (0.5, 1),
+    "far out": lambda epsilon: (3e3, 1e3),
+    "near 0": lambda epsilon: (0, 1e-9),
+    "constant": lambda epsilon: (2, 0),
+    "special": lambda epsilon: (0, 1),
+}
 
 
 def _rows(draw, shape, epsilon, i):
@@ -256,7 +317,10 @@ def _gelu(c, kinds):
     """Finds an exact GELU, x times the cumulative normal distribution of x. onnxruntime's Gelu computes 1 + erf, as a
     program with erf does. Below x = -5.5, this has no correct digit. A program with erfc has all, so erfc remains. A
     GELU with tanh is not replaced: onnxruntime's Gelu does not round 1 + tanh like XLA, but its Tanh does."""
-    kind, (start,) = {"erf": "gelu", "erfc": "erfc_gelu"}[c.equations[c.start][0]], c.equations[c.start][2]
+    kind, (start,) = (
+        {"erf": "gelu", "erfc": "erfc_gelu"}[c.equations[c.start][0]],
+        c.equations[c.start][2],
+    )
     if kind not in kinds or not _floating(c, start):
         return None
     shape = c.shape(start)
@@ -268,8 +332,8 @@ def _gelu(c, kinds):
             def equal(c, i, draw, root=root, source=source):
                 x = draw.uniform(-8, 8, c.shape(source)) * (1e-4, 1, 1e3)[i]
                 flat = x.reshape(-1)
-                special = (np.nan, 0.0, np.inf, -np.inf)[:flat.size // 2]
-                flat[:len(special)] = special
+                special = (np.nan, 0.0, np.inf, -np.inf)[: flat.size // 2]
+                flat[: len(special)] = special
                 with np.errstate(all="ignore"):
                     wanted = _exact_gelu(x)
                 return _equal(c.evaluate(root, {source: x}), wanted, 1e-4)
@@ -287,43 +351,71 @@ def _exact_gelu(x):
 def _attention(c, kinds):
     """Finds the equations that compute an attention. The search starts at the exp operation of the attention's
     softmax."""
-    start, = c.equations[c.start][2]
+    (start,) = c.equations[c.start][2]
     if "attention" not in kinds or not _floating(c, start) or len(c.shape(start)) < 4:
         return None
     if np.prod(c.shape(start)[:-4]) != 1:
         return None
     made = lambda v: c.equations[c.made[v]] if v in c.made else [None, [], [], {}, ""]
     scores = next(v for v in c.before(start, reach=8) if made(v)[0] == "dot")
-    after = next(e for e in c.equations[c.start:] if e[0] == "dot" and any(
-        start in (a, *c.before(a, reach=6)) for a in c.inputs(e)))
+    after = next(
+        e
+        for e in c.equations[c.start :]
+        if e[0] == "dot" and any(start in (a, *c.before(a, reach=6)) for a in c.inputs(e))
+    )
     side = next(i for i, a in enumerate(after[1]) if start not in (a, *c.before(a, reach=6)))
     v = after[1][side], _order(c, after, side, contracted_last=False)
-    sides = [(a, _order(c, made(scores), i, contracted_last=True)) for i, a in enumerate(made(scores)[1])]
+    sides = [
+        (a, _order(c, made(scores), i, contracted_last=True)) for i, a in enumerate(made(scores)[1])
+    ]
     cuts = {v[0], *(a for a, _ in sides)}
-    masks = list(dict.fromkeys(_narrow(c, made(u)[1][0]) for u in [*c.before(start, {scores}, reach=6), after[2][0],
-                               *c.before(after[2][0], {start, *cuts})] if made(u)[0] == "select"))
-    masks = [m for m in masks if m not in cuts and len(c.shape(m)) == 4 and c.values[m][0] == "bool"]
+    masks = list(
+        dict.fromkeys(
+            _narrow(c, made(u)[1][0])
+            for u in [
+                *c.before(start, {scores}, reach=6),
+                after[2][0],
+                *c.before(after[2][0], {start, *cuts}),
+            ]
+            if made(u)[0] == "select"
+        )
+    )
+    masks = [
+        m for m in masks if m not in cuts and len(c.shape(m)) == 4 and c.values[m][0] == "bool"
+    ]
     if len(masks) > 1:
         return None
     for root in itertools.islice(c.after(after[2][0]), 4):
         if not _divided(c, root, start, cuts):
-            continue      # the sum over the keys follows later, as in fnet's own attention
+            continue  # the sum over the keys follows later, as in fnet's own attention
         for (q, k), scale in itertools.product((sides, sides[::-1]), _scales(c, root, cuts)):
             for order in ((0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2)):
+
                 def equal(c, i, draw, root=root, q=q, k=k, scale=scale, order=order):
                     return _attends(c, i, draw, root, start, cuts, masks, (q, k, v), scale, order)
 
                 if c.proven(equal, len(_ROUNDS)):
-                    return c.replaced(root, "attention", [q[0], k[0], v[0], *masks], {
-                        "orders": [q[1], k[1], v[1]], "scale": scale, "output": list(order),
-                        "scores": c.values[start][1][-4:]})
+                    return c.replaced(
+                        root,
+                        "attention",
+                        [q[0], k[0], v[0], *masks],
+                        {
+                            "orders": [q[1], k[1], v[1]],
+                            "scale": scale,
+                            "output": list(order),
+                            "scores": c.values[start][1][-4:],
+                        },
+                    )
     return None
 
 
 def _divided(c, root, start, cuts) -> bool:
     """Whether `root` is computed from a sum of the exponentials `start`, the denominator of a softmax."""
     equations, _ = c.region(root, cuts)
-    return any(e[0] == "reduce_sum" and start in (e[1][0], *c.before(e[1][0], {start}, reach=3)) for e in equations)
+    return any(
+        e[0] == "reduce_sum" and start in (e[1][0], *c.before(e[1][0], {start}, reach=3))
+        for e in equations
+    )
 
 
 def _attends(c, i, draw, root, start, cuts, masks, operands, scale, order) -> bool:
@@ -332,7 +424,12 @@ def _attends(c, i, draw, root, start, cuts, masks, operands, scale, order) -> bo
     given = _drawn(c, i, draw, root, cuts, masks, operands[0], c.values[start][1][-2:])
     arrays = [given[name].transpose(axes) for name, axes in operands]
     q, k, v = (a.reshape(heads[0], -1, n, a.shape[-1]) for a, n in zip(arrays, (times, keys, keys)))
-    if q.shape[1] != heads[1] or k.shape[1] != v.shape[1] or heads[1] % k.shape[1] or q.shape[-1] != k.shape[-1]:
+    if (
+        q.shape[1] != heads[1]
+        or k.shape[1] != v.shape[1]
+        or heads[1] % k.shape[1]
+        or q.shape[-1] != k.shape[-1]
+    ):
         return False
     result = c.evaluate(root, given)
     mask = given.get(masks[0]) if masks else None
@@ -354,13 +451,23 @@ def _narrow(c, value):
     """Follows broadcasts backwards from `value`, and returns the array before these broadcasts. The function stops at a
     broadcast whose input has fewer than four axes. If `value` is not computed by a broadcast of an array with at least
     four axes, `value` itself is returned."""
-    while value in c.made and c.equations[c.made[value]][0] == "broadcast" and isinstance(
-            c.equations[c.made[value]][1][0], int) and len(c.shape(c.equations[c.made[value]][1][0])) >= 4:
+    while (
+        value in c.made
+        and c.equations[c.made[value]][0] == "broadcast"
+        and isinstance(c.equations[c.made[value]][1][0], int)
+        and len(c.shape(c.equations[c.made[value]][1][0])) >= 4
+    ):
         value = c.equations[c.made[value]][1][0]
     return value
 
 
-_ROUNDS = (1, 0.5), (0.01, 0.9), (8, 0.2), (1e5, 0.6), (1, 1)     # magnitude of the queries, share of visible keys
+_ROUNDS = (
+    (1, 0.5),
+    (0.01, 0.9),
+    (8, 0.2),
+    (1e5, 0.6),
+    (1, 1),
+)  # magnitude of the queries, share of visible keys
 
 
 def _drawn(c, i, draw, root, cuts, masks, query, lengths):
@@ -381,15 +488,20 @@ def _drawn(c, i, draw, root, cuts, masks, query, lengths):
             rows[0] = False
         given[masks[0]] = mask
     elif i == len(_ROUNDS) - 1:
-        given[query[0]].reshape(-1)[0] = np.nan      # as in a text whose embedding is broken
+        given[query[0]].reshape(-1)[0] = np.nan  # as in a text whose embedding is broken
     return given
 
 
 def _scales(c, root, cuts):
     """Yields the positive constants of the equations, and their reciprocals. onnxruntime accepts no other scales."""
     equations, _ = c.region(root, cuts)
-    numbers = [float(a[1]) for e in equations if e[0] in ("mul", "div") for a in e[1] if isinstance(a, list)
-               and a[0] == "float32"]
+    numbers = [
+        float(a[1])
+        for e in equations
+        if e[0] in ("mul", "div")
+        for a in e[1]
+        if isinstance(a, list) and a[0] == "float32"
+    ]
     return [1.0, *(number for n in dict.fromkeys(numbers) if 0 < n < 1e6 for number in (n, 1 / n))]
 
 
@@ -399,9 +511,13 @@ def _attended(q, k, v, mask, scale):
     scores = (q @ k.swapaxes(-1, -2)) * scale
     mask = np.broadcast_to(True if mask is None else mask, scores.shape)
     scores = np.where(mask, scores, -np.inf)
-    peak = np.maximum(scores.max(-1, keepdims=True), -1e300)      # without a visible key, all weights are 0
+    peak = np.maximum(
+        scores.max(-1, keepdims=True), -1e300
+    )  # without a visible key, all weights are 0
     weights = np.exp(scores - peak)
-    return weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300) @ v      # then the output is 0, too
+    return (
+        weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300) @ v
+    )  # then the output is 0, too
 
 
 _PATTERNS = {"rsqrt": _norm, "erf": _gelu, "erfc": _gelu, "exp": _attention}
@@ -414,6 +530,7 @@ def _norm_node(kind):
         scale = flat(options["scale"]) if options["scale"] else e.g.constant(np.ones(n, np.float32))
         bias = [flat(options["bias"])] if options["bias"] else []
         return [e.g.op(kind, e.x(0), scale, *bias, axis=-1, epsilon=options["epsilon"])]
+
     return convert
 
 
@@ -435,6 +552,10 @@ def _attention_node(e):
     return [e.g.reshape(e.g.transpose(y, order), shape, e.shape)]
 
 
-OPERATIONS = {"layer_norm": _norm_node("LayerNormalization"), "rms_norm": _norm_node("RMSNormalization"),
-              "gelu": lambda e: [e.g.op("Gelu", e.x(0))], "erfc_gelu": lambda e: [_onnx_functions.gelu(e, e.x(0))],
-              "attention": _attention_node}
+OPERATIONS = {
+    "layer_norm": _norm_node("LayerNormalization"),
+    "rms_norm": _norm_node("RMSNormalization"),
+    "gelu": lambda e: [e.g.op("Gelu", e.x(0))],
+    "erfc_gelu": lambda e: [_onnx_functions.gelu(e, e.x(0))],
+    "attention": _attention_node,
+}

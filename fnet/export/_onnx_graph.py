@@ -10,7 +10,7 @@ import numpy as np
 from fnet.export import _onnx_kernels, _sizes
 
 INT64 = np.dtype(np.int64)
-_POSITIVE = {"Exp", "Abs", "Sigmoid", "Softmax"}      # operators that never return -0.0
+_POSITIVE = {"Exp", "Abs", "Sigmoid", "Softmax"}  # operators that never return -0.0
 _KEEPING = {"Reshape", "Transpose", "Expand", "Unsqueeze", "Squeeze", "Slice", "Identity"}
 
 
@@ -32,8 +32,8 @@ class Graph:
         self.model, self.parent = model, parent
         self.nodes: list = []
         self.names: dict[int, str] = {}
-        self.loose: dict[str, str] = {}      # a broadcast value -> the value before the broadcast
-        self.kept: dict[Any, str] = {}       # a size or shape -> the node that computes it
+        self.loose: dict[str, str] = {}  # a broadcast value -> the value before the broadcast
+        self.kept: dict[Any, str] = {}  # a size or shape -> the node that computes it
 
     def look(self, table: str, key: Any) -> Any:
         """Returns the value of a key in a dict of this graph, or else in the dict of the nearest enclosing graph that
@@ -60,20 +60,27 @@ class Graph:
         compute = _onnx_kernels.compute_dtype(kind, dtypes)
         if compute is not None:
             places = _onnx_kernels.operands(kind, len(inputs))
-            inputs = tuple(self.cast(x, compute) if i in places else x for i, x in enumerate(inputs))
+            inputs = tuple(
+                self.cast(x, compute) if i in places else x for i, x in enumerate(inputs)
+            )
         name = self.model.unique(f"{self.model.path}/{kind}" if self.model.path else kind)
         names = [name if outputs == 1 else f"{name}.{i}" for i in range(outputs)]
-        self.nodes.append(self.model.helper.make_node(kind, list(inputs), names, name=name, **attributes))
+        self.nodes.append(
+            self.model.helper.make_node(kind, list(inputs), names, name=name, **attributes)
+        )
         to = self.model.dtype_of(attributes["to"]) if kind == "Cast" else None
         result = _onnx_kernels.result_dtype(kind, [known.get(x) for x in inputs], to)
         if result is not None:
             known[names[0]] = result
         if kind == "TopK":
             known[names[1]] = INT64
-        if kind in _POSITIVE or (kind == "Add" and any(map(self.never_negative_zero, inputs))) or (
-                kind in _KEEPING and self.never_negative_zero(inputs[0])) or (
-                kind == "Where" and all(map(self.never_negative_zero, inputs[1:]))) or (
-                kind == "Mul" and inputs[0] == inputs[1]):
+        if (
+            kind in _POSITIVE
+            or (kind == "Add" and any(map(self.never_negative_zero, inputs)))
+            or (kind in _KEEPING and self.never_negative_zero(inputs[0]))
+            or (kind == "Where" and all(map(self.never_negative_zero, inputs[1:])))
+            or (kind == "Mul" and inputs[0] == inputs[1])
+        ):
             self.model.positive.add(names[0])
         if compute is not None and _onnx_kernels.keeps_dtype(kind):
             names[0] = self.cast(names[0], _onnx_kernels.typed(kind, dtypes))
@@ -94,8 +101,10 @@ class Graph:
     def never_negative_zero(self, x: str) -> bool:
         """Whether it is known that no element of x is -0.0."""
         known = self.known(x)
-        return x in self.model.positive or (known is not None and (
-            known.dtype.kind != "f" or not ((known == 0) & np.signbit(known)).any()))
+        return x in self.model.positive or (
+            known is not None
+            and (known.dtype.kind != "f" or not ((known == 0) & np.signbit(known)).any())
+        )
 
     def without_negative_zeros(self, x: str) -> str:
         """Replaces -0.0 by 0.0, which XLA's sums begin with, so that they are never -0.0."""
@@ -119,7 +128,9 @@ class Graph:
         if isinstance(node, ast.Name):
             name = self.look("kept", node.id)
             if name is None:
-                raise NotImplementedError(f"the size variable {node.id!r} is not the size of any axis of an input")
+                raise NotImplementedError(
+                    f"the size variable {node.id!r} is not the size of any axis of an input"
+                )
             return name
         if isinstance(node, ast.UnaryOp):
             return self.op("Neg", self._computed(node.operand))
@@ -128,7 +139,11 @@ class Graph:
             left, right = self._computed(node.left), self._computed(node.right)
             if type(node.op) in kinds:
                 return self.op(kinds[type(node.op)], left, right)
-            return self._divided(left, right) if isinstance(node.op, ast.FloorDiv) else self._remainder(left, right)
+            return (
+                self._divided(left, right)
+                if isinstance(node.op, ast.FloorDiv)
+                else self._remainder(left, right)
+            )
         function, parts = node.func.id, [self._computed(part) for part in node.args]
         if function in ("max", "min"):
             return self.op(function.capitalize(), *parts)
@@ -152,8 +167,11 @@ class Graph:
         key = tuple(shape)
         name = self.look("kept", key)
         if name is None:
-            name = self.kept[key] = self.op("Concat", *map(self.size, shape), axis=0) if len(shape) > 1 else self.size(
-                shape[0])
+            name = self.kept[key] = (
+                self.op("Concat", *map(self.size, shape), axis=0)
+                if len(shape) > 1
+                else self.size(shape[0])
+            )
         return name
 
     # Common operations.
@@ -166,7 +184,7 @@ class Graph:
         if array is not None and all(isinstance(n, int) for n in new):
             return self.model.derived(x, array.reshape(new), "Reshape", self.integers(*new))
         symbolic = [i for i, n in enumerate(new) if not isinstance(n, int)]
-        same = [i for i in symbolic if i < len(old) and old[i] == new[i]]      # 0 keeps the size
+        same = [i for i in symbolic if i < len(old) and old[i] == new[i]]  # 0 keeps the size
         target = [0 if i in same else n for i, n in enumerate(new)]
         rest = [i for i in symbolic if i not in same]
         # -1 cannot be computed beside a size that is kept and may be 0, as that of an empty batch.
@@ -201,7 +219,9 @@ class Graph:
 
     def slice(self, x: str, start: int | str, stop: int | str, axis: int, step: int = 1) -> str:
         """Computes x[start:stop:step] along one axis, and returns the name of the result."""
-        return self.op("Slice", x, self.size(start), self.size(stop), self.integers(axis), self.integers(step))
+        return self.op(
+            "Slice", x, self.size(start), self.size(stop), self.integers(axis), self.integers(step)
+        )
 
     def dilate(self, x: str, shape: list, axis: int, step: int, zero: str) -> tuple[str, list]:
         """Inserts step - 1 elements `zero` between the elements of an axis of x. Returns (the name of the result, its
@@ -209,14 +229,14 @@ class Graph:
         if step == 1:
             return x, shape
         n = shape[axis]
-        wide = [*shape[:axis + 1], 1, *shape[axis + 1:]]
+        wide = [*shape[: axis + 1], 1, *shape[axis + 1 :]]
         pads = [0] * (2 * len(wide))
         pads[len(wide) + axis + 1] = step - 1
         y = self.op("Pad", self.reshape(x, shape, wide), self.integers(*pads), zero)
         wide[axis + 1] = step
-        full = [*shape[:axis], scaled(n, step), *shape[axis + 1:]]
+        full = [*shape[:axis], scaled(n, step), *shape[axis + 1 :]]
         y = self.op("Reshape", y, self.shape(full))
-        shape = [*shape[:axis], added(scaled(n, step), 1 - step), *shape[axis + 1:]]
+        shape = [*shape[:axis], added(scaled(n, step), 1 - step), *shape[axis + 1 :]]
         return self.slice(y, 0, -(step - 1), axis), shape
 
     def pad(self, x: str, shape: list, padding: list, value: str) -> tuple[str, list]:

@@ -13,32 +13,55 @@ _MOVES = "float32 float64 int8 int32 int64 uint8 uint32"
 
 # operator -> the dtypes of its operands for which onnxruntime 1.23 to 1.32 has a kernel. onnxruntime itself computes
 # float16 in float32, so float16 is in no line. Operators that are not here accept every dtype.
-_KERNELS = {kind: frozenset(dtypes.split()) for kinds, dtypes in {
-    "Exp Log Tanh Sigmoid Sqrt Floor Ceil Reciprocal Round Sin Cos IsInf IsNaN": "float32 float64",
-    "Tan Asin Acos Atan Sinh Cosh Asinh Acosh Atanh Erf Conv AveragePool": "float32",
-    "Neg": "float32 float64 int8 int16 int32 int64",
-    "Abs Sign Add Sub Mul Div Mod": _NUMBERS,
-    "Less LessOrEqual Greater GreaterOrEqual": _NUMBERS,
-    "Equal": f"{_NUMBERS} bool",
-    "Max Min": "float32 float64 int8 int32 int64 uint8 uint32 uint64",
-    "Pow": _WIDE,
-    "Where": _MOVES,
-    "Pad": f"{_MOVES} uint64 bool",
-    "ReduceSum ReduceProd ReduceL1 CumSum": _WIDE,
-    "ReduceMax ReduceMin": f"{_WIDE} int8 uint8",
-    "ArgMax ArgMin": f"{_WIDE} int8 uint8",
-    "TopK": _WIDE,
-    "MatMul": f"{_WIDE} uint32 uint64",
-    "MaxPool": "float32 float64 int8 uint8",
-    "BitShift": "uint8 uint32 uint64",
-}.items() for kind in kinds.split()}
+_KERNELS = {
+    kind: frozenset(dtypes.split())
+    for kinds, dtypes in {
+        "Exp Log Tanh Sigmoid Sqrt Floor Ceil Reciprocal Round Sin Cos IsInf IsNaN": "float32 float64",
+        "Tan Asin Acos Atan Sinh Cosh Asinh Acosh Atanh Erf Conv AveragePool": "float32",
+        "Neg": "float32 float64 int8 int16 int32 int64",
+        "Abs Sign Add Sub Mul Div Mod": _NUMBERS,
+        "Less LessOrEqual Greater GreaterOrEqual": _NUMBERS,
+        "Equal": f"{_NUMBERS} bool",
+        "Max Min": "float32 float64 int8 int32 int64 uint8 uint32 uint64",
+        "Pow": _WIDE,
+        "Where": _MOVES,
+        "Pad": f"{_MOVES} uint64 bool",
+        "ReduceSum ReduceProd ReduceL1 CumSum": _WIDE,
+        "ReduceMax ReduceMin": f"{_WIDE} int8 uint8",
+        "ArgMax ArgMin": f"{_WIDE} int8 uint8",
+        "TopK": _WIDE,
+        "MatMul": f"{_WIDE} uint32 uint64",
+        "MaxPool": "float32 float64 int8 uint8",
+        "BitShift": "uint8 uint32 uint64",
+    }.items()
+    for kind in kinds.split()
+}
 # The operators whose operands keep their order, and those that only move elements, in wider integers.
-_WIDER = {"bool": "uint8", "int8": "int32", "int16": "int32", "uint8": "int32", "uint16": "int32", "uint32": "int64"}
-_MOVED = {**_WIDER, "uint64": "int64"}      # as two's complement, so that nothing is lost
+_WIDER = {
+    "bool": "uint8",
+    "int8": "int32",
+    "int16": "int32",
+    "uint8": "int32",
+    "uint16": "int32",
+    "uint32": "int64",
+}
+_MOVED = {**_WIDER, "uint64": "int64"}  # as two's complement, so that nothing is lost
 _MOVING = {"Where", "Pad"}
 _UNSIGNED_SHIFT = {"uint16": "uint32"}
 
-_TESTS = {"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "IsNaN", "IsInf", "Not", "And", "Or", "Xor"}
+_TESTS = {
+    "Equal",
+    "Less",
+    "LessOrEqual",
+    "Greater",
+    "GreaterOrEqual",
+    "IsNaN",
+    "IsInf",
+    "Not",
+    "And",
+    "Or",
+    "Xor",
+}
 _INDICES = {"Shape", "ArgMax", "ArgMin", "Size", "NonZero"}
 
 
@@ -51,7 +74,9 @@ def compute_dtype(kind: str, dtypes: Sequence[np.dtype | None]) -> np.dtype | No
     supported, dtype = _KERNELS.get(kind), typed(kind, dtypes)
     if supported is None or dtype is None or dtype.name in supported or dtype == np.float16:
         return None
-    wider = (_MOVED if kind in _MOVING else _UNSIGNED_SHIFT if kind == "BitShift" else _WIDER).get(dtype.name)
+    wider = (_MOVED if kind in _MOVING else _UNSIGNED_SHIFT if kind == "BitShift" else _WIDER).get(
+        dtype.name
+    )
     while wider is not None and wider not in supported:
         wider = {"uint8": "int32", "int32": "int64"}.get(wider)
     if wider is None:
@@ -76,7 +101,9 @@ def operands(kind: str, count: int) -> range | tuple[int, ...]:
     return range(count)
 
 
-def result_dtype(kind: str, dtypes: Sequence[np.dtype | None], to: np.dtype | None) -> np.dtype | None:
+def result_dtype(
+    kind: str, dtypes: Sequence[np.dtype | None], to: np.dtype | None
+) -> np.dtype | None:
     """Returns the dtype of an operator's first result, if it is known. `to` is the dtype of a Cast."""
     if kind == "Cast":
         return to

@@ -10,16 +10,18 @@ import numpy as np
 from fnet.export._onnx_functions import chosen, index
 from fnet.export._onnx_graph import INT64, added, product, same, scaled
 
-_LONGEST_WINDOW = 512      # elements of a window along an axis that are combined one after the other
+_LONGEST_WINDOW = 512  # elements of a window along an axis that are combined one after the other
 
 
 def dot(e):
     (x_type, xs), (y_type, ys) = e.in_types
     (cx, cy), (bx, by) = e.options["contract"], e.options["batch"]
-    if 0 in xs or 0 in ys:    # onnxruntime's MatMul refuses some empty operands
+    if 0 in xs or 0 in ys:  # onnxruntime's MatMul refuses some empty operands
         return [e.g.expand(e.number(0), e.shape)]
     x, y = e.x(0), e.x(1)
-    fx, fy = ([i for i in range(len(s)) if i not in (*c, *b)] for s, c, b in ((xs, cx, bx), (ys, cy, by)))
+    fx, fy = (
+        [i for i in range(len(s)) if i not in (*c, *b)] for s, c, b in ((xs, cx, bx), (ys, cy, by))
+    )
     x = e.g.transpose(x, [*bx, *fx, *cx])
     y = e.g.transpose(y, [*by, *cy, *fy])
     of = lambda shape, axes: [shape[i] for i in axes]
@@ -28,7 +30,9 @@ def dot(e):
     keep = not bx and len(cx) == 1 and len(fx) >= 1
     left = of(xs, fx) if keep else [*batch, product(of(xs, fx))]
     x = e.g.reshape(x, [*batch, *of(xs, fx), *of(xs, cx)], [*left, product(of(xs, cx))])
-    y = e.g.reshape(y, [*batch, *of(ys, cy), *of(ys, fy)], [*batch, product(of(ys, cy)), product(of(ys, fy))])
+    y = e.g.reshape(
+        y, [*batch, *of(ys, cy), *of(ys, fy)], [*batch, product(of(ys, cy)), product(of(ys, fy))]
+    )
     if x_type in (np.int8, np.uint8) and y_type in (np.int8, np.uint8) and e.dtype == np.int32:
         z = e.g.op("MatMulInteger", x, y)
     else:
@@ -42,10 +46,12 @@ def dot(e):
 def convolution(e):
     options, rank = e.options, len(e.shape) - 2
     if options["batch_groups"] != 1:
-        raise NotImplementedError("a convolution with groups of the batch, as in gradients of grouped convolutions")
-    x = e.g.transpose(e.x(0), options["input"])                              # [b, i, *space]
+        raise NotImplementedError(
+            "a convolution with groups of the batch, as in gradients of grouped convolutions"
+        )
+    x = e.g.transpose(e.x(0), options["input"])  # [b, i, *space]
     shape = [e.in_types[0][1][i] for i in options["input"]]
-    kernel = e.g.transpose(e.x(1), options["kernel"])                        # [o, i, *window]
+    kernel = e.g.transpose(e.x(1), options["kernel"])  # [o, i, *window]
     window = [e.in_types[1][1][i] for i in options["kernel"]][2:]
     padding = options["padding"]
     dynamic = any(not isinstance(n, int) or n < 0 for pair in padding for n in pair)
@@ -55,16 +61,29 @@ def convolution(e):
         padding = [[0, 0]] * rank
     pads = [low for low, _ in padding] + [high for _, high in padding]
     known = {"kernel_shape": window} if all(isinstance(n, int) for n in window) else {}
-    y = e.g.op("Conv", x, kernel, strides=options["strides"], pads=pads, dilations=options["dilation"],
-               group=options["groups"], **known)
+    y = e.g.op(
+        "Conv",
+        x,
+        kernel,
+        strides=options["strides"],
+        pads=pads,
+        dilations=options["dilation"],
+        group=options["groups"],
+        **known,
+    )
     return [e.g.transpose(y, list(map(int, np.argsort(options["output"]))))]
 
 
 def _fits_pooling(e) -> bool:
     """Whether onnxruntime has a pooling for the window: of 1 to 3 axes of a floating-point array."""
     options = e.options
-    axes = [i for i, (w, s, p) in enumerate(zip(options["window"], options["strides"], options["padding"]))
-            if w != 1 or s != 1 or p != [0, 0]]
+    axes = [
+        i
+        for i, (w, s, p) in enumerate(
+            zip(options["window"], options["strides"], options["padding"])
+        )
+        if w != 1 or s != 1 or p != [0, 0]
+    ]
     return 1 <= len(axes) <= 3 and e.dtype in (np.float32, np.float16)
 
 
@@ -77,18 +96,35 @@ def _pooled(e, x, start, kind: str, **attributes):
         spaced = [[low, high, d - 1] for (low, high), d in zip(padding, options["input_dilation"])]
         x, shape = e.g.pad(x, shape, spaced, e.number(start))
         padding = [[0, 0]] * len(shape)
-    space = [i for i in range(len(shape)) if options["window"][i] != 1 or options["strides"][i] != 1
-             or padding[i] != [0, 0]]
+    space = [
+        i
+        for i in range(len(shape))
+        if options["window"][i] != 1 or options["strides"][i] != 1 or padding[i] != [0, 0]
+    ]
     rest = [i for i in range(len(shape)) if i not in space]
     order = [*rest, *space]
     moved = [shape[i] for i in order]
-    flat = moved if len(rest) == 2 else [product([shape[i] for i in rest]), 1, *(shape[i] for i in space)]
+    flat = (
+        moved
+        if len(rest) == 2
+        else [product([shape[i] for i in rest]), 1, *(shape[i] for i in space)]
+    )
     x = e.g.reshape(e.g.transpose(x, order), moved, flat)
     pick = lambda values: [values[i] for i in space]
     pads = [low for low, _ in pick(padding)] + [high for _, high in pick(padding)]
-    y = e.g.op(kind, x, kernel_shape=pick(options["window"]), strides=pick(options["strides"]), pads=pads,
-               **({"dilations": pick(options["dilation"])} if set(pick(options["dilation"])) != {1} else {}),
-               **attributes)
+    y = e.g.op(
+        kind,
+        x,
+        kernel_shape=pick(options["window"]),
+        strides=pick(options["strides"]),
+        pads=pads,
+        **(
+            {"dilations": pick(options["dilation"])}
+            if set(pick(options["dilation"])) != {1}
+            else {}
+        ),
+        **attributes,
+    )
     result = [e.shape[i] for i in order]
     after = result if len(rest) == 2 else [flat[0], 1, *(e.shape[i] for i in space)]
     return e.g.transpose(e.g.reshape(y, after, result), list(map(int, np.argsort(order))))
@@ -96,8 +132,11 @@ def _pooled(e, x, start, kind: str, **attributes):
 
 def _explicit(options) -> bool:
     """Whether the input must be padded by a Pad, as padding that is symbolic, negative or as long as the window."""
-    return any(not isinstance(n, int) or n < 0 or n >= w for pair, w in zip(options["padding"], options["window"])
-               for n in pair) or any(d != 1 for d in options["input_dilation"])
+    return any(
+        not isinstance(n, int) or n < 0 or n >= w
+        for pair, w in zip(options["padding"], options["window"])
+        for n in pair
+    ) or any(d != 1 for d in options["input_dilation"])
 
 
 def _combined(e, x, start, kind: str):
@@ -107,13 +146,18 @@ def _combined(e, x, start, kind: str):
         return e.g.expand(e.number(start), e.shape)
     if max(options["window"]) > _LONGEST_WINDOW:
         raise NotImplementedError(f"a window of {max(options['window'])} elements of {e.dtype}")
-    spaced = [[low, high, d - 1] for (low, high), d in zip(options["padding"], options["input_dilation"])]
+    spaced = [
+        [low, high, d - 1] for (low, high), d in zip(options["padding"], options["input_dilation"])
+    ]
     x, _ = e.g.pad(x, shape, spaced, e.number(start))
-    for axis, (window, step, dilation, n) in enumerate(zip(
-            options["window"], options["strides"], options["dilation"], e.shape)):
+    for axis, (window, step, dilation, n) in enumerate(
+        zip(options["window"], options["strides"], options["dilation"], e.shape)
+    ):
         total = None
         for i in range(window) if window > 1 or step > 1 else ():
-            tap = e.g.slice(x, i * dilation, added(scaled(n, step), i * dilation - step + 1), axis, step)
+            tap = e.g.slice(
+                x, i * dilation, added(scaled(n, step), i * dilation - step + 1), axis, step
+            )
             total = tap if total is None else e.g.op(kind, total, tap)
         x = x if total is None else total
     sums = kind == "Add" and e.dtype.kind == "f" and max(options["window"]) > 1
@@ -134,8 +178,13 @@ def window_max(e):
 
 
 def window_min(e):
-    return _window_extreme(e, "Min", "And", _ends(e)[1], lambda x: e.g.op(
-        "Neg", _pooled(e, e.g.op("Neg", x), -np.inf, "MaxPool")))
+    return _window_extreme(
+        e,
+        "Min",
+        "And",
+        _ends(e)[1],
+        lambda x: e.g.op("Neg", _pooled(e, e.g.op("Neg", x), -np.inf, "MaxPool")),
+    )
 
 
 def _window_extreme(e, kind, boolean, start, pool):
@@ -147,15 +196,24 @@ def _window_extreme(e, kind, boolean, start, pool):
         return combined()
     total = e.g.op("ReduceL1", x, keepdims=0)
     finite = e.g.op("Less", total, e.number(np.inf))
-    alone = any(n >= w for pair, w in zip(e.options["padding"], e.options["window"])
-                for n in pair if isinstance(n, int))      # a window of padding only
+    alone = any(
+        n >= w
+        for pair, w in zip(e.options["padding"], e.options["window"])
+        for n in pair
+        if isinstance(n, int)
+    )  # a window of padding only
     return combined() if alone else e.branch(finite, lambda: [pool(x)], combined)
 
 
 def window_sum(e):
     x, count = e.x(0), int(np.prod(e.options["window"]))
     dilated = any(d != 1 for d in e.options["dilation"])
-    if not _fits_pooling(e) or 0 in (*e.shape, *e.in_types[0][1]) or (dilated and e.model.opset < 19) or count > 4096:
+    if (
+        not _fits_pooling(e)
+        or 0 in (*e.shape, *e.in_types[0][1])
+        or (dilated and e.model.opset < 19)
+        or count > 4096
+    ):
         return [_combined(e, x, 0, "Add")]
     mean = _pooled(e, x, 0, "AveragePool", count_include_pad=1)
     return [e.g.op("Mul", mean, e.number(count))]
@@ -195,8 +253,12 @@ def window_select_add(e):
         part, size = e.g.op("Where", here, source, zero), out
         for axis, s in enumerate(options["strides"]):
             part, size = e.g.dilate(part, size, axis, s, zero)
-        rest = [added(n, f"-({m}) - {i}") if not isinstance(n, int) or not isinstance(m, int) else n - m - i
-                for n, m, i in zip(wide, size, at)]
+        rest = [
+            added(n, f"-({m}) - {i}")
+            if not isinstance(n, int) or not isinstance(m, int)
+            else n - m - i
+            for n, m, i in zip(wide, size, at)
+        ]
         part, _ = e.g.pad(part, size, [[i, n, 0] for i, n in zip(at, rest)], zero)
         total = part if total is None else e.g.op("Add", total, part)
     for axis, ((low, high), n) in enumerate(zip(options["padding"], wide)):
@@ -218,19 +280,35 @@ def _indices(e, shape, sizes, dropped):
     """
     options, indices = e.options, e.x(1)
     (_, index_shape), batch = e.in_types[1], len(e.in_types[1][1]) - 1
-    windows = [a for a in range(len(shape)) if a not in dropped and a not in options["batch"]
-               and not same(sizes[a], shape[a]) and sizes[a] != 1]
+    windows = [
+        a
+        for a in range(len(shape))
+        if a not in dropped
+        and a not in options["batch"]
+        and not same(sizes[a], shape[a])
+        and sizes[a] != 1
+    ]
     flat, parts, inside = batch + len(windows), [], None
-    axes = sorted({*options["batch"], *windows, *(a for a in options["indexed"] if not same(sizes[a], shape[a])
-                                                  or sizes[a] == 1)})
+    axes = sorted(
+        {
+            *options["batch"],
+            *windows,
+            *(a for a in options["indexed"] if not same(sizes[a], shape[a]) or sizes[a] == 1),
+        }
+    )
     where = [*index_shape[:-1], *(sizes[a] for a in windows)]
     for a in axes:
         if a in options["indexed"]:
-            start = e.g.op("Gather", indices, e.g.constant(options["indexed"].index(a), INT64), axis=-1)
+            start = e.g.op(
+                "Gather", indices, e.g.constant(options["indexed"].index(a), INT64), axis=-1
+            )
             start = index(e, start, e.in_types[1][0])
             last = e.g.op("Sub", e.g.size(shape[a]), e.g.size(sizes[a]))
-            ok = e.g.op("And", e.g.op("GreaterOrEqual", start, e.g.integers(0)),
-                        e.g.op("LessOrEqual", start, last))
+            ok = e.g.op(
+                "And",
+                e.g.op("GreaterOrEqual", start, e.g.integers(0)),
+                e.g.op("LessOrEqual", start, last),
+            )
             inside = ok if inside is None else e.g.op("And", inside, ok)
             start = e.g.op("Max", e.g.op("Min", start, last), e.g.integers(0))
             start = e.g.unsqueeze(start, *range(batch, flat)) if windows and batch else start
@@ -241,7 +319,11 @@ def _indices(e, shape, sizes, dropped):
             start = e.g.integers(0)
         if a in windows:
             start = e.g.op("Add", start, _range(e, sizes[a], batch + windows.index(a), flat))
-        parts.append(e.g.unsqueeze(e.g.expand(start, where) if where else e.g.op("Squeeze", start), len(where)))
+        parts.append(
+            e.g.unsqueeze(
+                e.g.expand(start, where) if where else e.g.op("Squeeze", start), len(where)
+            )
+        )
     if inside is not None and not batch:
         inside = e.g.op("Squeeze", inside)
     if inside is not None and windows:
@@ -252,8 +334,13 @@ def _indices(e, shape, sizes, dropped):
 def _range(e, n, axis, rank):
     """Returns the integers 0, 1, ..., n - 1 along one axis of an array with `rank` axes. The other axes of the array
     have size 1."""
-    numbers = (e.g.constant(np.arange(n), INT64) if isinstance(n, int) else
-               e.g.op("Range", e.g.constant(0, INT64), e.g.op("Squeeze", e.g.size(n)), e.g.constant(1, INT64)))
+    numbers = (
+        e.g.constant(np.arange(n), INT64)
+        if isinstance(n, int)
+        else e.g.op(
+            "Range", e.g.constant(0, INT64), e.g.op("Squeeze", e.g.size(n)), e.g.constant(1, INT64)
+        )
+    )
     return e.g.reshape(numbers, [n], [n if i == axis else 1 for i in range(rank)])
 
 
@@ -263,12 +350,18 @@ def gather(e):
     batch = e.in_types[1][1][:-1]
     indexed = options["indexed"]
     x = e.x(0)
-    if len(indexed) == 1 and options["collapsed"] == indexed and not options["batch"] and all(
-            same(sizes[a], n) for a, n in enumerate(shape) if a != indexed[0]):
-        axis = indexed[0]      # rows of one axis, such as embeddings
+    if (
+        len(indexed) == 1
+        and options["collapsed"] == indexed
+        and not options["batch"]
+        and all(same(sizes[a], n) for a, n in enumerate(shape) if a != indexed[0])
+    ):
+        axis = indexed[0]  # rows of one axis, such as embeddings
         last = e.g.op("Sub", e.g.size(shape[axis]), e.g.integers(1))
         row = index(e, e.g.reshape(e.x(1), e.in_types[1][1], batch), e.in_types[1][0])
-        inside = e.g.op("And", e.g.op("GreaterOrEqual", row, e.g.integers(0)), e.g.op("LessOrEqual", row, last))
+        inside = e.g.op(
+            "And", e.g.op("GreaterOrEqual", row, e.g.integers(0)), e.g.op("LessOrEqual", row, last)
+        )
         row = e.g.op("Max", e.g.op("Min", row, last), e.g.integers(0))
         y, windows = e.g.op("Gather", x, row if batch else e.g.reshape(row, [1], []), axis=axis), []
         rest = [a for a in range(len(shape)) if a != axis]
@@ -278,17 +371,26 @@ def gather(e):
         rest = [a for a in range(len(shape)) if a not in axes]
         y = e.g.op("GatherND", e.g.transpose(x, [*axes, *rest]), indices)
         order = [*(("b", i) for i in range(len(batch))), *windows, *rest]
-    kept = [a for a in range(len(shape)) if a not in options["collapsed"] and a not in options["batch"]]
+    kept = [
+        a for a in range(len(shape)) if a not in options["collapsed"] and a not in options["batch"]
+    ]
     free, wanted = iter(range(len(batch))), []
     for i in range(len(e.shape)):
         wanted.append(kept[offset.index(i)] if i in offset else ("b", next(free)))
-    present = [a for a in wanted if a in order]      # the others are indexed windows of size 1
+    present = [a for a in wanted if a in order]  # the others are indexed windows of size 1
     if options["fill"] is not None and inside is not None:
         mask = order[0] if order else None
         place = [order.index(("b", i)) for i in range(len(batch))]
         count = len(order)
-        mask = e.g.reshape(inside, [*batch, *[1] * len(windows)], [batch[place.index(i)] if i in place else 1
-                                                                   for i in range(count)]) if batch else inside
+        mask = (
+            e.g.reshape(
+                inside,
+                [*batch, *[1] * len(windows)],
+                [batch[place.index(i)] if i in place else 1 for i in range(count)],
+            )
+            if batch
+            else inside
+        )
         y = chosen(e, e.g.opposite(mask), e.number(options["fill"]), y)
     y = e.g.transpose(y, [order.index(a) for a in present])
     sizes_of = {a: sizes[a] for a in kept} | {("b", i): n for i, n in enumerate(batch)}
@@ -297,7 +399,9 @@ def gather(e):
 
 def scatter(e):
     options, (_, shape), (_, update_shape) = e.options, e.in_types[0], e.in_types[2]
-    kept = [a for a in range(len(shape)) if a not in options["inserted"] and a not in options["batch"]]
+    kept = [
+        a for a in range(len(shape)) if a not in options["inserted"] and a not in options["batch"]
+    ]
     sizes = [1] * len(shape)
     for a, at in zip(kept, options["window"]):
         sizes[a] = update_shape[at]
@@ -308,9 +412,11 @@ def scatter(e):
     ones = [a for a in kept if a not in windows and a not in rest]
     order = [*batch, *(at[a] for a in windows), *(at[a] for a in rest), *(at[a] for a in ones)]
     moved = [update_shape[i] for i in order]
-    updates = e.g.reshape(e.g.transpose(e.x(2), order), moved, moved[:len(moved) - len(ones)])
+    updates = e.g.reshape(e.g.transpose(e.x(2), order), moved, moved[: len(moved) - len(ones)])
     x, n = e.g.transpose(e.x(0), [*axes, *rest]), None
-    if inside is not None and not options["clip"]:      # an update that is dropped goes to an additional row
+    if (
+        inside is not None and not options["clip"]
+    ):  # an update that is dropped goes to an additional row
         n = shape[axes[0]]
         row = [1, *(shape[a] for a in (*axes, *rest)[1:])]
         x = e.g.op("Concat", x, e.g.expand(e.number(0), row), axis=0)
@@ -334,7 +440,7 @@ def _scattered(e, x, indices, updates):
     else:
         wide = np.dtype(wide)
         y = e.g.cast(scattered(e.g.cast(x, wide), e.g.cast(updates, wide), kind), e.dtype)
-    if kind in ("min", "max") and e.dtype.kind == "f":      # ScatterND overlooks NaN
+    if kind in ("min", "max") and e.dtype.kind == "f":  # ScatterND overlooks NaN
         flags = [e.g.cast(e.g.op("IsNaN", a), np.int32) for a in (x, updates)]
         nan = e.g.cast(scattered(*flags, "max"), bool)
         y = e.g.op("Where", nan, e.number(np.nan), y)
@@ -349,10 +455,16 @@ def scan(e):
     graph = e.g.inner()
     index, test = e.model.unique("iteration"), e.model.unique("condition")
     carries = [e.model.unique("carry") for _ in range(a, b)]
-    graph.inputs = [(index, (INT64, [])), (test, (np.dtype(bool), [])), *zip(carries, e.in_types[a:b])]
+    graph.inputs = [
+        (index, (INT64, [])),
+        (test, (np.dtype(bool), [])),
+        *zip(carries, e.in_types[a:b]),
+    ]
     at = index
     if reverse:
-        at = graph.op("Sub", graph.op("Squeeze", graph.op("Sub", e.g.size(length), e.g.integers(1))), index)
+        at = graph.op(
+            "Sub", graph.op("Squeeze", graph.op("Sub", e.g.size(length), e.g.integers(1))), index
+        )
     slices = [graph.op("Gather", x, at, axis=0) for x in names[b:]]
     outputs = e.body(graph, options["body"], [*names[:a], *carries, *slices])
     graph.outputs = [graph.op("Identity", test), *(graph.op("Identity", y) for y in outputs)]
@@ -360,14 +472,25 @@ def scan(e):
     count = len(e.out_types)
     results = e.g.op("Loop", trips, "", *names[a:b], outputs=count, body=graph.proto("scan"))
     results = [results] if count == 1 else results
-    carried, stacked = results[:b - a], results[b - a:]
-    if not isinstance(length, int):      # after no iteration, onnxruntime does not know the other sizes
-        stacked = [e.g.op("Reshape", y, e.g.shape(shape), allowzero=1)
-                   for y, (_, shape) in zip(stacked, e.out_types[b - a:])]
+    carried, stacked = results[: b - a], results[b - a :]
+    if not isinstance(length, int):  # after no iteration, onnxruntime does not know the other sizes
+        stacked = [
+            e.g.op("Reshape", y, e.g.shape(shape), allowzero=1)
+            for y, (_, shape) in zip(stacked, e.out_types[b - a :])
+        ]
     if reverse:
         lowest = np.iinfo(np.int64).min
-        stacked = [e.g.op("Slice", y, e.g.integers(-1), e.g.integers(lowest), e.g.integers(0), e.g.integers(-1))
-                   for y in stacked]
+        stacked = [
+            e.g.op(
+                "Slice",
+                y,
+                e.g.integers(-1),
+                e.g.integers(lowest),
+                e.g.integers(0),
+                e.g.integers(-1),
+            )
+            for y in stacked
+        ]
     return [*carried, *stacked]
 
 
@@ -375,13 +498,17 @@ def while_loop(e):
     options = e.options
     a, b = options["test_consts"], options["test_consts"] + options["body_consts"]
     names = [e.x(i) for i in range(len(e.ins))]
-    start, = e.body(e.g, options["test"], [*names[:a], *names[b:]])
+    (start,) = e.body(e.g, options["test"], [*names[:a], *names[b:]])
     graph = e.g.inner()
     index, test = e.model.unique("iteration"), e.model.unique("condition")
     carries = [e.model.unique("carry") for _ in names[b:]]
-    graph.inputs = [(index, (INT64, [])), (test, (np.dtype(bool), [])), *zip(carries, e.in_types[b:])]
+    graph.inputs = [
+        (index, (INT64, [])),
+        (test, (np.dtype(bool), [])),
+        *zip(carries, e.in_types[b:]),
+    ]
     outputs = e.body(graph, options["body"], [*names[a:b], *carries])
-    again, = e.body(graph, options["test"], [*names[:a], *outputs])
+    (again,) = e.body(graph, options["test"], [*names[:a], *outputs])
     graph.outputs = [graph.op("Identity", y) for y in (again, *outputs)]
     count = len(e.out_types)
     results = e.g.op("Loop", "", start, *names[b:], outputs=count, body=graph.proto("while"))
@@ -404,14 +531,28 @@ def cond(e):
         rest.outputs = [rest.op("Identity", y) for y in chosen(rest, i + 1)]
         test = graph.op("LessOrEqual", graph.cast(index, INT64), graph.constant(i, INT64))
         count = len(e.out_types)
-        results = graph.op("If", test, outputs=count, then_branch=first.proto("then"), else_branch=rest.proto("else"))
+        results = graph.op(
+            "If",
+            test,
+            outputs=count,
+            then_branch=first.proto("then"),
+            else_branch=rest.proto("else"),
+        )
         return [results] if count == 1 else results
 
     return chosen(e.g, 0)
 
 
 OPERATIONS: dict[str, Callable] = {
-    "dot": dot, "convolution": convolution, "window_max": window_max, "window_min": window_min,
-    "window_sum": window_sum, "window_select_add": window_select_add, "gather": gather, "scatter": scatter,
-    "scan": scan, "while": while_loop, "cond": cond,
+    "dot": dot,
+    "convolution": convolution,
+    "window_max": window_max,
+    "window_min": window_min,
+    "window_sum": window_sum,
+    "window_select_add": window_select_add,
+    "gather": gather,
+    "scatter": scatter,
+    "scan": scan,
+    "while": while_loop,
+    "cond": cond,
 }

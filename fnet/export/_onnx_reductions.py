@@ -16,9 +16,9 @@ import numpy as np
 
 from fnet.export._onnx_graph import INT64, product
 
-_BLOCK = 256             # summands that float32 adds one after the other with an error below 1e-5
-_CONTIGUOUS = 2048       # along the last axes, onnxruntime adds several partial sums
-_LONGEST = 1 << 14       # elements along an axis for compositions whose length grows with the axis
+_BLOCK = 256  # summands that float32 adds one after the other with an error below 1e-5
+_CONTIGUOUS = 2048  # along the last axes, onnxruntime adds several partial sums
+_LONGEST = 1 << 14  # elements along an axis for compositions whose length grows with the axis
 _PASSING = {"exp", "convert", "mul", "add", "sub", "div", "neg"}
 
 
@@ -51,14 +51,20 @@ def _signed(e, x) -> tuple[str, Callable]:
     dtype = _dtype(e)
     if dtype.kind == "b":
         return e.g.cast(x, np.uint8), lambda y: e.g.cast(y, bool)
-    if dtype.name in ("int16", "uint16", "uint32"):      # of no elements, the maximum is the wide dtype's smallest
+    if dtype.name in (
+        "int16",
+        "uint16",
+        "uint32",
+    ):  # of no elements, the maximum is the wide dtype's smallest
         wide = np.dtype(np.int64)
         ends = [e.g.constant(end, wide) for end in (np.iinfo(dtype).min, np.iinfo(dtype).max)]
         return e.g.cast(x, wide), lambda y: e.g.cast(e.g.op("Clip", y, *ends), dtype)
     if dtype != np.uint64:
         return x, lambda y: y
     lowest = e.g.constant(np.iinfo(np.int64).min, INT64)
-    return e.g.op("Sub", e.g.cast(x, INT64), lowest), lambda y: e.g.cast(e.g.op("Add", y, lowest), np.uint64)
+    return e.g.op("Sub", e.g.cast(x, INT64), lowest), lambda y: e.g.cast(
+        e.g.op("Add", y, lowest), np.uint64
+    )
 
 
 def _becomes_nan(e) -> bool:
@@ -71,11 +77,19 @@ def _becomes_nan(e) -> bool:
     maxima, some, every = {e.outs[0]}, set(), set()
     for operation, ins, outs, options, _ in e.equations:
         used = [a for a in ins if isinstance(a, int) and a in maxima | some | every]
-        if not used or (all(a in every for a in used) and operation in _PASSING | {"broadcast", "reshape", "log"}):
+        if not used or (
+            all(a in every for a in used)
+            and operation in _PASSING | {"broadcast", "reshape", "log"}
+        ):
             every.update(outs if used else ())
         elif operation in ("broadcast", "reshape") and ins[0] in maxima:
             maxima.update(outs)
-        elif operation == "max" and len(used) == 1 and used[0] in maxima and ["float32", "-inf"] in ins:
+        elif (
+            operation == "max"
+            and len(used) == 1
+            and used[0] in maxima
+            and ["float32", "-inf"] in ins
+        ):
             maxima.update(outs)
         elif operation == "sub" and ins[0] == source and ins[1] in maxima:
             some.update(outs)
@@ -101,7 +115,7 @@ def reduce_sum(e):
     plain = lambda x: e.g.op("ReduceSum", x, e.g.integers(*axes), keepdims=0)
     sizes = [shape[axis] for axis in axes]
     count = product(sizes)
-    last = [axis for axis, n in enumerate(shape) if n != 1 or axis in axes][-len(axes):]
+    last = [axis for axis, n in enumerate(shape) if n != 1 or axis in axes][-len(axes) :]
     limit = _CONTIGUOUS if sorted(axes) == last else _BLOCK
     if e.dtype == np.float64 or (isinstance(count, int) and count <= limit):
         return [plain(x)]
@@ -117,7 +131,9 @@ def reduce_sum(e):
         return exact()
     parts = dict(zip(axes, factors))
     wide = [n for axis, size in enumerate(shape) for n in parts.get(axis, [size])]
-    summed = [bool(axis in parts) for axis, size in enumerate(shape) for _ in parts.get(axis, [size])]
+    summed = [
+        bool(axis in parts) for axis, size in enumerate(shape) for _ in parts.get(axis, [size])
+    ]
     y = e.g.reshape(x, shape, wide)
     for place in [i for i, chosen in enumerate(summed) if chosen][::-1]:
         y = e.g.op("ReduceSum", y, e.g.integers(place), keepdims=0)
@@ -152,8 +168,11 @@ def _integer_sum(e, x):
         return e.g.expand(e.number(0), kept)
     wide = e.dtype if e.dtype.itemsize >= 4 else np.dtype(np.int32)
     flat = flat if wide == _dtype(e) else e.g.cast(flat, wide)
-    ones = (e.g.constant(np.ones((count, 1)), wide) if isinstance(count, int) else
-            e.g.expand(e.g.constant(1, wide), [count, 1]))
+    ones = (
+        e.g.constant(np.ones((count, 1)), wide)
+        if isinstance(count, int)
+        else e.g.expand(e.g.constant(1, wide), [count, 1])
+    )
     y = e.g.op("MatMul", flat, ones)
     y = e.g.reshape(y, [*kept, 1], kept)
     return y if wide == e.dtype else e.g.cast(y, e.dtype)
@@ -171,7 +190,7 @@ def reduce_prod(e):
     if n == 0:
         return [e.g.expand(e.number(1), kept)]
     axis = len(kept)
-    while n > 1:      # halves, multiplied by each other, because ReduceProd does not wrap
+    while n > 1:  # halves, multiplied by each other, because ReduceProd does not wrap
         half = n // 2
         y = e.g.op("Mul", e.g.slice(flat, 0, half, axis), e.g.slice(flat, half, 2 * half, axis))
         flat = e.g.op("Concat", y, e.g.slice(flat, 2 * half, n, axis), axis=axis) if n % 2 else y
@@ -189,7 +208,10 @@ def _logical(kind: str) -> Callable:
         if kind == "xor":
             total = e.g.op("ReduceSum", e.g.cast(x, np.int32), e.g.integers(*axes), keepdims=0)
             return [e.g.cast(e.g.op("Mod", total, e.g.constant(2, np.int32)), bool)]
-        return [e.g.cast(e.g.op(kind, e.g.cast(x, np.uint8), e.g.integers(*axes), keepdims=0), bool)]
+        return [
+            e.g.cast(e.g.op(kind, e.g.cast(x, np.uint8), e.g.integers(*axes), keepdims=0), bool)
+        ]
+
     return convert
 
 
@@ -205,17 +227,18 @@ def _arg(kind: str) -> Callable:
         def plain():
             return [e.g.op(kind, ordered, axis=axis, keepdims=0)]
 
-        def with_nan():      # the first NaN wins
+        def with_nan():  # the first NaN wins
             nan = e.g.cast(e.g.op("IsNaN", x), np.uint8)
             some = e.g.cast(e.g.op("ReduceMax", nan, e.g.integers(axis), keepdims=0), bool)
             first = e.g.op("ArgMax", nan, axis=axis, keepdims=0)
             return [e.g.op("Where", some, first, *plain())]
 
         if _dtype(e).kind == "f":
-            place, = e.branch(_has_nan(e, x), with_nan, plain)
+            (place,) = e.branch(_has_nan(e, x), with_nan, plain)
         else:
-            place, = plain()
+            (place,) = plain()
         return [e.g.cast(place, e.dtype)]
+
     return convert
 
 
@@ -239,16 +262,23 @@ def _cumulative(kind: str) -> Callable:
             first, rest = e.g.slice(y, 0, step, axis), e.g.slice(y, step, n, axis)
             if reverse:
                 first, rest = e.g.slice(y, 0, n - step, axis), e.g.slice(y, n - step, n, axis)
-                y = e.g.op("Concat", e.g.op(kind, first, e.g.slice(y, step, n, axis)), rest, axis=axis)
+                y = e.g.op(
+                    "Concat", e.g.op(kind, first, e.g.slice(y, step, n, axis)), rest, axis=axis
+                )
             else:
-                y = e.g.op("Concat", first, e.g.op(kind, rest, e.g.slice(y, 0, n - step, axis)), axis=axis)
+                y = e.g.op(
+                    "Concat", first, e.g.op(kind, rest, e.g.slice(y, 0, n - step, axis)), axis=axis
+                )
         return [y]
+
     return convert
 
 
 def _order(e, x, dtype, count, axis, largest) -> str:
     """Returns the places of the first `count` elements of x in sorted order. NaN is larger than all numbers."""
-    top = lambda x, count: e.g.op("TopK", x, e.g.size(count), outputs=2, axis=axis, largest=int(largest))[1]
+    top = lambda x, count: e.g.op(
+        "TopK", x, e.g.size(count), outputs=2, axis=axis, largest=int(largest)
+    )[1]
     if dtype.kind == "b":
         x, dtype = e.g.cast(x, np.int32), np.dtype(np.int32)
     elif dtype == np.uint64:
@@ -257,7 +287,7 @@ def _order(e, x, dtype, count, axis, largest) -> str:
         return top(x, count)
     length = e.in_types[0][1][axis]
 
-    def with_nan():      # TopK keeps the order of equal elements, so NaN is sorted in a second pass
+    def with_nan():  # TopK keeps the order of equal elements, so NaN is sorted in a second pass
         nan = e.g.op("IsNaN", x)
         end = e.g.constant(-np.inf if largest else np.inf, dtype)
         first = top(e.g.op("Where", nan, end, x), length)
@@ -272,7 +302,7 @@ def sort(e):
     arrays, order = [e.x(i) for i in range(len(e.ins))], None
     if 0 in e.shape:
         return arrays
-    for i in range(e.options["keys"])[::-1]:      # the first key last, because each sort is stable
+    for i in range(e.options["keys"])[::-1]:  # the first key last, because each sort is stable
         key = arrays[i] if order is None else e.g.op("GatherElements", arrays[i], order, axis=axis)
         places = _order(e, key, e.in_types[i][0], n, axis, largest=False)
         order = places if order is None else e.g.op("GatherElements", order, places, axis=axis)
@@ -302,8 +332,19 @@ def _with_order_of_zeros(e, x, dtype):
 
 
 OPERATIONS: dict[str, Callable] = {
-    "reduce_sum": reduce_sum, "reduce_prod": reduce_prod, "reduce_max": reduce_max, "reduce_min": reduce_min,
-    "reduce_and": _logical("ReduceMin"), "reduce_or": _logical("ReduceMax"), "reduce_xor": _logical("xor"),
-    "argmax": _arg("ArgMax"), "argmin": _arg("ArgMin"), "cumsum": cumsum, "cumprod": _cumulative("Mul"),
-    "cummax": _cumulative("Max"), "cummin": _cumulative("Min"), "sort": sort, "top_k": top_k,
+    "reduce_sum": reduce_sum,
+    "reduce_prod": reduce_prod,
+    "reduce_max": reduce_max,
+    "reduce_min": reduce_min,
+    "reduce_and": _logical("ReduceMin"),
+    "reduce_or": _logical("ReduceMax"),
+    "reduce_xor": _logical("xor"),
+    "argmax": _arg("ArgMax"),
+    "argmin": _arg("ArgMin"),
+    "cumsum": cumsum,
+    "cumprod": _cumulative("Mul"),
+    "cummax": _cumulative("Max"),
+    "cummin": _cumulative("Min"),
+    "sort": sort,
+    "top_k": top_k,
 }

@@ -23,8 +23,15 @@ def tolerance(dtypes: Iterable[str]) -> float:
     return max((TOLERANCES.get(str(dtype), 0.0) for dtype in dtypes), default=1e-5) or 1e-5
 
 
-def compare(where: str, names: Iterable[str], results: Iterable[Any], wanted: Iterable[Any], tolerance: float,
-            spreads: Sequence[Callable[[], Sequence[Any]]] = (), largest: bool = False) -> float:
+def compare(
+    where: str,
+    names: Iterable[str],
+    results: Iterable[Any],
+    wanted: Iterable[Any],
+    tolerance: float,
+    spreads: Sequence[Callable[[], Sequence[Any]]] = (),
+    largest: bool = False,
+) -> float:
     """Compares each element of the outputs `results` with the element of `wanted`.
 
     Two elements are equal if they are the same bits, both NaN, or differ by at most `tolerance` of the wanted one plus
@@ -47,7 +54,9 @@ def compare(where: str, names: Iterable[str], results: Iterable[Any], wanted: It
     for i, (name, got, want) in enumerate(zip(names, results, wanted)):
         got, want = np.asarray(got), np.asarray(want)
         if got.shape != want.shape:
-            raise Different(f"{where}, the output {name!r} has shape {got.shape}, and the program's {want.shape}")
+            raise Different(
+                f"{where}, the output {name!r} has shape {got.shape}, and the program's {want.shape}"
+            )
         floor = _below_largest(_wide(want)) if largest else 0.0
         known = floor if measured is None else measured[i] / tolerance + floor
         error = _errors(got, want, tolerance, np.asarray(known))
@@ -57,10 +66,12 @@ def compare(where: str, names: Iterable[str], results: Iterable[Any], wanted: It
             error = _errors(got, want, tolerance, measured[i] / tolerance + floor)
         if not (error <= tolerance).all():
             at = np.unravel_index(np.argmax(error), error.shape)
-            raise Different(f"{where}, the output {name!r} differs from the program's{_by(got[at], want[at])}, more "
-                            f"than {tolerance:.2g}{' and what rounding explains' if spreads else ''}: {name}"
-                            f"{list(map(int, at)) if at else ''} is {got[at]}, expected {want[at]} "
-                            f"({int((error > tolerance).sum())} of {error.size} elements differ)")
+            raise Different(
+                f"{where}, the output {name!r} differs from the program's{_by(got[at], want[at])}, more "
+                f"than {tolerance:.2g}{' and what rounding explains' if spreads else ''}: {name}"
+                f"{list(map(int, at)) if at else ''} is {got[at]}, expected {want[at]} "
+                f"({int((error > tolerance).sum())} of {error.size} elements differ)"
+            )
         worst = max(worst, float(error.max(initial=0.0)))
     return worst
 
@@ -84,10 +95,16 @@ def _errors(got, want, tolerance, floor) -> np.ndarray:
     """Returns the relative difference of each element. A difference of `floor` counts as 1."""
     if want.dtype.kind in "iub":
         return np.where((got == want) | np.isinf(floor), 0.0, np.inf)
-    smallest = float(np.finfo(want.dtype).tiny) if want.dtype.kind == "f" else float(np.finfo(np.float32).tiny)
+    smallest = (
+        float(np.finfo(want.dtype).tiny)
+        if want.dtype.kind == "f"
+        else float(np.finfo(np.float32).tiny)
+    )
     a, b = _wide(got), _wide(want)
     same = (a == b) | (np.isnan(a) & np.isnan(b)) | np.isinf(floor)
     with np.errstate(all="ignore"):
         # XLA replaces subnormal numbers by 0 on CPUs, so the smallest normal number is the unit near 0.
-        error = np.abs(a - b) / (np.abs(b) + np.where(np.isfinite(floor), floor, 0) + smallest / tolerance)
+        error = np.abs(a - b) / (
+            np.abs(b) + np.where(np.isfinite(floor), floor, 0) + smallest / tolerance
+        )
     return np.where(same, 0.0, np.where(np.isnan(error) | ~np.isfinite(b), np.inf, error))

@@ -21,7 +21,7 @@ from fnet.export._signature import WIDE, converted
 from fnet.export._tree import described, described_leaves, named_leaves
 
 PLATFORMS = "cpu", "cuda", "tpu"
-_EVALUATOR = jaxpr.Evaluator(lambda eqn, arrays: NotImplemented)    # changes nothing
+_EVALUATOR = jaxpr.Evaluator(lambda eqn, arrays: NotImplemented)  # changes nothing
 
 
 class Entry:
@@ -58,11 +58,19 @@ class Entry:
         def run(weights, inputs):
             return _EVALUATOR(self.closed, *(weights[name] for name in self.weights), *inputs)
 
-        types = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in zip(self.weights, self.closed.in_avals)}
-        allowed = () if len(platforms) > 1 else tuple(map(export.DisabledSafetyCheck.custom_call,
-                                                         _jax.kernels.CUSTOM_CALLS))
+        types = {
+            name: jax.ShapeDtypeStruct(a.shape, a.dtype)
+            for name, a in zip(self.weights, self.closed.in_avals)
+        }
+        allowed = (
+            ()
+            if len(platforms) > 1
+            else tuple(map(export.DisabledSafetyCheck.custom_call, _jax.kernels.CUSTOM_CALLS))
+        )
         with _jax.without_locations():
-            return export.export(jax.jit(run), platforms=platforms, disabled_checks=allowed)(types, self.types)
+            return export.export(jax.jit(run), platforms=platforms, disabled_checks=allowed)(
+                types, self.types
+            )
 
 
 class Program:
@@ -110,12 +118,21 @@ class Program:
         weights are those of the program unless others are passed."""
         entry = self.entries[name]
         weights = self.weights if weights is None else weights
-        return entry.compiled({name: weights[name] for name in entry.weights}, jax.tree.leaves(inputs))
+        return entry.compiled(
+            {name: weights[name] for name in entry.weights}, jax.tree.leaves(inputs)
+        )
 
-    def save(self, path: str | os.PathLike, *, labels: Iterable[Any] | None = None,
-             tokenizer: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
-             tests: Mapping[str, Mapping[str, Any]] | None = None, differentiable: bool = False,
-             kernels: Sequence[str] = (), about: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self,
+        path: str | os.PathLike,
+        *,
+        labels: Iterable[Any] | None = None,
+        tokenizer: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
+        tests: Mapping[str, Mapping[str, Any]] | None = None,
+        differentiable: bool = False,
+        kernels: Sequence[str] = (),
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
         """Writes a bundle: a file that contains the programs and weights, and can be loaded with only JAX and NumPy.
 
         Args:
@@ -137,11 +154,27 @@ class Program:
         """
         from fnet.export import _write
 
-        _write.save(self, path, labels=labels, tokenizer=tokenizer, tests=tests, differentiable=differentiable,
-                    kernels=kernels, about=about)
+        _write.save(
+            self,
+            path,
+            labels=labels,
+            tokenizer=tokenizer,
+            tests=tests,
+            differentiable=differentiable,
+            kernels=kernels,
+            about=about,
+        )
 
-    def onnx(self, path: str | os.PathLike, *, entry: str = "predict", opset: int = 20, fused: bool = True,
-             external: bool | None = None, check: bool = True) -> None:
+    def onnx(
+        self,
+        path: str | os.PathLike,
+        *,
+        entry: str = "predict",
+        opset: int = 20,
+        fused: bool = True,
+        external: bool | None = None,
+        check: bool = True,
+    ) -> None:
         """Writes an entry point (a function of the program) as an ONNX model. Compares the outputs in onnxruntime with
         the outputs of the program.
 
@@ -171,11 +204,19 @@ class Program:
         """
         from fnet.export import _onnx
 
-        _onnx.save(self, path, entry=entry, opset=opset, fused=fused, external=external, check=check)
+        _onnx.save(
+            self, path, entry=entry, opset=opset, fused=fused, external=external, check=check
+        )
 
-    def litert(self, path: str | os.PathLike, *, entry: str = "predict",
-               sizes: Mapping[str, int] | Iterable[Mapping[str, int]] | None = None, dtype: str = "float32",
-               check: bool = True) -> None:
+    def litert(
+        self,
+        path: str | os.PathLike,
+        *,
+        entry: str = "predict",
+        sizes: Mapping[str, int] | Iterable[Mapping[str, int]] | None = None,
+        dtype: str = "float32",
+        check: bool = True,
+    ) -> None:
         """Writes an entry point (a function of the program) as a LiteRT (TensorFlow Lite) model. Compares the outputs
         in LiteRT with the outputs of the program.
 
@@ -247,8 +288,12 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
     >>> export.program(f, {"kernel": jnp.ones((3, 2))}, x=export.spec("b, 3")).entries["predict"].output
     {'dtype': 'float32', 'shape': ['b', 2]}
     """
-    weights = {name: _held(name, x) for root, tree in (("params", params), ("state", state))
-               for name, x in named_leaves(root, tree) if jaxpr.is_array(x)}
+    weights = {
+        name: _held(name, x)
+        for root, tree in (("params", params), ("state", state))
+        for name, x in named_leaves(root, tree)
+        if jaxpr.is_array(x)
+    }
     entry, constants = _traced(f, params, state, specs)
     return Program({"predict": entry}, {**weights, **constants}, (params, state))
 
@@ -256,13 +301,21 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
 def _traced(f, params, state, specs):
     """Traces f. Returns the `Entry` (traced function) of f, and the arrays that f closes over, {name: array}."""
     if not specs:
-        raise TypeError("export.program: expected the type of each input by name, x=export.spec('b, 28, 28, 1')")
+        raise TypeError(
+            "export.program: expected the type of each input by name, x=export.spec('b, 28, 28, 1')"
+        )
     inputs, constraints = _spec.resolve(specs)
     by_name, takes_state = _called(f, tuple(specs))
-    named = [pair for root, tree in (("params", params), ("state", state)) for pair in named_leaves(root, tree)]
+    named = [
+        pair
+        for root, tree in (("params", params), ("state", state))
+        for pair in named_leaves(root, tree)
+    ]
     names = [name for name, x in named if jaxpr.is_array(x)]
     if len(set(names)) < len(names):
-        raise ValueError(f"export.program: two weights have the name {next(n for n in names if names.count(n) > 1)!r}")
+        raise ValueError(
+            f"export.program: two weights have the name {next(n for n in names if names.count(n) > 1)!r}"
+        )
     leaves, structure = jax.tree.flatten((params, state))
     held = [x for x in leaves if jaxpr.is_array(x)]
     types, tree = jax.tree.flatten([inputs[name] for name in specs])
@@ -270,9 +323,11 @@ def _traced(f, params, state, specs):
     output = []
 
     def run(*arrays):
-        rest = iter(arrays[:len(held)])
-        params, state = jax.tree.unflatten(structure, [next(rest) if jaxpr.is_array(x) else x for x in leaves])
-        given = jax.tree.unflatten(tree, arrays[len(held):])
+        rest = iter(arrays[: len(held)])
+        params, state = jax.tree.unflatten(
+            structure, [next(rest) if jaxpr.is_array(x) else x for x in leaves]
+        )
+        given = jax.tree.unflatten(tree, arrays[len(held) :])
         positional, named = ((), dict(zip(specs, given))) if by_name else (given, {})
         if state is not None and takes_state:
             y, _ = f(params, *positional, **named, state=state)
@@ -288,17 +343,21 @@ def _traced(f, params, state, specs):
     closed = _jax.close(_jax.consts_as_inputs(closed))
     described_inputs = [(name, described(inputs[name])) for name in specs]
     weights = [*(name for name, _ in constants), *names]
-    return Entry(closed, weights, described_inputs, output[0], list(constraints), types), dict(constants)
+    return Entry(closed, weights, described_inputs, output[0], list(constraints), types), dict(
+        constants
+    )
 
 
 def _check_wide(inputs):
     """Raises a ValueError if JAX would trace an input of 64 bits as one of 32 bits."""
     for name, leaf in described_leaves(inputs):
         if leaf["dtype"] in WIDE and not jax.config.jax_enable_x64:
-            raise ValueError(f"export.program: the input {name!r} has dtype {leaf['dtype']}, which JAX narrows to "
-                             f"{jax.dtypes.canonicalize_dtype(leaf['dtype'])} without jax_enable_x64. Call "
-                             "jax.config.update('jax_enable_x64', True) before the program is made, or export the "
-                             "narrow dtype")
+            raise ValueError(
+                f"export.program: the input {name!r} has dtype {leaf['dtype']}, which JAX narrows to "
+                f"{jax.dtypes.canonicalize_dtype(leaf['dtype'])} without jax_enable_x64. Call "
+                "jax.config.update('jax_enable_x64', True) before the program is made, or export the "
+                "narrow dtype"
+            )
 
 
 def _held(name, x):
@@ -306,7 +365,9 @@ def _held(name, x):
     float64 in float32, and the bundle contains what it computes with."""
     if str(x.dtype) not in WIDE or jax.config.jax_enable_x64:
         return x
-    return converted(f"export.program: the weight {name!r}", np.asarray(x), np.dtype(_traced_dtype(x)))
+    return converted(
+        f"export.program: the weight {name!r}", np.asarray(x), np.dtype(_traced_dtype(x))
+    )
 
 
 def _traced_dtype(x):
@@ -317,10 +378,15 @@ def _constant(x):
     """Returns (name, array) of an array that a function closes over. The name is a digest of the array, so equal arrays
     are saved once."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
-        raise TypeError("export.program: the function closes over a random key; pass the key as an input, "
-                        "key=jax.random.key(0)")
+        raise TypeError(
+            "export.program: the function closes over a random key; pass the key as an input, "
+            "key=jax.random.key(0)"
+        )
     x = np.asarray(x)
-    return f"constants/{hashlib.sha256(x.tobytes() + str((x.dtype, x.shape)).encode()).hexdigest()[:16]}", x
+    return (
+        f"constants/{hashlib.sha256(x.tobytes() + str((x.dtype, x.shape)).encode()).hexdigest()[:16]}",
+        x,
+    )
 
 
 def _called(f, names) -> tuple[bool, bool]:
@@ -331,10 +397,16 @@ def _called(f, names) -> tuple[bool, bool]:
         parameters = list(inspect.signature(type(f).forward if forward else f).parameters.values())
     except (TypeError, ValueError):
         return False, True
-    known = {p.name for p in parameters[2 if forward else 1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    known = {
+        p.name
+        for p in parameters[2 if forward else 1 :]
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
     takes_state = forward or "state" in known or any(p.kind is p.VAR_KEYWORD for p in parameters)
     missing = [name for name in names if name not in known]
     if not missing or len(missing) == len(names):
         return not missing, takes_state
-    raise TypeError(f"export.program: the function has no parameter {missing[0]!r}; name all inputs as its parameters "
-                    f"({', '.join(sorted(known - {'state'}))}) or none")
+    raise TypeError(
+        f"export.program: the function has no parameter {missing[0]!r}; name all inputs as its parameters "
+        f"({', '.join(sorted(known - {'state'}))}) or none"
+    )

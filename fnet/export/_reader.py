@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-try:    # bfloat16 and the 8-bit floating-point types, which JAX installs
+try:  # bfloat16 and the 8-bit floating-point types, which JAX installs
     import ml_dtypes  # noqa: F401
 except ImportError:
     pass
@@ -25,19 +25,46 @@ except ImportError:
 FORMAT, VERSION = "fnet bundle", 1
 MANIFEST, WEIGHTS, TESTS = "manifest.json", "weights.safetensors", "tests.safetensors"
 DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
-    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
-_COMMENT = b"sha256:"                       # the archive's comment: the digest of everything before it
+_COMMENT = b"sha256:"  # the archive's comment: the digest of everything before it
 _DIGEST = len(_COMMENT) + 64
-_DIRECTORY = 1 << 22                        # bytes of the archive's directory
-_SMALL = 1 << 26                            # bytes of a file other than tensors; large tokenizers have 33 million
-_JSON = 1 << 24                             # bytes of a JSON file
-_LISTS = 500_000                            # lists and objects in a JSON file
+_DIRECTORY = 1 << 22  # bytes of the archive's directory
+_SMALL = 1 << 26  # bytes of a file other than tensors; large tokenizers have 33 million
+_JSON = 1 << 24  # bytes of a JSON file
+_LISTS = 500_000  # lists and objects in a JSON file
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
-_INVALID = (zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, struct.error, EOFError, KeyError, IndexError,
-            TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError, OverflowError, RecursionError)
+_INVALID = (
+    zipfile.BadZipFile,
+    zipfile.LargeZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    NotImplementedError,
+    RuntimeError,
+    OverflowError,
+    RecursionError,
+)
 
 
 def test_name(entry, number):
@@ -103,7 +130,7 @@ class Archive:
         if name not in self._entries:
             raise self.error(f"there is no {name}")
         info, start = self._entries[name]
-        data = self._map[start:start + info.compress_size]
+        data = self._map[start : start + info.compress_size]
         if info.compress_type == zipfile.ZIP_DEFLATED:
             inflate = zlib.decompressobj(-15)
             try:
@@ -143,26 +170,38 @@ class Archive:
         except _INVALID as error:
             if isinstance(error, BundleError):
                 raise
-            raise self.error(f"{name}: its header is invalid ({error or type(error).__name__})") from None
+            raise self.error(
+                f"{name}: its header is invalid ({error or type(error).__name__})"
+            ) from None
 
     def _tensors(self, name, start, total):
-        length = int.from_bytes(self._map[start:start + 8], "little")
+        length = int.from_bytes(self._map[start : start + 8], "little")
         if not 2 <= length <= min(_JSON, total - 8):
             raise self.error(f"{name} states a header of {length:,} bytes")
-        header = json.loads(self._map[start + 8:start + 8 + length].decode())
+        header = json.loads(self._map[start + 8 : start + 8 + length].decode())
         header.pop("__metadata__", None)
         data, end, arrays = start + 8 + length, 0, {}
         for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            dtype, shape, (low, high) = np.dtype(DTYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
-            if not all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, low, high)) or len(shape) > 32:
+            dtype, shape, (low, high) = (
+                np.dtype(DTYPES[entry["dtype"]]),
+                entry["shape"],
+                entry["data_offsets"],
+            )
+            if (
+                not all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, low, high))
+                or len(shape) > 32
+            ):
                 raise self.error(f"{name}: {key!r} has an invalid shape or position")
             count = math.prod(shape)
             if low != end or high - low != count * dtype.itemsize or 8 + length + high > total:
-                raise self.error(f"{name}: {key!r} has {high - low:,} bytes at {low:,}; expected "
-                                 f"{count * dtype.itemsize:,} at {end:,}")
+                raise self.error(
+                    f"{name}: {key!r} has {high - low:,} bytes at {low:,}; expected "
+                    f"{count * dtype.itemsize:,} at {end:,}"
+                )
             end = high
-            arrays[key] = (np.frombuffer(self._map, dtype, count, data + low) if count else np.empty(0, dtype)
-                           ).reshape(shape)
+            arrays[key] = (
+                np.frombuffer(self._map, dtype, count, data + low) if count else np.empty(0, dtype)
+            ).reshape(shape)
         if 8 + length + end != total:
             raise self.error(f"{name} has {total:,} bytes; its tensors end at {8 + length + end:,}")
         return arrays
@@ -171,20 +210,28 @@ class Archive:
         """Checks the end of the archive before its directory is read. If `verify` is true, also checks the SHA-256 of
         the whole file."""
         total = len(self._map)
-        tail = self._map[max(0, total - 22 - _DIGEST):]
-        if len(tail) != 22 + _DIGEST or tail[:4] != b"PK\5\6" or tail[22:22 + len(_COMMENT)] != _COMMENT:
-            raise self.error("it does not end with a bundle's digest; the file is truncated, or not a bundle")
+        tail = self._map[max(0, total - 22 - _DIGEST) :]
+        if (
+            len(tail) != 22 + _DIGEST
+            or tail[:4] != b"PK\5\6"
+            or tail[22 : 22 + len(_COMMENT)] != _COMMENT
+        ):
+            raise self.error(
+                "it does not end with a bundle's digest; the file is truncated, or not a bundle"
+            )
         size = struct.unpack("<I", tail[12:16])[0]
-        if size == 0xFFFFFFFF or struct.unpack("<I", tail[16:20])[0] == 0xFFFFFFFF:      # zip64
-            locator = self._map[total - 22 - _DIGEST - 20:total - 22 - _DIGEST]
+        if size == 0xFFFFFFFF or struct.unpack("<I", tail[16:20])[0] == 0xFFFFFFFF:  # zip64
+            locator = self._map[total - 22 - _DIGEST - 20 : total - 22 - _DIGEST]
             offset = struct.unpack("<4sIQI", locator)[2]
-            size = struct.unpack("<Q", self._map[offset + 40:offset + 48])[0]
+            size = struct.unpack("<Q", self._map[offset + 40 : offset + 48])[0]
         if size > _DIRECTORY:
             raise self.error(f"its directory has {size:,} bytes")
         if verify:
-            digest = hashlib.sha256(memoryview(self._map)[:total - _DIGEST]).hexdigest()
-            if digest.encode() != tail[22 + len(_COMMENT):]:
-                raise self.error("its content does not have the digest at its end; the file is damaged")
+            digest = hashlib.sha256(memoryview(self._map)[: total - _DIGEST]).hexdigest()
+            if digest.encode() != tail[22 + len(_COMMENT) :]:
+                raise self.error(
+                    "its content does not have the digest at its end; the file is damaged"
+                )
 
     def _directory(self):
         with self.path.open("rb") as opened, zipfile.ZipFile(opened) as archive:
@@ -194,18 +241,30 @@ class Archive:
             name, tensors = info.filename, info.filename.endswith(".safetensors")
             if not _NAME.fullmatch(name) or name in entries:
                 raise self.error(f"it contains a file named {name[:80]!r}")
-            if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            if info.flag_bits & 1 or info.compress_type not in (
+                zipfile.ZIP_STORED,
+                zipfile.ZIP_DEFLATED,
+            ):
                 raise self.error(f"{name} is encrypted or compressed in an unknown way")
             if info.compress_type == zipfile.ZIP_STORED and info.compress_size != info.file_size:
                 raise self.error(f"{name} states two sizes")
             if not tensors and info.file_size > _SMALL:
-                raise self.error(f"{name} has {info.file_size:,} bytes, expected at most {_SMALL:,}")
-            header = self._map[info.header_offset:info.header_offset + 30]
+                raise self.error(
+                    f"{name} has {info.file_size:,} bytes, expected at most {_SMALL:,}"
+                )
+            header = self._map[info.header_offset : info.header_offset + 30]
             lengths = struct.unpack("<HH", header[26:30])
             start = info.header_offset + 30 + sum(lengths)
-            if header[:4] != b"PK\3\4" or info.header_offset < end or start + info.compress_size > len(self._map):
+            if (
+                header[:4] != b"PK\3\4"
+                or info.header_offset < end
+                or start + info.compress_size > len(self._map)
+            ):
                 raise self.error(f"{name} overlaps another file, or ends outside of the archive")
-            if self._map[info.header_offset + 30:info.header_offset + 30 + lengths[0]] != name.encode():
+            if (
+                self._map[info.header_offset + 30 : info.header_offset + 30 + lengths[0]]
+                != name.encode()
+            ):
                 raise self.error(f"{name} has another name in its header")
             end = start + info.compress_size
             entries[name] = info, start
@@ -215,12 +274,23 @@ class Archive:
         if self.manifest.get("format") != FORMAT:
             raise self.error(f"{MANIFEST} does not describe a bundle")
         if self.manifest["version"] > VERSION:
-            raise self.error(f"it has version {self.manifest['version']} of the format, and this reader knows "
-                             f"{VERSION}; install a newer fnet")
+            raise self.error(
+                f"it has version {self.manifest['version']} of the format, and this reader knows "
+                f"{VERSION}; install a newer fnet"
+            )
         files = {name: entry["bytes"] for name, entry in self.manifest["files"].items()}
-        held = {name: info.file_size for name, (info, _) in self._entries.items() if name != MANIFEST}
+        held = {
+            name: info.file_size for name, (info, _) in self._entries.items() if name != MANIFEST
+        }
         if files != held:
             odd = sorted(name for name in {*files, *held} if files.get(name) != held.get(name))
-            raise self.error(f"{MANIFEST} and the archive differ in {', '.join(map(repr, odd[:4]))}")
+            raise self.error(
+                f"{MANIFEST} and the archive differ in {', '.join(map(repr, odd[:4]))}"
+            )
         for entry in self.manifest["entries"].values():
-            entry["inputs"], entry["output"], entry["weights"], entry["constraints"]    # KeyError: incomplete
+            (
+                entry["inputs"],
+                entry["output"],
+                entry["weights"],
+                entry["constraints"],
+            )  # KeyError: incomplete

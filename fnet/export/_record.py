@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 from fnet.export._spec import Spec, spec
 
 RECORD = "model.json"
-_PACKAGE = "fnet.models"    # the only package of models in records, so that reading imports no other code
-_RENAMED = {"Llama": "Decoder"}    # classes in records of earlier versions
+_PACKAGE = (
+    "fnet.models"  # the only package of models in records, so that reading imports no other code
+)
+_RENAMED = {"Llama": "Decoder"}  # classes in records of earlier versions
 
 
 class Record(NamedTuple):
@@ -35,8 +37,14 @@ class Record(NamedTuple):
     standardize: Mapping[str, list[float]] | None
 
 
-def record(workdir: str | os.PathLike, model: Any, *, labels: Iterable[Any] | None = None,
-           standardize: Mapping[str, Iterable[float]] | None = None, **specs: Spec) -> None:
+def record(
+    workdir: str | os.PathLike,
+    model: Any,
+    *,
+    labels: Iterable[Any] | None = None,
+    standardize: Mapping[str, Iterable[float]] | None = None,
+    **specs: Spec,
+) -> None:
     """Writes a model of `fnet.models` (its class and fields) and the types of its inputs to a file in the folder of a
     training run.
 
@@ -64,19 +72,27 @@ def record(workdir: str | os.PathLike, model: Any, *, labels: Iterable[Any] | No
     """
     kind, folder = type(model), Path(workdir)
     if getattr(importlib.import_module(_PACKAGE), kind.__name__, None) is not kind:
-        raise TypeError(f"export.record: {kind.__module__}.{kind.__name__} is not a model of fnet.models; export it in "
-                        "your own code with export.program")
+        raise TypeError(
+            f"export.record: {kind.__module__}.{kind.__name__} is not a model of fnet.models; export it in "
+            "your own code with export.program"
+        )
     fields = {}
     for field in dataclasses.fields(model):
         value = getattr(model, field.name)
         if not _plain(value):
-            raise TypeError(f"export.record: {kind.__name__}.{field.name} is a {type(value).__name__}, which cannot be "
-                            "recorded; export the model in your own code with export.program")
+            raise TypeError(
+                f"export.record: {kind.__name__}.{field.name} is a {type(value).__name__}, which cannot be "
+                "recorded; export the model in your own code with export.program"
+            )
         fields[field.name] = value
-    data = {"model": kind.__name__, "fields": fields,
-            "inputs": {name: dataclasses.asdict(x) for name, x in specs.items()},
-            "labels": None if labels is None else [str(label) for label in labels],
-            "standardize": standardize and {name: [float(x) for x in values] for name, values in standardize.items()}}
+    data = {
+        "model": kind.__name__,
+        "fields": fields,
+        "inputs": {name: dataclasses.asdict(x) for name, x in specs.items()},
+        "labels": None if labels is None else [str(label) for label in labels],
+        "standardize": standardize
+        and {name: [float(x) for x in values] for name, values in standardize.items()},
+    }
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{RECORD}.{os.getpid()}.partial"
     partial.write_text(json.dumps(data, indent=2) + "\n")
@@ -101,8 +117,10 @@ def read_record(workdir: str | os.PathLike) -> Record:
     """
     path = Path(workdir) / RECORD
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file; a run whose program calls export.record(workdir, model, ...) "
-                                "has one, and other models are exported with export.program")
+        raise FileNotFoundError(
+            f"{path}: no such file; a run whose program calls export.record(workdir, model, ...) "
+            "has one, and other models are exported with export.program"
+        )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         models = importlib.import_module(_PACKAGE)
@@ -110,10 +128,15 @@ def read_record(workdir: str | os.PathLike) -> Record:
         kind = getattr(models, name) if name in models.__all__ else None
         if kind is None or not dataclasses.is_dataclass(kind):
             raise ValueError(f"{data['model']!r} is not a model of {_PACKAGE}")
-        inputs = {name: spec(x["shape"], x["dtype"], where=x["where"]) for name, x in data["inputs"].items()}
+        inputs = {
+            name: spec(x["shape"], x["dtype"], where=x["where"])
+            for name, x in data["inputs"].items()
+        }
         return Record(kind(**data["fields"]), inputs, data["labels"], data["standardize"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} does not describe a model: {error or type(error).__name__}") from None
+        raise ValueError(
+            f"{path} does not describe a model: {error or type(error).__name__}"
+        ) from None
 
 
 def _plain(value: Any) -> bool:

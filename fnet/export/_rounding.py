@@ -16,13 +16,25 @@ else:
     import interpret
 
 _RUNS = 6
-_MARGIN = 8.0      # the allowed difference, in units of the largest that the runs show
-_EXACT = set("""neg abs sign floor ceil is_finite not max min and or xor eq ne lt le gt ge select round broadcast
+_MARGIN = 8.0  # the allowed difference, in units of the largest that the runs show
+_EXACT = set(
+    """neg abs sign floor ceil is_finite not max min and or xor eq ne lt le gt ge select round broadcast
 reshape iota transpose reverse concatenate pad slice dynamic_slice dynamic_update_slice gather sort top_k argmax argmin
 reduce_max reduce_min reduce_and reduce_or reduce_xor cummax cummin window_max window_min size scan while cond clamp
-real imag population_count shift_left shift_right_logical shift_right_arithmetic nextafter""".split())
-_SUMS = {"dot", "convolution", "reduce_sum", "cumsum", "window_sum", "scatter", "window_select_add", "reduce_prod",
-         "cumprod", "fft"}
+real imag population_count shift_left shift_right_logical shift_right_arithmetic nextafter""".split()
+)
+_SUMS = {
+    "dot",
+    "convolution",
+    "reduce_sum",
+    "cumsum",
+    "window_sum",
+    "scatter",
+    "window_select_add",
+    "reduce_prod",
+    "cumprod",
+    "fft",
+}
 
 
 def spread(program, constants, inputs, sizes):
@@ -44,8 +56,17 @@ def perturbed(run, weights, inputs):
     runs = []
     for seed in range(_RUNS):
         draw = np.random.default_rng(seed)
-        runs.append(list(map(np.asarray, run({name: _last_place(draw, x) for name, x in weights.items()},
-                                             [_last_place(draw, x) for x in inputs]))))
+        runs.append(
+            list(
+                map(
+                    np.asarray,
+                    run(
+                        {name: _last_place(draw, x) for name, x in weights.items()},
+                        [_last_place(draw, x) for x in inputs],
+                    ),
+                )
+            )
+        )
     return [_deviation(outputs) for outputs in zip(*runs)]
 
 
@@ -67,11 +88,17 @@ def _last_place(draw, x):
         return x
     unit, wide = _unit(x.dtype), _wide(x.dtype)
     digits = round(-np.log2(unit))
-    unused = (1 << digits - min(digits // 2, 11)) - 1      # the bits that are 0 in numbers with few digits
+    unused = (
+        1 << digits - min(digits // 2, 11)
+    ) - 1  # the bits that are 0 in numbers with few digits
     # A prime number of steps, repeated, is drawn much faster than one for each of 10^8 weights.
-    steps = np.resize(draw.choice(np.array([-1, 0, 1]), 65537).astype(wide) * wide.type(unit), x.shape)
+    steps = np.resize(
+        draw.choice(np.array([-1, 0, 1]), 65537).astype(wide) * wide.type(unit), x.shape
+    )
     with np.errstate(all="ignore"):
-        return np.where(x.view(f"u{x.itemsize}") & unused == 0, x, (x * (1 + steps)).astype(x.dtype))
+        return np.where(
+            x.view(f"u{x.itemsize}") & unused == 0, x, (x * (1 + steps)).astype(x.dtype)
+        )
 
 
 def _floating(dtype):
@@ -123,7 +150,9 @@ class _Noisy:
             return x
         wide = x.astype(_wide(x.dtype), copy=False)
         step = self.draw.uniform(-1, 1, x.shape) * (factor * _unit(dtype))
-        return np.where(np.isfinite(wide), wide + wide * step.astype(wide.dtype), wide).astype(x.dtype)
+        return np.where(np.isfinite(wide), wide + wide * step.astype(wide.dtype), wide).astype(
+            x.dtype
+        )
 
 
 def _narrows(old, new):

@@ -15,8 +15,18 @@ else:
     from reader import BundleError
     from sizes import size, solved
 
-WIDE = ("float64", "int64", "uint64", "complex128")     # dtypes that JAX narrows without jax_enable_x64
-_CONSECUTIVE = {1: 8, 2: 1 << 8, 4: 1 << 24, 8: 1 << 53}     # floating-point numbers of n bytes hold all integers up to
+WIDE = (
+    "float64",
+    "int64",
+    "uint64",
+    "complex128",
+)  # dtypes that JAX narrows without jax_enable_x64
+_CONSECUTIVE = {
+    1: 8,
+    2: 1 << 8,
+    4: 1 << 24,
+    8: 1 << 53,
+}  # floating-point numbers of n bytes hold all integers up to
 KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
@@ -37,7 +47,11 @@ def bound(path, entry, description, inputs, named):
     values = dict(zip(names, inputs))
     unknown = sorted(set(named) - set(names)) or sorted(set(named) & set(values))
     if len(inputs) > len(names) or unknown:
-        what = f"the unexpected or repeated input {unknown[0]!r}" if unknown else f"{len(inputs)} inputs"
+        what = (
+            f"the unexpected or repeated input {unknown[0]!r}"
+            if unknown
+            else f"{len(inputs)} inputs"
+        )
         raise BundleError(f"{expected} got {what}")
     values |= named
     missing = [name for name in names if name not in values]
@@ -54,24 +68,34 @@ def _sizes(expected, constraints, leaves):
     sizes, origin = {}, {}
     for name, leaf, shape in leaves:
         if len(shape) != len(leaf["shape"]):
-            raise BundleError(f"{expected}: the input {name!r} has shape {shape}, expected {text(leaf)}")
+            raise BundleError(
+                f"{expected}: the input {name!r} has shape {shape}, expected {text(leaf)}"
+            )
         for axis, (n, wanted) in enumerate(zip(shape, leaf["shape"])):
             if isinstance(wanted, str) and wanted.isidentifier() and wanted not in sizes:
                 sizes[wanted], origin[wanted] = n, f"axis {axis} of the input {name!r}"
                 if n < 1:
-                    raise BundleError(f"{expected}: {origin[wanted]} has size {n}; {wanted} must be at least 1")
+                    raise BundleError(
+                        f"{expected}: {origin[wanted]} has size {n}; {wanted} must be at least 1"
+                    )
     _solve(expected, leaves, sizes, origin)
     for name, leaf, shape in leaves:
         for axis, (n, wanted) in enumerate(zip(shape, leaf["shape"])):
             try:
                 value = size(wanted, sizes)
-            except KeyError:      # a variable that no axis determines alone
+            except KeyError:  # a variable that no axis determines alone
                 continue
             if n != value:
-                why = (f"{wanted} = {value}" + (f", as in {origin[wanted]}" if wanted in origin else "")
-                       if isinstance(wanted, str) else f"{value}")
-                raise BundleError(f"{expected}: the input {name!r} has shape {shape}, expected {text(leaf)}: axis "
-                                  f"{axis} has size {n}, expected {why}")
+                why = (
+                    f"{wanted} = {value}"
+                    + (f", as in {origin[wanted]}" if wanted in origin else "")
+                    if isinstance(wanted, str)
+                    else f"{value}"
+                )
+                raise BundleError(
+                    f"{expected}: the input {name!r} has shape {shape}, expected {text(leaf)}: axis "
+                    f"{axis} has size {n}, expected {why}"
+                )
     for constraint in constraints:
         if not satisfied(constraint, sizes):
             variables = [name for name in sizes if re.search(rf"\b{name}\b", constraint)]
@@ -82,17 +106,29 @@ def _sizes(expected, constraints, leaves):
 
 def _solve(expected, leaves, sizes, origin):
     """Adds the variables that occur only in expressions, such as h in an image with 4*h rows."""
-    expressions = [(name, leaf, axis, n, wanted) for name, leaf, shape in leaves
-                   for axis, (n, wanted) in enumerate(zip(shape, leaf["shape"])) if isinstance(wanted, str)]
-    for name, leaf, axis, n, wanted in [*expressions, *expressions]:      # one may need the variable of a later one
+    expressions = [
+        (name, leaf, axis, n, wanted)
+        for name, leaf, shape in leaves
+        for axis, (n, wanted) in enumerate(zip(shape, leaf["shape"]))
+        if isinstance(wanted, str)
+    ]
+    for name, leaf, axis, n, wanted in [
+        *expressions,
+        *expressions,
+    ]:  # one may need the variable of a later one
         unknown = solved(wanted, n, sizes)
         if unknown is None:
             continue
         variable, value = unknown
         if value is None or value < 1:
-            raise BundleError(f"{expected}: axis {axis} of the input {name!r} has size {n}, expected {wanted} for an "
-                              f"integer {variable} of at least 1, as in {text(leaf)}")
-        sizes[variable], origin[variable] = value, f"axis {axis} of the input {name!r}: {wanted} = {n}"
+            raise BundleError(
+                f"{expected}: axis {axis} of the input {name!r} has size {n}, expected {wanted} for an "
+                f"integer {variable} of at least 1, as in {text(leaf)}"
+            )
+        sizes[variable], origin[variable] = (
+            value,
+            f"axis {axis} of the input {name!r}: {wanted} = {n}",
+        )
 
 
 def satisfied(constraint, sizes):
@@ -117,18 +153,26 @@ def flatten(expected, name, tree, value, flat, leaves):
 
             x = jax.random.wrap_key_data(x, impl=KEYS[dtype])
         if str(x.dtype) != dtype:
-            if dtype in KEYS or not np.can_cast(x.dtype, np.dtype(dtype), "same_kind") or x.dtype.kind in "?b":
-                raise BundleError(f"{expected}: the input {name!r} has dtype {x.dtype}, expected {dtype}")
+            if (
+                dtype in KEYS
+                or not np.can_cast(x.dtype, np.dtype(dtype), "same_kind")
+                or x.dtype.kind in "?b"
+            ):
+                raise BundleError(
+                    f"{expected}: the input {name!r} has dtype {x.dtype}, expected {dtype}"
+                )
             x = converted(f"{expected}: the input {name!r}", x, np.dtype(dtype))
         flat.append(x)
         leaves.append((name, tree, tuple(x.shape)))
         return
-    (kind, children), = tree.items()
+    ((kind, children),) = tree.items()
     items = list(children.items()) if kind == "dict" else list(enumerate(children))
     held = value.keys() if kind == "dict" and hasattr(value, "keys") else range(len(value))
     if {key for key, _ in items} != set(held):
-        raise BundleError(f"{expected}: the input {name!r} has the parts {sorted(map(str, held))}, expected "
-                          f"{sorted(str(key) for key, _ in items)}")
+        raise BundleError(
+            f"{expected}: the input {name!r} has the parts {sorted(map(str, held))}, expected "
+            f"{sorted(str(key) for key, _ in items)}"
+        )
     for key, child in items:
         flatten(expected, f"{name}/{key}", child, value[key], flat, leaves)
 
@@ -141,29 +185,37 @@ def converted(what, x, dtype):
             raised if the values of an integer array are not known yet, because JAX is tracing the call.
     """
     integers = x.dtype.kind in "iu"
-    if np.can_cast(x.dtype, dtype, "safe") and not (integers and x.dtype.itemsize == 8 and dtype.kind in "fc"):
+    if np.can_cast(x.dtype, dtype, "safe") and not (
+        integers and x.dtype.itemsize == 8 and dtype.kind in "fc"
+    ):
         return x.astype(dtype)
     try:
         values = np.asarray(x)
-    except TypeError:      # JAX is tracing
+    except TypeError:  # JAX is tracing
         if integers:
-            raise BundleError(f"{what} has dtype {x.dtype}, expected {dtype}; inside of a transformation of JAX, "
-                              f"convert it first: x.astype({str(dtype)!r})") from None
+            raise BundleError(
+                f"{what} has dtype {x.dtype}, expected {dtype}; inside of a transformation of JAX, "
+                f"convert it first: x.astype({str(dtype)!r})"
+            ) from None
         return x.astype(dtype)
     with np.errstate(all="ignore"):
         narrow = values.astype(dtype)
     if not integers:
         lost = np.isfinite(values) & ~np.isfinite(narrow)
     elif dtype.kind in "iu":
-        lost = (narrow < 0) != (values < 0) if dtype.itemsize == values.itemsize else narrow != values
+        lost = (
+            (narrow < 0) != (values < 0) if dtype.itemsize == values.itemsize else narrow != values
+        )
     else:
         lost = ~np.isfinite(narrow)
         reals = narrow.real.astype(np.float64)
         large = ~lost & (np.abs(reals) >= _CONSECUTIVE[narrow.real.dtype.itemsize])
         lost[large] = [int(a) != int(b) for a, b in zip(values[large], reals[large])]
     if lost.any():
-        raise BundleError(f"{what} has dtype {x.dtype} and the value {values[lost].ravel()[0]}, which {dtype} cannot "
-                          f"hold; expected {dtype}")
+        raise BundleError(
+            f"{what} has dtype {x.dtype} and the value {values[lost].ravel()[0]}, which {dtype} cannot "
+            f"hold; expected {dtype}"
+        )
     return narrow
 
 
@@ -172,7 +224,7 @@ def unflatten(tree, leaves):
         return None
     if "dtype" in tree and "shape" in tree:
         return next(leaves)
-    (kind, children), = tree.items()
+    ((kind, children),) = tree.items()
     if kind == "dict":
         return {key: unflatten(child, leaves) for key, child in children.items()}
     parts = [unflatten(child, leaves) for child in children]
@@ -205,8 +257,10 @@ def chosen(description, weights, held):
     collect(weights, "")
     missing = [name for name in description["weights"] if name not in flat]
     if missing:
-        raise BundleError(f"the weights lack {missing[0]!r} ({len(missing)} of {len(description['weights'])} are "
-                          "missing)")
+        raise BundleError(
+            f"the weights lack {missing[0]!r} ({len(missing)} of {len(description['weights'])} are "
+            "missing)"
+        )
     return {name: flat[name] for name in description["weights"]}
 
 
@@ -215,7 +269,7 @@ def text(tree):
         return "None"
     if "dtype" in tree and "shape" in tree:
         return f"{tree['dtype']}[{', '.join(map(str, tree['shape']))}]"
-    (kind, children), = tree.items()
+    ((kind, children),) = tree.items()
     if kind == "dict":
         return "{" + ", ".join(f"{key}: {text(child)}" for key, child in children.items()) + "}"
     return ("[{}]" if kind == "list" else "({})").format(", ".join(map(text, children)))

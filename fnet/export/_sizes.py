@@ -38,7 +38,7 @@ def solved(expression, n, sizes):
     unknown = [name for name in variables(expression) if name not in sizes]
     if len(unknown) != 1:
         return None
-    name, = unknown
+    (name,) = unknown
     zero, one, two = (size(expression, {**sizes, name: value}) for value in (0, 1, 2))
     if one == zero or two - one != one - zero:
         return None
@@ -55,7 +55,11 @@ def _size(node, sizes):
         return -_size(node.operand, sizes)
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
         return _ARITHMETIC[type(node.op)](_size(node.left, sizes), _size(node.right, sizes))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in _FUNCTIONS
+    ):
         return _FUNCTIONS[node.func.id](*(_size(part, sizes) for part in node.args))
     raise ValueError(f"cannot evaluate the size {ast.unparse(node)!r}")
 
@@ -63,9 +67,13 @@ def _size(node, sizes):
 def _power(x, y):
     if abs(y) > 64:
         raise ValueError(f"cannot evaluate a size with the exponent {y}")
-    return x ** y
+    return x**y
 
 
-_ARITHMETIC = {ast.Add: lambda x, y: x + y, ast.Sub: lambda x, y: x - y, ast.Mult: lambda x, y: x * y,
-               ast.Pow: _power}    # JAX writes the others as calls
+_ARITHMETIC = {
+    ast.Add: lambda x, y: x + y,
+    ast.Sub: lambda x, y: x - y,
+    ast.Mult: lambda x, y: x * y,
+    ast.Pow: _power,
+}  # JAX writes the others as calls
 _FUNCTIONS = {"floordiv": lambda x, y: x // y, "mod": lambda x, y: x % y, "max": max, "min": min}

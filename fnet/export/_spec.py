@@ -58,7 +58,9 @@ def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ())
     """
     where = (where,) if isinstance(where, str) else tuple(where)
     try:
-        return Spec(shape, str(jnp.dtype(dtype)) if not str(dtype).startswith("key<") else str(dtype), where)
+        return Spec(
+            shape, str(jnp.dtype(dtype)) if not str(dtype).startswith("key<") else str(dtype), where
+        )
     except TypeError:
         raise ValueError(f"export.spec: {dtype!r} is no dtype; use for example 'float32'") from None
 
@@ -95,7 +97,9 @@ def resolve(specs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
             return jax.eval_shape(lambda: x.function(*sizes))
         if hasattr(x, "shape") and hasattr(x, "dtype"):
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        raise TypeError(f"export: expected an input type, export.spec('b, 3', 'float32'), got {x!r}")
+        raise TypeError(
+            f"export: expected an input type, export.spec('b, 3', 'float32'), got {x!r}"
+        )
 
     return {name: jax.tree.map(one, tree, is_leaf=special) for name, tree in specs.items()}, where
 
@@ -103,9 +107,11 @@ def resolve(specs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
 def _parsed(shape: str, scope) -> tuple:
     try:
         return tuple(export.symbolic_shape(shape, scope=scope)) if shape.strip() else ()
-    except Exception as error:    # JAX's parser raises errors of several types
-        raise ValueError(f"export.spec: {shape!r} is no shape, such as 'b, 28, 28, 1': "
-                         f"{str(error).splitlines()[0]}") from None
+    except Exception as error:  # JAX's parser raises errors of several types
+        raise ValueError(
+            f"export.spec: {shape!r} is no shape, such as 'b, 28, 28, 1': "
+            f"{str(error).splitlines()[0]}"
+        ) from None
 
 
 def _dtype(name: str):

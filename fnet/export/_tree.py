@@ -10,13 +10,16 @@ import jax
 
 from fnet.jaxpr import stable_size
 
-_FUNCTIONS = "floordiv", "mod", "max", "min"      # in expressions of sizes
+_FUNCTIONS = "floordiv", "mod", "max", "min"  # in expressions of sizes
 
 
 def named_leaves(root: str, tree: Any) -> list[tuple[str, Any]]:
     """Returns [(path, leaf)] of a tree, with paths such as "params/block1/conv2/kernel". `root` is the first part of
     each path."""
-    return [("/".join([root, *map(_name, path)]), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+    return [
+        ("/".join([root, *map(_name, path)]), leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    ]
 
 
 def described(tree: Any) -> Any:
@@ -47,7 +50,7 @@ def described_leaves(trees: list[tuple[str, Any]]) -> list[tuple[str, dict]]:
         if "dtype" in tree and "shape" in tree:
             leaves.append((name, tree))
             return
-        (kind, children), = tree.items()
+        ((kind, children),) = tree.items()
         for key, child in children.items() if kind == "dict" else enumerate(children):
             collect(f"{name}/{key}", child)
 
@@ -60,7 +63,9 @@ def size_variables(trees: list[tuple[str, Any]]) -> list[str]:
     """Returns the names of the symbolic sizes in descriptions of trees, in the order of their first occurrence. `trees`
     is a list [(name, description)] with descriptions from the function `described`."""
     text = " ".join(str(n) for _, leaf in described_leaves(trees) for n in leaf["shape"])
-    return [name for name in dict.fromkeys(re.findall(r"[A-Za-z_]\w*", text)) if name not in _FUNCTIONS]
+    return [
+        name for name in dict.fromkeys(re.findall(r"[A-Za-z_]\w*", text)) if name not in _FUNCTIONS
+    ]
 
 
 def _name(key: Any) -> str:

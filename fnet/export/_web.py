@@ -18,8 +18,15 @@ _MODULE, _BINARY = "ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm"
 _PIXELS = "float32", "uint8"
 
 
-def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | None = None, margin: float = 0.0,
-        title: str = "Draw an image", runtime: str | os.PathLike | None = None) -> None:
+def web(
+    program: Program,
+    folder: str | os.PathLike,
+    *,
+    labels: Iterable[Any] | None = None,
+    margin: float = 0.0,
+    title: str = "Draw an image",
+    runtime: str | os.PathLike | None = None,
+) -> None:
     """Writes a folder with a web page. The user draws an image on the page, and the model classifies the image.
 
     The folder contains the page, the program as an ONNX file, and onnxruntime-web, which runs the program in the
@@ -75,10 +82,23 @@ def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | 
         program.onnx(folder / "preprocess.onnx", entry="preprocess", external=False)
     for name in (_MODULE, _BINARY):
         shutil.copyfile(distribution / name, folder / name)
-    config = json.dumps({"height": height, "width": width, "channels": channels, "labels": labels, "margin": margin,
-                         "preprocess": prepared, "dtype": dtype}).replace("<", r"\u003c")
+    config = json.dumps(
+        {
+            "height": height,
+            "width": width,
+            "channels": channels,
+            "labels": labels,
+            "margin": margin,
+            "preprocess": prepared,
+            "dtype": dtype,
+        }
+    ).replace("<", r"\u003c")
     page = resources.files(__package__).joinpath("web.html").read_text(encoding="utf-8")
-    for name, value in (("TITLE", html.escape(title)), ("RUNTIME", _MODULE), ("CONFIGURATION", config)):
+    for name, value in (
+        ("TITLE", html.escape(title)),
+        ("RUNTIME", _MODULE),
+        ("CONFIGURATION", config),
+    ):
         page = page.replace(name, value)
     (folder / "index.html").write_text(page, encoding="utf-8")
 
@@ -90,26 +110,47 @@ def _image(program) -> tuple[int, int, int, int, str]:
     if len(inputs) == 1 and "shape" in inputs[0] and "shape" in output:
         shape, classes = inputs[0]["shape"], output["shape"][-1:]
         fixed = [*shape[1:], *classes]
-        if (len(shape) == 4 and len(output["shape"]) == 2 and all(isinstance(n, int) for n in fixed)
-                and shape[3] in (1, 3) and shape[0] in (1, output["shape"][0]) and inputs[0]["dtype"] in _PIXELS):
+        if (
+            len(shape) == 4
+            and len(output["shape"]) == 2
+            and all(isinstance(n, int) for n in fixed)
+            and shape[3] in (1, 3)
+            and shape[0] in (1, output["shape"][0])
+            and inputs[0]["dtype"] in _PIXELS
+        ):
             return (*fixed, inputs[0]["dtype"])
-    raise ValueError(f"export.web: expected a program from one image, such as float32[b, 28, 28, 1], to scores [b, "
-                     f"classes]; got {' and '.join(map(_text, inputs))} to {_text(output)}")
+    raise ValueError(
+        f"export.web: expected a program from one image, such as float32[b, 28, 28, 1], to scores [b, "
+        f"classes]; got {' and '.join(map(_text, inputs))} to {_text(output)}"
+    )
 
 
 def _text(tree) -> str:
-    return f"{tree['dtype']}[{', '.join(map(str, tree['shape']))}]" if "shape" in tree else "a tree of arrays"
+    return (
+        f"{tree['dtype']}[{', '.join(map(str, tree['shape']))}]"
+        if "shape" in tree
+        else "a tree of arrays"
+    )
 
 
 def _runtime(folder) -> Path:
     """Returns the folder that contains the distribution files of onnxruntime-web."""
     here = Path.cwd()
-    candidates = [Path(folder)] if folder is not None else [
-        parent / "node_modules" / _PACKAGE for parent in (here, *here.parents)]
+    candidates = (
+        [Path(folder)]
+        if folder is not None
+        else [parent / "node_modules" / _PACKAGE for parent in (here, *here.parents)]
+    )
     for candidate in candidates:
         for distribution in (candidate / "dist", candidate):
             if all((distribution / name).is_file() for name in (_MODULE, _BINARY)):
                 return distribution
-    where = f"in {folder}" if folder is not None else f"in node_modules of {here} and the folders above it"
-    raise FileNotFoundError(f"export.web: found no {_PACKAGE} ({_MODULE} and {_BINARY}) {where}; install it with npm "
-                            f"install {_PACKAGE}, or name its folder with runtime=")
+    where = (
+        f"in {folder}"
+        if folder is not None
+        else f"in node_modules of {here} and the folders above it"
+    )
+    raise FileNotFoundError(
+        f"export.web: found no {_PACKAGE} ({_MODULE} and {_BINARY}) {where}; install it with npm "
+        f"install {_PACKAGE}, or name its folder with runtime="
+    )

@@ -20,25 +20,43 @@ import jax
 import numpy as np
 
 from fnet import _jax, jaxpr
-from fnet.export import _examples, _interpret, _loaded, _outputs, _reader, _rounding, _signature, _sizes
+from fnet.export import (
+    _examples,
+    _interpret,
+    _loaded,
+    _outputs,
+    _reader,
+    _rounding,
+    _signature,
+    _sizes,
+)
 from fnet.export._program import PLATFORMS
 
-WINDOW = datetime.timedelta(days=180)    # JAX guarantees six months
-_ALIGNMENT = 64                          # of the weights in the file
+WINDOW = datetime.timedelta(days=180)  # JAX guarantees six months
+_ALIGNMENT = 64  # of the weights in the file
 _CODES = {name: code for code, name in _reader.DTYPES.items()}
-_LARGEST_TEST = 1 << 22                  # elements in the random inputs of a check, such as caches
+_LARGEST_TEST = 1 << 22  # elements in the random inputs of a check, such as caches
 
 
-def save(program: Any, path: str | os.PathLike, *, labels: Iterable[Any] | None = None,
-         tokenizer: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
-         tests: Mapping[str, Mapping[str, Any]] | None = None, differentiable: bool = False,
-         kernels: Sequence[str] = (), about: Mapping[str, Any] | None = None,
-         files: Mapping[str, bytes] | None = None) -> None:
+def save(
+    program: Any,
+    path: str | os.PathLike,
+    *,
+    labels: Iterable[Any] | None = None,
+    tokenizer: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
+    tests: Mapping[str, Mapping[str, Any]] | None = None,
+    differentiable: bool = False,
+    kernels: Sequence[str] = (),
+    about: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
+) -> None:
     """Writes a program, its weights and other files to a bundle. `Program.save` documents the arguments."""
     path = Path(path)
     unknown = set(kernels) - set(PLATFORMS)
     if unknown:
-        raise ValueError(f"Program.save: kernels={tuple(kernels)!r}: expected platforms among {', '.join(PLATFORMS)}")
+        raise ValueError(
+            f"Program.save: kernels={tuple(kernels)!r}: expected platforms among {', '.join(PLATFORMS)}"
+        )
     weights = dict(program.weights)
     files: dict[str, bytes] = dict(files or {})
     entries, checks = {}, {}
@@ -49,9 +67,16 @@ def save(program: Any, path: str | os.PathLike, *, labels: Iterable[Any] | None 
                 programs[kind] = entry.exported((kind,))
         for kind, exported in programs.items():
             files[f"programs/{name}.{kind}.jax"] = _serialized(exported, differentiable)
-        description = {"inputs": entry.inputs, "output": entry.output, "constraints": entry.constraints,
-                       "weights": entry.weights, "constants": [],
-                       "custom_calls": {kind: sorted(_custom_calls(exported)) for kind, exported in programs.items()}}
+        description = {
+            "inputs": entry.inputs,
+            "output": entry.output,
+            "constraints": entry.constraints,
+            "weights": entry.weights,
+            "constants": [],
+            "custom_calls": {
+                kind: sorted(_custom_calls(exported)) for kind, exported in programs.items()
+            },
+        }
         stable = None
         try:
             stable, constants = jaxpr.stable(entry.closed)
@@ -63,29 +88,53 @@ def save(program: Any, path: str | os.PathLike, *, labels: Iterable[Any] | None 
             files[f"programs/{name}.json"] = _json(stable)
         entries[name] = description
         description["tolerance"] = _outputs.tolerance(
-            a.dtype for eqn in jaxpr.equations(entry.closed.jaxpr) for a in (v.aval for v in eqn.outvars)
-            if hasattr(a, "dtype"))
+            a.dtype
+            for eqn in jaxpr.equations(entry.closed.jaxpr)
+            for a in (v.aval for v in eqn.outvars)
+            if hasattr(a, "dtype")
+        )
         given = (tests or {}).get(name)
-        cases = (_examples.cases(description, stable) if given is None
-                 else given if isinstance(given, list) else [_signature.bound(path, name, description, (), given)[0]])
+        cases = (
+            _examples.cases(description, stable)
+            if given is None
+            else given
+            if isinstance(given, list)
+            else [_signature.bound(path, name, description, (), given)[0]]
+        )
         for i, inputs in enumerate(cases):
             if given is not None or sum(x.size for x in inputs) <= _LARGEST_TEST:
                 checks |= _test(program, name, i, inputs)
-    files |= {f"tokenizer/{file.name}": file.read_bytes() for file in _tokenizer_files(tokenizer)} | _readers()
+    files |= {
+        f"tokenizer/{file.name}": file.read_bytes() for file in _tokenizer_files(tokenizer)
+    } | _readers()
     today = datetime.date.today()
     manifest = {
-        "format": _reader.FORMAT, "version": _reader.VERSION, "created": today.isoformat(),
+        "format": _reader.FORMAT,
+        "version": _reader.VERSION,
+        "created": today.isoformat(),
         "read_until": (today + WINDOW).isoformat(),
-        "versions": {name: importlib.metadata.version(name) for name in ("fnet", "jax", "jaxlib", "numpy")},
-        "requires": {"portable": list(PLATFORMS), **{kind: _requirements(kind) for kind in kernels}},
-        "provenance": {"python": platform.python_version(), "system": platform.platform(), **(about or {})},
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("fnet", "jax", "jaxlib", "numpy")
+        },
+        "requires": {
+            "portable": list(PLATFORMS),
+            **{kind: _requirements(kind) for kind in kernels},
+        },
+        "provenance": {
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            **(about or {}),
+        },
         "labels": None if labels is None else [str(label) for label in labels],
-        "differentiable": differentiable, "entries": entries,
+        "differentiable": differentiable,
+        "entries": entries,
     }
     write(path, manifest, files, {_reader.WEIGHTS: weights, _reader.TESTS: checks})
 
 
-def write(path: Path, manifest: dict, files: Mapping[str, bytes], tensors: Mapping[str, Mapping[str, Any]]) -> None:
+def write(
+    path: Path, manifest: dict, files: Mapping[str, bytes], tensors: Mapping[str, Mapping[str, Any]]
+) -> None:
     """Writes the archive atomically.
 
     The archive contains the small files, the tensors, and manifest.json with the digests of all files. The comment at
@@ -100,7 +149,9 @@ def write(path: Path, manifest: dict, files: Mapping[str, bytes], tensors: Mappi
                 sums[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             for name, arrays in tensors.items():
                 sums[name] = _tensors(archive, name, arrays)
-            archive.writestr(_info(_reader.MANIFEST, zipfile.ZIP_DEFLATED), _json({**manifest, "files": sums}))
+            archive.writestr(
+                _info(_reader.MANIFEST, zipfile.ZIP_DEFLATED), _json({**manifest, "files": sums})
+            )
             archive.comment = b"sha256:" + b"0" * 64
         with partial.open("r+b") as opened:
             opened.seek(-64, os.SEEK_END)
@@ -123,7 +174,9 @@ def _serialized(exported, differentiable) -> bytes:
     try:
         return bytes(exported.serialize(vjp_order=int(differentiable)))
     except ImportError:
-        raise ImportError("bundles need flatbuffers, which JAX does not install: pip install flatbuffers") from None
+        raise ImportError(
+            "bundles need flatbuffers, which JAX does not install: pip install flatbuffers"
+        ) from None
 
 
 def _custom_calls(exported) -> set:
@@ -137,14 +190,19 @@ def _requirements(kind) -> str:
 
 
 def _data(x) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else x)
+    return np.asarray(
+        jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else x
+    )
 
 
 def _test(program, entry, number, inputs) -> dict[str, np.ndarray]:
     """Returns the arrays of a test: the inputs and the outputs."""
     parts = {"inputs": map(_data, inputs), "outputs": map(_data, program.call(entry, *inputs))}
-    return {f"{_reader.test_name(entry, number)}/{part}/{i}": x for part, arrays in parts.items()
-            for i, x in enumerate(arrays)}
+    return {
+        f"{_reader.test_name(entry, number)}/{part}/{i}": x
+        for part, arrays in parts.items()
+        for i, x in enumerate(arrays)
+    }
 
 
 def _tokenizer_files(tokenizer) -> list[Path]:
@@ -152,13 +210,22 @@ def _tokenizer_files(tokenizer) -> list[Path]:
         return []
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = Path(tokenizer)
-        files = sorted(file for file in tokenizer.iterdir() if file.is_file()) if tokenizer.is_dir() else [tokenizer]
+        files = (
+            sorted(file for file in tokenizer.iterdir() if file.is_file())
+            if tokenizer.is_dir()
+            else [tokenizer]
+        )
     else:
         files = [Path(file) for file in tokenizer]
     for file in files:
-        if file.suffix not in (".json", ".txt", ".model", ".bin", ".jinja") or file.stat().st_size > _reader._SMALL:
-            raise ValueError(f"Program.save: {file} is no file of a tokenizer (.json, .txt, .model, .bin or .jinja, at "
-                             f"most {_reader._SMALL:,} bytes)")
+        if (
+            file.suffix not in (".json", ".txt", ".model", ".bin", ".jinja")
+            or file.stat().st_size > _reader._SMALL
+        ):
+            raise ValueError(
+                f"Program.save: {file} is no file of a tokenizer (.json, .txt, .model, .bin or .jinja, at "
+                f"most {_reader._SMALL:,} bytes)"
+            )
     return files
 
 
@@ -166,15 +233,37 @@ def _readers() -> dict[str, bytes]:
     """Returns {name: content} of the Python files that load the bundle without fnet."""
     import flatbuffers
 
-    ours = {"load.py": _loaded, "reader.py": _reader, "interpret.py": _interpret, "outputs.py": _outputs,
-            "rounding.py": _rounding, "signature.py": _signature, "sizes.py": _sizes}
+    ours = {
+        "load.py": _loaded,
+        "reader.py": _reader,
+        "interpret.py": _interpret,
+        "outputs.py": _outputs,
+        "rounding.py": _rounding,
+        "signature.py": _signature,
+        "sizes.py": _sizes,
+    }
     files = {name: Path(module.__file__).read_bytes() for name, module in ours.items()}
-    files["__main__.py"] = b'"""Describes and checks this bundle: python FILE."""\n\nimport load\n\nload.main()\n'
+    files["__main__.py"] = (
+        b'"""Describes and checks this bundle: python FILE."""\n\nimport load\n\nload.main()\n'
+    )
     # JAX reads its programs with flatbuffers (Apache License 2.0) and does not install it.
     folder = Path(flatbuffers.__file__).parent
-    names = ("__init__", "_version", "builder", "compat", "encode", "number_types", "packer", "table", "util")
-    return files | {f"flatbuffers/{name}.py": (folder / f"{name}.py").read_bytes() for name in names
-                    if (folder / f"{name}.py").exists()}
+    names = (
+        "__init__",
+        "_version",
+        "builder",
+        "compat",
+        "encode",
+        "number_types",
+        "packer",
+        "table",
+        "util",
+    )
+    return files | {
+        f"flatbuffers/{name}.py": (folder / f"{name}.py").read_bytes()
+        for name in names
+        if (folder / f"{name}.py").exists()
+    }
 
 
 def _json(data) -> bytes:
@@ -182,7 +271,7 @@ def _json(data) -> bytes:
 
 
 def _info(name: str, kind: int) -> zipfile.ZipInfo:
-    info = zipfile.ZipInfo(name)      # with a fixed date, so that equal contents give equal bytes
+    info = zipfile.ZipInfo(name)  # with a fixed date, so that equal contents give equal bytes
     info.compress_type = kind
     return info
 
@@ -195,9 +284,15 @@ def _tensors(archive, name, arrays) -> dict:
     for key in order:
         array = arrays[key]
         if str(array.dtype) not in _CODES:
-            raise ValueError(f"Program.save: {key!r} has dtype {array.dtype}, which safetensors files cannot hold")
+            raise ValueError(
+                f"Program.save: {key!r} has dtype {array.dtype}, which safetensors files cannot hold"
+            )
         size = int(np.prod(array.shape, dtype=np.int64)) * array.dtype.itemsize
-        header[key] = {"dtype": _CODES[str(array.dtype)], "shape": list(array.shape), "data_offsets": [end, end + size]}
+        header[key] = {
+            "dtype": _CODES[str(array.dtype)],
+            "shape": list(array.shape),
+            "data_offsets": [end, end + size],
+        }
         end += size
     head = _json(header)
     head += b" " * (-(8 + len(head)) % _ALIGNMENT)
@@ -207,9 +302,13 @@ def _tensors(archive, name, arrays) -> dict:
     info.extra = struct.pack("<HH", 0xD935, -start % _ALIGNMENT) + b"\0" * (-start % _ALIGNMENT)
     info.file_size = total
     with archive.open(info, "w", force_zip64=large) as opened:
-        parts = itertools.chain([struct.pack("<Q", len(head)) + head],
-                                (np.ascontiguousarray(np.asarray(arrays[key])).reshape(-1).view(np.uint8).data
-                                 for key in order))
+        parts = itertools.chain(
+            [struct.pack("<Q", len(head)) + head],
+            (
+                np.ascontiguousarray(np.asarray(arrays[key])).reshape(-1).view(np.uint8).data
+                for key in order
+            ),
+        )
         for part in parts:
             if len(part):
                 digest.update(part)

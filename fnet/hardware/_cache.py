@@ -16,7 +16,9 @@ def cache_folder() -> pathlib.Path:
     If the home folder cannot be determined, the result is the path of the null device (`os.devnull`), and nothing is
     cached.
     """
-    base = os.environ.get("FNET_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fnet")
+    base = os.environ.get("FNET_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fnet"
+    )
     folder = os.path.expanduser(base)
     return pathlib.Path(os.devnull if folder.startswith("~") else folder)
 

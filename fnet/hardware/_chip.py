@@ -13,10 +13,20 @@ import jax.numpy as jnp
 BASES = ("exact", "measured", "published", "derived", "estimated", "unverified")
 
 _NAMES = {
-    "float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16",
-    "int8": "int8", "uint8": "int8", "int4": "int4", "uint4": "int4",
-    "float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "float8_e4m3": "fp8",
-    "float8_e4m3fnuz": "fp8", "float8_e5m2fnuz": "fp8", "float4_e2m1fn": "fp4",
+    "float64": "fp64",
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "int8": "int8",
+    "uint8": "int8",
+    "int4": "int4",
+    "uint4": "int4",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
+    "float8_e4m3": "fp8",
+    "float8_e4m3fnuz": "fp8",
+    "float8_e5m2fnuz": "fp8",
+    "float4_e2m1fn": "fp4",
 }
 
 
@@ -236,7 +246,12 @@ class Chip:
                 note = f"float32 in {passes} bfloat16 pass{'es' if passes > 1 else ''}"
                 return Peak(self.peaks["bf16"] / passes, "bf16", self.basis("bf16"), note)
             if self.vendor == "NVIDIA" and "tf32" in self.peaks and level != "highest":
-                return Peak(self.peaks["tf32"], "tf32", self.basis("tf32"), "float32 products run in TF32 by default")
+                return Peak(
+                    self.peaks["tf32"],
+                    "tf32",
+                    self.basis("tf32"),
+                    "float32 products run in TF32 by default",
+                )
         name = f"{name}_matrix" if f"{name}_matrix" in self.peaks else name
         return Peak(self.peaks[name], name, self.basis(name)) if name in self.peaks else None
 
@@ -271,7 +286,9 @@ class Chip:
         chips = devices / self.jax_devices_per_chip
         return max(1.0, chips) if self.kind == "cpu" else chips
 
-    def scaled(self, compute: float, memory: float | None = None, *, basis: str | None = None) -> Chip:
+    def scaled(
+        self, compute: float, memory: float | None = None, *, basis: str | None = None
+    ) -> Chip:
         """Returns the chip with its peak rates multiplied by `compute`, and its memory and bandwidth by `memory`.
 
         Args:
@@ -283,7 +300,9 @@ class Chip:
         memory = compute if memory is None else memory
         bases = self.bases
         if basis is not None:
-            bases = FrozenTable({**bases, **{k: basis for k in (*self.peaks, "memory_bytes", "bandwidth")}})
+            bases = FrozenTable(
+                {**bases, **{k: basis for k in (*self.peaks, "memory_bytes", "bandwidth")}}
+            )
         return dataclasses.replace(
             self,
             peaks=FrozenTable({k: v * compute for k, v in self.peaks.items()}),
@@ -295,8 +314,14 @@ class Chip:
     def __str__(self) -> str:
         if not self.known:
             return f"{self.name} ({self.kind}, not in the catalog: no peak rates)"
-        best = max((k for k in ("bf16", "fp16", "fp32") if k in self.peaks), key=self.peaks.__getitem__, default=None)
-        rate = f"{si(self.peaks[best])}FLOP/s {best}, {self.basis(best)}" if best else "no peak rates"
+        best = max(
+            (k for k in ("bf16", "fp16", "fp32") if k in self.peaks),
+            key=self.peaks.__getitem__,
+            default=None,
+        )
+        rate = (
+            f"{si(self.peaks[best])}FLOP/s {best}, {self.basis(best)}" if best else "no peak rates"
+        )
         return f"{self.name} ({self.kind}, {rate})"
 
 
@@ -310,7 +335,14 @@ def dtype_name(dtype: Any) -> str:
 
 def si(value: float, *, digits: int = 4) -> str:
     """Formats a number with a decimal prefix and a space: 197e12 becomes "197 T"."""
-    for factor, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for factor, prefix in (
+        (1e18, "E"),
+        (1e15, "P"),
+        (1e12, "T"),
+        (1e9, "G"),
+        (1e6, "M"),
+        (1e3, "k"),
+    ):
         if abs(value) >= factor * 0.9995:
             return f"{value / factor:.{digits}g} {prefix}"
     return f"{value:.{digits}g} "
@@ -318,8 +350,11 @@ def si(value: float, *, digits: int = 4) -> str:
 
 def _precision_level(precision: Any) -> str:
     if isinstance(precision, tuple):
-        precision = max(precision, key=lambda p: ("default", "high", "highest").index(_precision_level(p)))
+        precision = max(
+            precision, key=lambda p: ("default", "high", "highest").index(_precision_level(p))
+        )
     name = getattr(precision, "name", precision)
     text = str(name).lower() if name is not None else "default"
     return {"float32": "highest", "bfloat16_3x": "high", "tensorfloat32": "high"}.get(
-        text, text if text in ("high", "highest") else "default")
+        text, text if text in ("high", "highest") else "default"
+    )

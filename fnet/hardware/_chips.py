@@ -71,7 +71,12 @@ class _Catalog(Mapping):
         short = collections.Counter(_short(name) for name in self._rows)
         for name, row in self._rows.items():
             plain = [_short(name)] if short[_short(name)] == 1 else []
-            for key in (name, *plain, *getattr(row, "aliases", ()), *getattr(row, "device_kinds", ())):
+            for key in (
+                name,
+                *plain,
+                *getattr(row, "aliases", ()),
+                *getattr(row, "device_kinds", ()),
+            ):
                 index.setdefault(key.lower(), name)
         return index
 
@@ -96,7 +101,10 @@ class _Catalog(Mapping):
     def nearest(self, name: str, n: int = 3) -> list[str]:
         """Returns the `n` names that are most similar to `name`, the most similar first."""
         want = name.strip().lower()
-        score = {key: difflib.SequenceMatcher(None, want, key).ratio() + 0.5 * (want in key) for key in self._index}
+        score = {
+            key: difflib.SequenceMatcher(None, want, key).ratio() + 0.5 * (want in key)
+            for key in self._index
+        }
         best = sorted(self._index, key=score.__getitem__, reverse=True)
         return list(dict.fromkeys(self._index[key] for key in best))[:n]
 
@@ -108,10 +116,14 @@ class _Catalog(Mapping):
 
     def _unknown(self, name: str) -> str:
         if len(variants := self.variants(name)) > 1:
-            return (f"the catalog has {len(variants)} {self._what}s {name!r}: {', '.join(map(repr, variants))}; choose "
-                    "one")
-        return (f"the catalog has no {self._what} {name!r}; the most similar names are "
-                f"{', '.join(repr(near) for near in self.nearest(name))}")
+            return (
+                f"the catalog has {len(variants)} {self._what}s {name!r}: {', '.join(map(repr, variants))}; choose "
+                "one"
+            )
+        return (
+            f"the catalog has no {self._what} {name!r}; the most similar names are "
+            f"{', '.join(repr(near) for near in self.nearest(name))}"
+        )
 
 
 class Chips(_Catalog):
@@ -138,7 +150,12 @@ class Chips(_Catalog):
         'H100 SXM5 80GB'
         """
         plain, slice_ = split_mig(kind)
-        candidates = (plain, re.sub(r"\s+VF$", "", plain), f"NVIDIA {plain}", plain.removeprefix("NVIDIA "))
+        candidates = (
+            plain,
+            re.sub(r"\s+VF$", "", plain),
+            f"NVIDIA {plain}",
+            plain.removeprefix("NVIDIA "),
+        )
         for candidate in candidates:
             if candidate in self:
                 chip = self[candidate]
@@ -154,7 +171,7 @@ def split_mig(kind: str) -> tuple[str, tuple[int, float, str] | None]:
     if not match:
         return kind.strip(), None
     compute = int(match[2] or match[3])
-    return kind[:match.start()].strip(), (compute, float(match[4]), f"MIG {match[1]}")
+    return kind[: match.start()].strip(), (compute, float(match[4]), f"MIG {match[1]}")
 
 
 def _slice(chip: Chip, slice_: tuple[int, float, str]) -> Chip:
@@ -164,34 +181,58 @@ def _slice(chip: Chip, slice_: tuple[int, float, str]) -> Chip:
     visible = table.get(str(g))
     compute = visible / total if visible and total else g / 7
     memory = gib * _GIB / chip.memory_bytes if chip.memory_bytes else g / 8
-    memory = max(1, round(memory * 8)) / 8      # memory and bandwidth are divided into eighths
+    memory = max(1, round(memory * 8)) / 8  # memory and bandwidth are divided into eighths
     why = f"{visible} of {total} multiprocessors" if visible else f"{g} of 7 compute slices"
     units = {**chip.units, "multiprocessors": visible} if visible else chip.units
     return dataclasses.replace(
-        chip.scaled(compute, memory, basis="estimated"), name=f"{chip.name} {suffix}", prices=(), quoted=(), links=None,
-        power_watts=None, units=FrozenTable(units), notes=f"A slice: {why}, {memory:.3g} of the memory. {chip.notes}")
+        chip.scaled(compute, memory, basis="estimated"),
+        name=f"{chip.name} {suffix}",
+        prices=(),
+        quoted=(),
+        links=None,
+        power_watts=None,
+        units=FrozenTable(units),
+        notes=f"A slice: {why}, {memory:.3g} of the memory. {chip.notes}",
+    )
 
 
 @functools.cache
 def raw() -> dict[str, Any]:
     """Returns the content of chips.json (the catalog of chips), in the vendors' units."""
-    return json.loads(resources.files("fnet.hardware").joinpath("chips.json").read_text(encoding="utf-8"))
+    return json.loads(
+        resources.files("fnet.hardware").joinpath("chips.json").read_text(encoding="utf-8")
+    )
 
 
 def _fields(cls: type, row: dict[str, Any]) -> dict[str, Any]:
     """Returns the entries of `row` (a chip or system of the catalog) whose keys are fields of the dataclass `cls`.
     Lists become tuples."""
     known = {field.name: row[field.name] for field in dataclasses.fields(cls) if field.name in row}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in known.items()
+    }
 
 
 def _system(row: dict[str, Any]) -> System:
-    return System(**_fields(System, row) | dict(chip=chips[row["chip"]], quoted=_quotes(row), prices=_prices(row)))
+    return System(
+        **_fields(System, row)
+        | dict(chip=chips[row["chip"]], quoted=_quotes(row), prices=_prices(row))
+    )
 
 
 def _chip(row: dict[str, Any]) -> Chip:
-    fields = {"memory_bytes", "memory_kind", "caches", "bandwidth", "links", "power_watts", "clock", "units",
-              "device_kinds", "year"}
+    fields = {
+        "memory_bytes",
+        "memory_kind",
+        "caches",
+        "bandwidth",
+        "links",
+        "power_watts",
+        "clock",
+        "units",
+        "device_kinds",
+        "year",
+    }
     bases = {name: "published" for name in row["peak_tflops"]}
     bases |= {name: "derived" for name in row.get("derived", ())}
     weak = row.get("unverified", ())
@@ -201,16 +242,29 @@ def _chip(row: dict[str, Any]) -> Chip:
         units["flop_per_cycle"] = FrozenTable(units["flop_per_cycle"])
     links = row.get("links")
     giga = lambda key, table: table[key] * 1e9 if table.get(key) is not None else None
-    return Chip(**_fields(Chip, row) | dict(
-        known=True, architecture=row.get("architecture") or units.get("isa"),
-        peaks=FrozenTable({name: tera * 1e12 for name, tera in row["peak_tflops"].items()}),
-        memory_bytes=row["memory_gib"] * _GIB if "memory_gib" in row else None,
-        caches=FrozenTable({name: mib * 2**20 for name, mib in row.get("caches_mib", {}).items()}),
-        bandwidth=giga("bandwidth_gbs", row),
-        links=links and Links(**_fields(Links, links) | {
-            name: giga(f"{name}_gbs", links) for name in ("each_way", "total", "network")}),
-        prices=_prices(row), quoted=_quotes(row), explained=FrozenTable(row.get("explained", {})),
-        units=FrozenTable(units), bases=FrozenTable(bases)))
+    return Chip(
+        **_fields(Chip, row)
+        | dict(
+            known=True,
+            architecture=row.get("architecture") or units.get("isa"),
+            peaks=FrozenTable({name: tera * 1e12 for name, tera in row["peak_tflops"].items()}),
+            memory_bytes=row["memory_gib"] * _GIB if "memory_gib" in row else None,
+            caches=FrozenTable(
+                {name: mib * 2**20 for name, mib in row.get("caches_mib", {}).items()}
+            ),
+            bandwidth=giga("bandwidth_gbs", row),
+            links=links
+            and Links(
+                **_fields(Links, links)
+                | {name: giga(f"{name}_gbs", links) for name in ("each_way", "total", "network")}
+            ),
+            prices=_prices(row),
+            quoted=_quotes(row),
+            explained=FrozenTable(row.get("explained", {})),
+            units=FrozenTable(units),
+            bases=FrozenTable(bases),
+        )
+    )
 
 
 def _prices(row: dict[str, Any]) -> tuple[Price, ...]:
@@ -218,8 +272,16 @@ def _prices(row: dict[str, Any]) -> tuple[Price, ...]:
 
 
 def _quotes(row: dict[str, Any]) -> tuple[Quote, ...]:
-    return tuple(Quote(quote["dtype"], quote["tflops"] * 1e12, quote["source"], quote.get("explanation", ""),
-                       quote.get("at_boost", False)) for quote in row.get("quoted", ()))
+    return tuple(
+        Quote(
+            quote["dtype"],
+            quote["tflops"] * 1e12,
+            quote["source"],
+            quote.get("explanation", ""),
+            quote.get("at_boost", False),
+        )
+        for quote in row.get("quoted", ())
+    )
 
 
 chips = Chips("chip", lambda: map(_chip, raw()["chips"]))

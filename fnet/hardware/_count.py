@@ -135,7 +135,11 @@ class Count:
 
     def under(self, prefix: str) -> Cost:
         """Returns the total cost of a scope and all scopes below it."""
-        inside = (cost for path, cost in self.scopes.items() if path == prefix or path.startswith(prefix + "/"))
+        inside = (
+            cost
+            for path, cost in self.scopes.items()
+            if path == prefix or path.startswith(prefix + "/")
+        )
         return sum(inside, Cost())
 
     def by_depth(self, depth: int | None) -> dict[str, Cost]:
@@ -187,13 +191,22 @@ def count_jaxpr(closed: Any) -> Count:
     """Counts the FLOPs and bytes of a closed jaxpr, as `count` does for a function."""
     arguments = sum(nbytes(v.aval) for v in (*closed.jaxpr.invars, *closed.jaxpr.constvars))
     outputs = sum(nbytes(aval) for aval in closed.out_avals)
-    return dataclasses.replace(count_frame(read(closed.jaxpr)), argument_bytes=arguments, output_bytes=outputs)
+    return dataclasses.replace(
+        count_frame(read(closed.jaxpr)), argument_bytes=arguments, output_bytes=outputs
+    )
 
 
 def count_frame(frame: Frame) -> Count:
     """Counts the FLOPs and bytes of the operations of one jaxpr, but not the bytes of its arguments and outputs."""
     tally = _Tally(frame, 1)
-    return Count(tally.total, FrozenTable(tally.scopes), tuple(tally.matmuls), 0, 0, tuple(dict.fromkeys(tally.notes)))
+    return Count(
+        tally.total,
+        FrozenTable(tally.scopes),
+        tuple(tally.matmuls),
+        0,
+        0,
+        tuple(dict.fromkeys(tally.notes)),
+    )
 
 
 class _Tally:
@@ -221,11 +234,15 @@ class _Tally:
         if op.bodies[0][0].kind == "branch":
             branches = [_Tally(frame, times) for _, frame in op.bodies]
             if len({tally.total.flops for tally in branches}) > 1:
-                self.notes.append(f"cond{where}: only the most expensive of {len(branches)} branches is counted")
+                self.notes.append(
+                    f"cond{where}: only the most expensive of {len(branches)} branches is counted"
+                )
             self.merge(max(branches, key=lambda tally: (tally.total.flops, tally.total.bytes)))
             return
         if name == "while":
-            self.notes.append(f"while loop{where}: its number of iterations is unknown, one is counted")
+            self.notes.append(
+                f"while loop{where}: its number of iterations is unknown, one is counted"
+            )
         for sub, frame in op.bodies:
             if sub.kind == "other":
                 self.notes.append(f"{name}{where}: unknown operation, its body is counted once")
@@ -245,10 +262,21 @@ class _Tally:
         if each.kind == "matmul" and each.shape is not None:
             convolution = multiplied is not None and multiplied.op is jaxpr.CONVOLUTION
             dtype = multiplied.dtype if multiplied else eqn.invars[0].aval.dtype
-            self.matmuls.append(Matmul(op.scope, "conv" if convolution else "dot", each.shape, str(dtype),
-                                       multiplied and multiplied.precision, flops, times))
+            self.matmuls.append(
+                Matmul(
+                    op.scope,
+                    "conv" if convolution else "dot",
+                    each.shape,
+                    str(dtype),
+                    multiplied and multiplied.precision,
+                    flops,
+                    times,
+                )
+            )
         elif each.kind == "matmul":
-            self.notes.append(f"{name}{_where(op.scope)}: the FLOPs are the operation's own estimate")
+            self.notes.append(
+                f"{name}{_where(op.scope)}: the FLOPs are the operation's own estimate"
+            )
         kinds = {each.kind: flops} if each.kind not in ("free", "unknown") else {}
         again = flops if each.kind == "matmul" and op.recomputed else 0
         self.scopes[op.scope] += Cost(**kinds, recomputed=again, bytes=moved)
@@ -282,12 +310,15 @@ def fused_traffic(frame: Frame) -> list[tuple[Op, int]]:
     moved: dict[tuple[str, int, str], tuple[Op, int]] = {}
     for op in kept.real:
         if op.bodies:
-            continue      # the bytes are counted in the frame of its body
+            continue  # the bytes are counted in the frame of its body
         reads, writes = touched(op.eqn)
         for ids, sizes, way in ((op.ins, reads, "read"), (op.outs, writes, "write")):
             for i, size in zip(ids, sizes):
-                if i is not None and kept(i) and not (way == "write" and not kept.users.get(i)
-                                                      and i not in kept.outputs):
+                if (
+                    i is not None
+                    and kept(i)
+                    and not (way == "write" and not kept.users.get(i) and i not in kept.outputs)
+                ):
                     key = (op.scope, kept.name(i), way)
                     if key not in moved or size > moved[key][1]:
                         moved[key] = op, size
@@ -317,7 +348,7 @@ class Kept:
 
     def __init__(self, frame: Frame, *, by_scope: bool = False, epilogues: bool = True):
         self.by_scope, self.epilogues = by_scope, epilogues
-        same: dict[int, int] = {}      # maps the result of a reshape or broadcast to its input
+        same: dict[int, int] = {}  # maps the result of a reshape or broadcast to its input
         for op in frame.ops:
             if _free(op) and op.ins and op.ins[0] is not None:
                 same[op.outs[0]] = same.get(op.ins[0], op.ins[0])
@@ -355,11 +386,22 @@ def table(counted: Count, depth: int | None = None) -> str:
     rows = [("scope", "matmul", "other FLOPs", "transcend.", "bytes fused", "unfused")]
     for path, each in (*counted.by_depth(depth).items(), ("total", counted.total)):
         other = each.elementwise + each.reduction
-        rows.append((path or "(no scope)", f"{si(each.matmul)}F", f"{si(other)}F", si(each.transcendental),
-                     f"{si(each.fused_bytes)}B", f"{si(each.bytes)}B"))
-    lines = [*aligned(rows), "FLOPs are exact (convolutions: padding included); the bytes moved are between",
-              f"{si(counted.io_bytes)}B (arguments and outputs, exact) and {si(counted.total.bytes)}B (unfused, upper "
-              "bound); 'fused' is an estimate."]
+        rows.append(
+            (
+                path or "(no scope)",
+                f"{si(each.matmul)}F",
+                f"{si(other)}F",
+                si(each.transcendental),
+                f"{si(each.fused_bytes)}B",
+                f"{si(each.bytes)}B",
+            )
+        )
+    lines = [
+        *aligned(rows),
+        "FLOPs are exact (convolutions: padding included); the bytes moved are between",
+        f"{si(counted.io_bytes)}B (arguments and outputs, exact) and {si(counted.total.bytes)}B (unfused, upper "
+        "bound); 'fused' is an estimate.",
+    ]
     return "\n".join([*lines, *(f"note: {note}" for note in counted.notes)])
 
 

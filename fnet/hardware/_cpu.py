@@ -10,9 +10,26 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-_SHOWN_FLAGS = ("amx_fp16", "amx_bf16", "amx_int8", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni",
-                "avx2", "fma", "avx", "sse4_2", "asimd", "sve", "sve2", "bf16", "i8mm")
-BFLOAT16 = frozenset(("amx_bf16", "avx512_bf16"))    # x86 instructions for products of bfloat16
+_SHOWN_FLAGS = (
+    "amx_fp16",
+    "amx_bf16",
+    "amx_int8",
+    "avx512_fp16",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx512f",
+    "avx_vnni",
+    "avx2",
+    "fma",
+    "avx",
+    "sse4_2",
+    "asimd",
+    "sve",
+    "sve2",
+    "bf16",
+    "i8mm",
+)
+BFLOAT16 = frozenset(("amx_bf16", "avx512_bf16"))  # x86 instructions for products of bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,27 +69,50 @@ def read_cpu(root: str | os.PathLike = "/", affinity: Collection[int] | None = N
     process's affinity mask)."""
     root = Path(root)
     if affinity is None:
-        affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        affinity = (
+            os.sched_getaffinity(0)
+            if hasattr(os, "sched_getaffinity")
+            else range(os.cpu_count() or 1)
+        )
     blocks = _blocks(_text(root / "proc/cpuinfo"))
     mine = [b for b in blocks if int(b.get("processor", -1)) in affinity] or blocks
     first = mine[0] if mine else {}
-    flags = set((first.get("flags") or first.get("Features") or "").replace("avx512bf16", "avx512_bf16").split())
+    flags = set(
+        (first.get("flags") or first.get("Features") or "")
+        .replace("avx512bf16", "avx512_bf16")
+        .split()
+    )
     quota = _quota(root)
     cores = _physical(mine) if mine else None
     if cores is not None and quota is not None:
         cores = min(float(cores), quota)
     vendor = {"GenuineIntel": "Intel", "AuthenticAMD": "AMD"}.get(
-        first.get("vendor_id", ""), "ARM" if "CPU implementer" in first else "unknown")
+        first.get("vendor_id", ""), "ARM" if "CPU implementer" in first else "unknown"
+    )
     isa = _isa(first, flags, vendor)
     kept = tuple(f for f in _SHOWN_FLAGS if f in flags)
     return CPU(
-        model=first.get("model name") or platform.processor() or platform.machine() or "unknown CPU", vendor=vendor,
-        cores=cores, threads=len(mine) or None, quota=quota, isa=isa, flags=kept, clock_ghz=_clock(root, first),
-        virtual="hypervisor" in flags, memory_bytes=_memory(root))
+        model=first.get("model name")
+        or platform.processor()
+        or platform.machine()
+        or "unknown CPU",
+        vendor=vendor,
+        cores=cores,
+        threads=len(mine) or None,
+        quota=quota,
+        isa=isa,
+        flags=kept,
+        clock_ghz=_clock(root, first),
+        virtual="hypervisor" in flags,
+        memory_bytes=_memory(root),
+    )
 
 
 def _blocks(text: str) -> list[dict[str, str]]:
-    pairs = [[line.split(":", 1) for line in part.splitlines() if ":" in line] for part in text.strip().split("\n\n")]
+    pairs = [
+        [line.split(":", 1) for line in part.splitlines() if ":" in line]
+        for part in text.strip().split("\n\n")
+    ]
     blocks = [{key.strip(): value.strip() for key, value in each} for each in pairs]
     return [block for block in blocks if "processor" in block]
 
@@ -90,7 +130,11 @@ def _isa(block: dict[str, str], flags: set[str], vendor: str) -> str | None:
         if vendor == "AMD":
             return "avx512_zen5" if family >= 26 else "avx512_zen4"
         # Intel's client CPUs and small Xeons have one 512-bit FMA pipe. Larger Xeons have two.
-        return "avx512_one_fma" if re.search(r"Core\(TM\)|Bronze|Silver|Xeon.* D-", model) else "avx512_two_fma"
+        return (
+            "avx512_one_fma"
+            if re.search(r"Core\(TM\)|Bronze|Silver|Xeon.* D-", model)
+            else "avx512_two_fma"
+        )
     if "avx2" in flags and "fma" in flags:
         zen1 = vendor == "AMD" and family == 23 and int(block.get("model", 0) or 0) < 0x30
         return "avx2_zen1" if zen1 else "avx2"
@@ -125,8 +169,12 @@ def _quota(root: Path) -> float | None:
                     quotas.append(int(text[0]) / int(text[1]))
             elif "cpu" in controllers:
                 for mount in ("cpu", "cpu,cpuacct"):
-                    quota = _text(root / "sys/fs/cgroup" / mount / step / "cpu.cfs_quota_us").strip()
-                    period = _text(root / "sys/fs/cgroup" / mount / step / "cpu.cfs_period_us").strip()
+                    quota = _text(
+                        root / "sys/fs/cgroup" / mount / step / "cpu.cfs_quota_us"
+                    ).strip()
+                    period = _text(
+                        root / "sys/fs/cgroup" / mount / step / "cpu.cfs_period_us"
+                    ).strip()
                     if quota.isdigit() and period.isdigit():
                         quotas.append(int(quota) / int(period))
     return min(quotas, default=None)

@@ -40,7 +40,9 @@ def detect(device: Any = None) -> Chip:
     if device is None:
         device = jax.local_devices()[0]
     if not hasattr(device, "platform"):
-        raise TypeError(f"hardware: expected a device, a hardware.Chip or the name of a chip; got {device!r}")
+        raise TypeError(
+            f"hardware: expected a device, a hardware.Chip or the name of a chip; got {device!r}"
+        )
     if device.platform == "cpu":
         return cpu_chip(read_cpu(), devices=len(jax.local_devices(backend="cpu")))
     chip = _from_kind(device.device_kind, platform=device.platform)
@@ -63,28 +65,61 @@ def cpu_chip(cpu: CPU, *, devices: int = 1) -> Chip:
             units = FrozenTable({**row.units, "cores": cpu.cores, "flags": cpu.flags})
             note = f"{cpu.cores:g} of {row.units['cores']} cores are available to this process. {row.notes}"
             bases = FrozenTable({**row.bases, "memory_bytes": "measured"})
-            return dataclasses.replace(row.scaled(share, 1), units=units, notes=note, bases=bases, **common)
-    name = cpu.model if cpu.cores is None else f"{cpu.model}, {cpu.cores:g} core{'s' if cpu.cores != 1 else ''}"
+            return dataclasses.replace(
+                row.scaled(share, 1), units=units, notes=note, bases=bases, **common
+            )
+    name = (
+        cpu.model
+        if cpu.cores is None
+        else f"{cpu.model}, {cpu.cores:g} core{'s' if cpu.cores != 1 else ''}"
+    )
     table = raw()["per_cycle"]["cpu_core"]
     if cpu.isa is None or cpu.clock_ghz is None or cpu.cores is None:
-        missing = "instruction set" if cpu.isa is None else "clock" if cpu.clock_ghz is None else "cores"
-        return Chip(name=name, kind="cpu", vendor=cpu.vendor, units=FrozenTable(flags=cpu.flags), **common,
-                    notes=f"The {missing} of this CPU could not be read, so its peak is unknown. Call measure().")
+        missing = (
+            "instruction set" if cpu.isa is None else "clock" if cpu.clock_ghz is None else "cores"
+        )
+        return Chip(
+            name=name,
+            kind="cpu",
+            vendor=cpu.vendor,
+            units=FrozenTable(flags=cpu.flags),
+            **common,
+            notes=f"The {missing} of this CPU could not be read, so its peak is unknown. Call measure().",
+        )
     rates = dict(table[cpu.isa])
     if "amx_int8" in cpu.flags:
         rates |= {k: v for k, v in table["amx"].items() if f"amx_{k}" in cpu.flags}
     elif cpu.vendor != "AMD":
         rates = {k: v for k, v in rates.items() if k in ("fp32", "fp64")}
     peaks = {k: cpu.cores * v * cpu.clock_ghz * 1e9 for k, v in rates.items()}
-    unsure = " reported by a virtual machine, which may be wrong by a factor of two" if cpu.virtual else ""
-    note = (f"Estimated: {cpu.cores:g} cores x FLOP per cycle of {cpu.isa} x {cpu.clock_ghz:.2f} GHz{unsure}. "
-            f"Instruction sets: {flags}. measure() replaces the estimate by a measurement.")
+    unsure = (
+        " reported by a virtual machine, which may be wrong by a factor of two"
+        if cpu.virtual
+        else ""
+    )
+    note = (
+        f"Estimated: {cpu.cores:g} cores x FLOP per cycle of {cpu.isa} x {cpu.clock_ghz:.2f} GHz{unsure}. "
+        f"Instruction sets: {flags}. measure() replaces the estimate by a measurement."
+    )
     return Chip(
-        name=name, kind="cpu", vendor=cpu.vendor, known=True, architecture=cpu.isa, peaks=FrozenTable(peaks),
-        units=FrozenTable(cores=cpu.cores, clock_ghz=cpu.clock_ghz, isa=cpu.isa, flags=cpu.flags,
-                          flop_per_cycle=FrozenTable(rates)),
+        name=name,
+        kind="cpu",
+        vendor=cpu.vendor,
+        known=True,
+        architecture=cpu.isa,
+        peaks=FrozenTable(peaks),
+        units=FrozenTable(
+            cores=cpu.cores,
+            clock_ghz=cpu.clock_ghz,
+            isa=cpu.isa,
+            flags=cpu.flags,
+            flop_per_cycle=FrozenTable(rates),
+        ),
         bases=FrozenTable({k: "estimated" for k in peaks} | {"memory_bytes": "measured"}),
-        sources=(table["source"],), notes=note, **common)
+        sources=(table["source"],),
+        notes=note,
+        **common,
+    )
 
 
 def _from_kind(kind: str, platform: str | None = None) -> Chip:
@@ -100,7 +135,13 @@ def _from_kind(kind: str, platform: str | None = None) -> Chip:
     nvidia = any(word in lower for word in ("nvidia", "tesla", "geforce", "quadro", "titan", "rtx"))
     amd = any(word in lower for word in ("amd", "radeon", "instinct", "gfx"))
     gpu = nvidia or amd or platform in ("gpu", "cuda", "rocm")
-    vendor = "NVIDIA" if nvidia or platform == "cuda" else "AMD" if amd or platform == "rocm" else "unknown"
+    vendor = (
+        "NVIDIA"
+        if nvidia or platform == "cuda"
+        else "AMD"
+        if amd or platform == "rocm"
+        else "unknown"
+    )
     return Chip(name=kind, kind="gpu" if gpu else platform or "unknown", vendor=vendor, notes=why)
 
 
@@ -109,8 +150,14 @@ def _fit_gpu(chip: Chip, device: Any) -> Chip:
     multiprocessors that it can use."""
     capability = getattr(device, "compute_capability", None)
     if capability:
-        capability = str(capability).split(":")[0]      # "gfx942:sramecc+:xnack-"
-        vendor = "AMD" if capability.startswith("gfx") else "NVIDIA" if chip.vendor == "unknown" else chip.vendor
+        capability = str(capability).split(":")[0]  # "gfx942:sramecc+:xnack-"
+        vendor = (
+            "AMD"
+            if capability.startswith("gfx")
+            else "NVIDIA"
+            if chip.vendor == "unknown"
+            else chip.vendor
+        )
         chip = dataclasses.replace(chip, architecture=capability, vendor=vendor)
     visible = getattr(device, "core_count", None)
     if not chip.known or not visible:
@@ -120,9 +167,15 @@ def _fit_gpu(chip: Chip, device: Any) -> Chip:
         whole = chips.find(split_mig(device.device_kind)[0])
         compute = visible / whole.units["multiprocessors"]
         peaks = FrozenTable({k: v * compute for k, v in whole.peaks.items()})
-        note = f"A slice: {visible} of {whole.units['multiprocessors']} multiprocessors. {whole.notes}"
-        return dataclasses.replace(chip, peaks=peaks, notes=note,
-                                   units=FrozenTable({**chip.units, "multiprocessors": visible}))
+        note = (
+            f"A slice: {visible} of {whole.units['multiprocessors']} multiprocessors. {whole.notes}"
+        )
+        return dataclasses.replace(
+            chip,
+            peaks=peaks,
+            notes=note,
+            units=FrozenTable({**chip.units, "multiprocessors": visible}),
+        )
     # RDNA chips report work-group processors, each of which has two compute units. Therefore, only Instinct chips are
     # compared.
     key = "multiprocessors" if "multiprocessors" in chip.units else "compute_units"
@@ -133,8 +186,12 @@ def _fit_gpu(chip: Chip, device: Any) -> Chip:
         share = visible / whole
         note = f"A partition: {visible} of {whole:g} {key.replace('_', ' ')}, memory in proportion. {chip.notes}"
         units = FrozenTable({**chip.units, key: visible})
-        return dataclasses.replace(chip.scaled(share, basis="estimated"), units=units, notes=note,
-                                   name=f"{chip.name}, {visible} of {whole:g} {key.replace('_', ' ')}")
+        return dataclasses.replace(
+            chip.scaled(share, basis="estimated"),
+            units=units,
+            notes=note,
+            name=f"{chip.name}, {visible} of {whole:g} {key.replace('_', ' ')}",
+        )
     return chip
 
 

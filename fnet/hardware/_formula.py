@@ -90,8 +90,10 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
     ['72 SM x 64 cores x 2 x 1.77 GHz', '72 SM x 8 tensor cores x 128 x 1.77 GHz']
     """
     if isinstance(chip, System):
-        return tuple(Computed(c.dtype, c.flops * chip.count, f"{chip.count} chips x {c.formula}")
-                     for c in computed(chip.chip))
+        return tuple(
+            Computed(c.dtype, c.flops * chip.count, f"{chip.count} chips x {c.formula}")
+            for c in computed(chip.chip)
+        )
     units, giga = chip.units, 1e9
     clock = units.get("boost_ghz" if boost and "boost_ghz" in units else "clock_ghz")
     if not clock:
@@ -100,28 +102,51 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
     rows = []
     if "multiprocessors" in units:
         sm, cores, tensor = units["multiprocessors"], units["fp32_cores"], units["tensor_cores"]
-        rows.append(Computed("fp32", sm * cores * 2 * clock * giga, f"{sm} SM x {cores} cores x 2 x {clock} GHz"))
+        rows.append(
+            Computed(
+                "fp32", sm * cores * 2 * clock * giga, f"{sm} SM x {cores} cores x 2 x {clock} GHz"
+            )
+        )
         rate = per_cycle["nvidia_tensor_core_fp16"].get(chip.architecture, 0)
         if tensor and rate:
             rate //= 2 if units.get("half_rate_fp32_accumulate") else 1
             clock = units.get("tensor_clock_ghz", clock)
-            rows.append(Computed("fp16", sm * tensor * rate * clock * giga,
-                                 f"{sm} SM x {tensor} tensor cores x {rate} x {clock} GHz"))
+            rows.append(
+                Computed(
+                    "fp16",
+                    sm * tensor * rate * clock * giga,
+                    f"{sm} SM x {tensor} tensor cores x {rate} x {clock} GHz",
+                )
+            )
     elif "compute_units" in units:
         n = units["compute_units"]
         for dtype, rate in per_cycle["amd_compute_unit"].get(chip.architecture, {}).items():
             rows.append(Computed(dtype, n * rate * clock * giga, f"{n} CU x {rate} x {clock} GHz"))
     elif "mxu_dim" in units:
         n, mxus, dim = units["cores"], units["mxus_per_core"], units["mxu_dim"]
-        rows.append(Computed("bf16", n * mxus * dim**2 * 2 * clock * giga,
-                             f"{n} core{'s' if n > 1 else ''} x {mxus} MXU x {dim} x {dim} x 2 x {clock} GHz"))
+        rows.append(
+            Computed(
+                "bf16",
+                n * mxus * dim**2 * 2 * clock * giga,
+                f"{n} core{'s' if n > 1 else ''} x {mxus} MXU x {dim} x {dim} x 2 x {clock} GHz",
+            )
+        )
     elif "fp32_lanes" in units:
         n, lanes = units["gpu_cores"], units["fp32_lanes"]
-        rows.append(Computed("fp32", n * lanes * 2 * clock * giga, f"{n} cores x {lanes} lanes x 2 x {clock} GHz"))
+        rows.append(
+            Computed(
+                "fp32", n * lanes * 2 * clock * giga, f"{n} cores x {lanes} lanes x 2 x {clock} GHz"
+            )
+        )
     elif "flop_per_cycle" in units:
         for dtype, rate in units["flop_per_cycle"].items():
-            rows.append(Computed(dtype, units["cores"] * rate * clock * giga,
-                                 f"{units['cores']:g} cores x {rate} x {clock} GHz"))
+            rows.append(
+                Computed(
+                    dtype,
+                    units["cores"] * rate * clock * giga,
+                    f"{units['cores']:g} cores x {rate} x {clock} GHz",
+                )
+            )
     return tuple(rows)
 
 
@@ -143,17 +168,42 @@ def checks(chip: Chip | System) -> tuple[Check, ...]:
     rows = []
     if isinstance(chip, Chip):
         for dtype, formula in formulas.items():
-            if dtype in chip.peaks and chip.basis(dtype) not in ("derived", "estimated", "measured"):
-                rows.append((dtype, chip.peaks[dtype], "the catalog", chip.explained.get(dtype, ""), formula))
+            if dtype in chip.peaks and chip.basis(dtype) not in (
+                "derived",
+                "estimated",
+                "measured",
+            ):
+                rows.append(
+                    (
+                        dtype,
+                        chip.peaks[dtype],
+                        "the catalog",
+                        chip.explained.get(dtype, ""),
+                        formula,
+                    )
+                )
     for quote in chip.quoted:
         if quote.dtype in formulas:
-            rows.append((quote.dtype, quote.flops, quote.source, quote.explanation,
-                         (boosted if quote.at_boost else formulas)[quote.dtype]))
-    return tuple(Check(dtype, quoted, source, formula.flops, formula.formula, quoted / formula.flops - 1, why)
-                 for dtype, quoted, source, why, formula in rows)
+            rows.append(
+                (
+                    quote.dtype,
+                    quote.flops,
+                    quote.source,
+                    quote.explanation,
+                    (boosted if quote.at_boost else formulas)[quote.dtype],
+                )
+            )
+    return tuple(
+        Check(
+            dtype, quoted, source, formula.flops, formula.formula, quoted / formula.flops - 1, why
+        )
+        for dtype, quoted, source, why, formula in rows
+    )
 
 
-def flop_per_dollar(chip: Chip | System, dtype: str | None = None, *, years: float = 3.0) -> tuple[Value, ...]:
+def flop_per_dollar(
+    chip: Chip | System, dtype: str | None = None, *, years: float = 3.0
+) -> tuple[Value, ...]:
     """Computes how many FLOP one dollar buys at the peak rate, for a rented and for a purchased chip.
 
         rented chip:     peak x 3600 s / price of an hour
@@ -186,7 +236,13 @@ def flop_per_dollar(chip: Chip | System, dtype: str | None = None, *, years: flo
         if price.per == "hour":
             rows.append(Value(dtype, flops * 3600 / price.usd, price, "rented by the hour"))
         else:
-            rows.append(Value(dtype, flops * years * YEAR_OF_USE / price.usd, price,
-                              f"bought, {years:g} years of use, without electricity"
-                              + (" or host" if price.per == "chip" else "")))
+            rows.append(
+                Value(
+                    dtype,
+                    flops * years * YEAR_OF_USE / price.usd,
+                    price,
+                    f"bought, {years:g} years of use, without electricity"
+                    + (" or host" if price.per == "chip" else ""),
+                )
+            )
     return tuple(rows)

@@ -59,7 +59,10 @@ def history(per: str, dtypes: tuple[str, ...] = ("fp32", "best")) -> list[Point]
             if per == "dollar" and values:
                 value, rented = values[0].flop_per_dollar, values[0].price.per == "hour"
             elif per == "watt" and item.power_watts:
-                value, rented = one.peaks[dtype] * getattr(item, "count", 1) / item.power_watts, False
+                value, rented = (
+                    one.peaks[dtype] * getattr(item, "count", 1) / item.power_watts,
+                    False,
+                )
             else:
                 continue
             points.append(Point(item.name, one.kind, item.year, dtype, value, rented))
@@ -92,14 +95,21 @@ def plot(path: str | os.PathLike | None = None) -> Figure:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("plots need matplotlib, which is not installed: pip install 'fnet[experiments]'"
-                                  ) from None
+        raise ModuleNotFoundError(
+            "plots need matplotlib, which is not installed: pip install 'fnet[experiments]'"
+        ) from None
     figure = Figure(layout="constrained", figsize=(15, 8))
     for axis, per in zip(figure.subplots(1, 2), _TITLES):
         points = history(per)
         for point in points:
-            axis.plot(point.year, point.value, _MARKS[point.dtype], markersize=5, color=_COLORS[point.kind],
-                      markerfacecolor="none" if point.rented else _COLORS[point.kind])
+            axis.plot(
+                point.year,
+                point.value,
+                _MARKS[point.dtype],
+                markersize=5,
+                color=_COLORS[point.kind],
+                markerfacecolor="none" if point.rented else _COLORS[point.kind],
+            )
         _label(axis, points)
         axis.set(yscale="log", title=_TITLES[per], xlabel="year")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -121,17 +131,37 @@ def _label(axis: Any, points: list[Point]) -> None:
         if point.name not in best or point.value > best[point.name].value:
             best[point.name] = point
     for point in sorted(best.values(), key=lambda point: -point.value):
-        near = [value for year in (point.year - 1, point.year, point.year + 1) for value in taken.get(year, ())]
+        near = [
+            value
+            for year in (point.year - 1, point.year, point.year + 1)
+            for value in taken.get(year, ())
+        ]
         if all(max(point.value / value, value / point.value) > 1.25 for value in near):
             taken.setdefault(point.year, []).append(point.value)
-            axis.annotate(point.name, (point.year, point.value), xytext=(5, -2), textcoords="offset points", fontsize=7)
+            axis.annotate(
+                point.name,
+                (point.year, point.value),
+                xytext=(5, -2),
+                textcoords="offset points",
+                fontsize=7,
+            )
 
 
 def _legend() -> list:
     from matplotlib.lines import Line2D
 
-    mark = lambda label, marker, color, fill: Line2D([], [], linestyle="", marker=marker, color=color, label=label,
-                                                     markerfacecolor=color if fill else "none")
-    return [*(mark(kind.upper(), "o", color, True) for kind, color in _COLORS.items()),
-            mark("float32", "o", "black", True), mark("bfloat16 or float16", "s", "black", True),
-            mark("rented by the hour", "o", "black", False)]
+    mark = lambda label, marker, color, fill: Line2D(
+        [],
+        [],
+        linestyle="",
+        marker=marker,
+        color=color,
+        label=label,
+        markerfacecolor=color if fill else "none",
+    )
+    return [
+        *(mark(kind.upper(), "o", color, True) for kind, color in _COLORS.items()),
+        mark("float32", "o", "black", True),
+        mark("bfloat16 or float16", "s", "black", True),
+        mark("rented by the hour", "o", "black", False),
+    ]

@@ -14,8 +14,14 @@ from fnet.hardware._chip import Chip, FrozenTable, dtype_name
 from fnet.hardware._detect import detect
 
 
-def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16", "float16"), size: int | None = None,
-            copy_bytes: int | None = None, seconds: float = 0.3) -> Chip:
+def measure(
+    device: Any = None,
+    *,
+    dtypes: Sequence[Any] = ("float32", "bfloat16", "float16"),
+    size: int | None = None,
+    copy_bytes: int | None = None,
+    seconds: float = 0.3,
+) -> Chip:
     """Measures the rates of matrix products and the memory bandwidth of a device.
 
     For each dtype, two matrices [size, size] are multiplied many times, and several batches of these matrix products
@@ -57,22 +63,32 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
     for dtype in dtypes:
         try:
             rate = _matmul(device, jnp.dtype(dtype), size, seconds)
-        except Exception as error:      # backends raise different exceptions
+        except Exception as error:  # backends raise different exceptions
             failed.append(f"{jnp.dtype(dtype)} ({str(error).splitlines()[0][:80]})")
             continue
         name = dtype_name(dtype)
         if chip.kind == "tpu" and name == "fp32":
-            continue      # float32 runs in bfloat16 passes, so `Chip.peak` computes its rate
+            continue  # float32 runs in bfloat16 passes, so `Chip.peak` computes its rate
         peaks["tf32" if name == "fp32" and "tf32" in chip.peaks else name] = rate * share
     bandwidth = _copy(device, copy_bytes, seconds) * share
-    note = (f"Measured with jax {jax.__version__} on {time.strftime('%Y-%m-%d')}: matmuls of side {size}, a copy of "
-            f"{copy_bytes / 2**20:.4g} MiB, the best of several.")
+    note = (
+        f"Measured with jax {jax.__version__} on {time.strftime('%Y-%m-%d')}: matmuls of side {size}, a copy of "
+        f"{copy_bytes / 2**20:.4g} MiB, the best of several."
+    )
     if failed:
         note += f" Not measured: {'; '.join(failed)}."
     bases = {name: "measured" for name in (*peaks, "bandwidth")}
     return dataclasses.replace(
-        chip, known=True, peaks=FrozenTable(peaks), bandwidth=bandwidth, notes=note,
-        bases=FrozenTable({**chip.bases, **bases}), sources=(note,), quoted=(), explained=FrozenTable())
+        chip,
+        known=True,
+        peaks=FrozenTable(peaks),
+        bandwidth=bandwidth,
+        notes=note,
+        bases=FrozenTable({**chip.bases, **bases}),
+        sources=(note,),
+        quoted=(),
+        explained=FrozenTable(),
+    )
 
 
 def _matmul(device: Any, dtype: Any, size: int, seconds: float) -> float:

@@ -36,8 +36,15 @@ class MFU:
         return f"MFU {self.value:.1%} of {si(self.peak)}FLOP/s ({self.dtype}, {self.basis})"
 
 
-def mfu(flops_per_step: float, seconds_per_step: float, chip: Chip, dtype: Any = "float32", devices: int = 1, *,
-        precision: Any = None) -> MFU:
+def mfu(
+    flops_per_step: float,
+    seconds_per_step: float,
+    chip: Chip,
+    dtype: Any = "float32",
+    devices: int = 1,
+    *,
+    precision: Any = None,
+) -> MFU:
     """Computes model FLOPs utilization: the model's FLOP/s divided by the peak of the devices.
 
         MFU = flops_per_step / seconds_per_step / (peak of the chip x devices / JAX devices per chip)
@@ -66,7 +73,9 @@ def mfu(flops_per_step: float, seconds_per_step: float, chip: Chip, dtype: Any =
     MFU 50.8% of 197 TFLOP/s (bf16, published)
     """
     if seconds_per_step <= 0 or devices < 1:
-        raise ValueError(f"mfu: expected a positive time and devices >= 1, got {seconds_per_step} s on {devices}")
+        raise ValueError(
+            f"mfu: expected a positive time and devices >= 1, got {seconds_per_step} s on {devices}"
+        )
     if not chip.known:
         return MFU(None, f"the catalog has no peak of {chip.name}; call hardware.measure()")
     peak = chip.peak(dtype, precision=precision)

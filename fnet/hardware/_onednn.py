@@ -20,8 +20,13 @@ def onednn() -> bool:
     if BFLOAT16.isdisjoint(read_cpu().flags):
         return False
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 8, 8, 16), (3, 3, 16, 16)))
-    f = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    f = lambda x, w: lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
     try:
-        return "__onednn$convolution" in jax.jit(f).lower(x, w).compile(compiler_options=ONEDNN).as_text()
-    except jax.errors.JaxRuntimeError:    # the installed XLA does not have this option
+        return (
+            "__onednn$convolution"
+            in jax.jit(f).lower(x, w).compile(compiler_options=ONEDNN).as_text()
+        )
+    except jax.errors.JaxRuntimeError:  # the installed XLA does not have this option
         return False

@@ -15,7 +15,7 @@ from fnet.hardware import _probe
 from fnet.hardware._chip import Chip
 from fnet.hardware._detect import detect
 
-LOSS_SCALE = 2.0**15    # with 2^16, a float16 loss above 1 overflows
+LOSS_SCALE = 2.0**15  # with 2^16, a float16 loss above 1 overflows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,16 +66,32 @@ class Policy:
         for field in ("convolution", "activations"):
             if getattr(self, field) is None:
                 object.__setattr__(self, field, self.compute)
-        for field in ("param", "compute", "accum", "output", "convolution", "activations", "residual"):
+        for field in (
+            "param",
+            "compute",
+            "accum",
+            "output",
+            "convolution",
+            "activations",
+            "residual",
+        ):
             object.__setattr__(self, field, jnp.dtype(getattr(self, field)))
-        object.__setattr__(self, "rules", tuple((pattern, jnp.dtype(dtype)) for pattern, dtype in self.rules))
+        object.__setattr__(
+            self, "rules", tuple((pattern, jnp.dtype(dtype)) for pattern, dtype in self.rules)
+        )
 
     def __str__(self) -> str:
-        scaling = f"dynamic loss scaling from {self.loss_scale:g}" if self.loss_scale else "no loss scaling"
+        scaling = (
+            f"dynamic loss scaling from {self.loss_scale:g}"
+            if self.loss_scale
+            else "no loss scaling"
+        )
         apart = f" (convolutions {self.convolution})" if self.convolution != self.compute else ""
         apart += f", residual stream {self.residual}" if self.residual != jnp.float32 else ""
-        return (f"parameters {self.param}, compute {self.compute}{apart}, sums {self.accum}, output {self.output}, "
-                f"{scaling}: {self.reason}")
+        return (
+            f"parameters {self.param}, compute {self.compute}{apart}, sums {self.accum}, output {self.output}, "
+            f"{scaling}: {self.reason}"
+        )
 
 
 class _Family(NamedTuple):
@@ -93,56 +109,121 @@ _BF16 = ("bfloat16", "float16", "float32")
 _FP8 = "fp8 is available but never the default: it needs scales or calibration"
 _MXU = "its matrix units multiply bfloat16 and accumulate in float32; it has no float16"
 _FAMILIES = {
-    "old": _Family("Kepler and Maxwell", ("float32",), "it has no tensor cores and no float16 arithmetic"),
-    "pascal": _Family("Pascal", ("float32",), "it has no tensor cores, and float16 arithmetic gains nothing for "
-                      "training (1/64 of the rate on 6.1; twice the rate on 6.0, but sums in float16)"),
-    "volta": _Family("Volta", ("float16", "float32"), "its tensor cores support float16 only, bfloat16 is emulated; "
-                     "float16's narrow range needs dynamic loss scaling",
-                     why_inference="its tensor cores support float16 only, bfloat16 is emulated"),
-    "turing": _Family("Turing", ("float16", "float32"), "its tensor cores support float16 and int8; "
-                      "bfloat16 is emulated; float16's narrow range needs dynamic loss scaling",
-                      why_inference="its tensor cores support float16 and int8; bfloat16 is emulated, int8 is not a "
-                      "default"),
-    "ampere": _Family("Ampere", _BF16, "its tensor cores support bfloat16 with float32's range: no loss scaling"),
-    "ada": _Family("Ada", _BF16, f"its tensor cores support bfloat16 with float32's range: no loss scaling; {_FP8}"),
-    "hopper": _Family("Hopper", _BF16,
-                      f"its tensor cores support bfloat16 with float32's range: no loss scaling; {_FP8}"),
-    "blackwell": _Family("Blackwell", _BF16, "its tensor cores support bfloat16 with float32's range: no loss "
-                         "scaling; MXFP8 and FP4 are available but never the default"),
-    "mi100": _Family("MI100, gfx908", _BF16, "its matrix cores run bfloat16 at half the rate of float16, but at twice "
-                     "that of float32, and its range is not narrow"),
-    "mi200": _Family("MI200, gfx90a", _BF16, "its matrix cores run bfloat16 and float16 at one rate but flush 16-bit "
-                     "subnormals, which affects float16 most"),
-    "mi300": _Family("MI300, gfx942", _BF16, "its matrix cores support bfloat16: no loss scaling; fp8 (FNUZ) "
-                     "is never the default"),
-    "mi350": _Family("MI350, gfx950", _BF16, "its matrix cores support bfloat16: no loss scaling; fp8 (OCP) "
-                     "is never the default"),
-    "rdna3": _Family("RDNA3, gfx11", ("float16", "float32"), "bfloat16 was reported to run at float32's speed (jax "
-                     "issue 21074); float16 runs on WMMA and needs dynamic loss scaling",
-                     why_inference="bfloat16 was reported to run at float32's speed (jax issue 21074); float16 runs on "
-                     "WMMA"),
+    "old": _Family(
+        "Kepler and Maxwell", ("float32",), "it has no tensor cores and no float16 arithmetic"
+    ),
+    "pascal": _Family(
+        "Pascal",
+        ("float32",),
+        "it has no tensor cores, and float16 arithmetic gains nothing for "
+        "training (1/64 of the rate on 6.1; twice the rate on 6.0, but sums in float16)",
+    ),
+    "volta": _Family(
+        "Volta",
+        ("float16", "float32"),
+        "its tensor cores support float16 only, bfloat16 is emulated; "
+        "float16's narrow range needs dynamic loss scaling",
+        why_inference="its tensor cores support float16 only, bfloat16 is emulated",
+    ),
+    "turing": _Family(
+        "Turing",
+        ("float16", "float32"),
+        "its tensor cores support float16 and int8; "
+        "bfloat16 is emulated; float16's narrow range needs dynamic loss scaling",
+        why_inference="its tensor cores support float16 and int8; bfloat16 is emulated, int8 is not a "
+        "default",
+    ),
+    "ampere": _Family(
+        "Ampere", _BF16, "its tensor cores support bfloat16 with float32's range: no loss scaling"
+    ),
+    "ada": _Family(
+        "Ada",
+        _BF16,
+        f"its tensor cores support bfloat16 with float32's range: no loss scaling; {_FP8}",
+    ),
+    "hopper": _Family(
+        "Hopper",
+        _BF16,
+        f"its tensor cores support bfloat16 with float32's range: no loss scaling; {_FP8}",
+    ),
+    "blackwell": _Family(
+        "Blackwell",
+        _BF16,
+        "its tensor cores support bfloat16 with float32's range: no loss "
+        "scaling; MXFP8 and FP4 are available but never the default",
+    ),
+    "mi100": _Family(
+        "MI100, gfx908",
+        _BF16,
+        "its matrix cores run bfloat16 at half the rate of float16, but at twice "
+        "that of float32, and its range is not narrow",
+    ),
+    "mi200": _Family(
+        "MI200, gfx90a",
+        _BF16,
+        "its matrix cores run bfloat16 and float16 at one rate but flush 16-bit "
+        "subnormals, which affects float16 most",
+    ),
+    "mi300": _Family(
+        "MI300, gfx942",
+        _BF16,
+        "its matrix cores support bfloat16: no loss scaling; fp8 (FNUZ) is never the default",
+    ),
+    "mi350": _Family(
+        "MI350, gfx950",
+        _BF16,
+        "its matrix cores support bfloat16: no loss scaling; fp8 (OCP) is never the default",
+    ),
+    "rdna3": _Family(
+        "RDNA3, gfx11",
+        ("float16", "float32"),
+        "bfloat16 was reported to run at float32's speed (jax "
+        "issue 21074); float16 runs on WMMA and needs dynamic loss scaling",
+        why_inference="bfloat16 was reported to run at float32's speed (jax issue 21074); float16 runs on "
+        "WMMA",
+    ),
     "tpu": _Family("TPU", ("bfloat16", "float32"), _MXU),
-    "tpu_int8": _Family("TPU", ("bfloat16", "float32"), f"{_MXU}; int8 runs at twice the rate, never the default"),
-    "tpu_v6e": _Family("TPU", ("bfloat16", "float32"),
-                       f"{_MXU}; fp8 runs at bfloat16's rate, int8 at twice the rate, neither by default"),
-    "tpu_fp8": _Family("TPU", ("bfloat16", "float32"), f"{_MXU} and no int8 rate is listed; {_FP8}"),
-    "cpu": _Family("CPU", ("float32",), "float32 is the safe choice on a CPU; whether bfloat16 is faster here was not "
-                   "measured"),
-    "cpu_amx": _Family("CPU with AMX", ("float32",),
-                       "AMX multiplies bfloat16 several times faster than float32, but whether training gains was not "
-                       "measured here",
-                       ("bfloat16", "float32"),
-                       "AMX multiplies bfloat16 about four times faster than float32 (xla issue 10556); not measured "
-                       "here"),
-    "unknown": _Family("unknown", ("float32",), "it is not known what it accelerates, and float32 runs everywhere"),
+    "tpu_int8": _Family(
+        "TPU", ("bfloat16", "float32"), f"{_MXU}; int8 runs at twice the rate, never the default"
+    ),
+    "tpu_v6e": _Family(
+        "TPU",
+        ("bfloat16", "float32"),
+        f"{_MXU}; fp8 runs at bfloat16's rate, int8 at twice the rate, neither by default",
+    ),
+    "tpu_fp8": _Family(
+        "TPU", ("bfloat16", "float32"), f"{_MXU} and no int8 rate is listed; {_FP8}"
+    ),
+    "cpu": _Family(
+        "CPU",
+        ("float32",),
+        "float32 is the safe choice on a CPU; whether bfloat16 is faster here was not measured",
+    ),
+    "cpu_amx": _Family(
+        "CPU with AMX",
+        ("float32",),
+        "AMX multiplies bfloat16 several times faster than float32, but whether training gains was not "
+        "measured here",
+        ("bfloat16", "float32"),
+        "AMX multiplies bfloat16 about four times faster than float32 (xla issue 10556); not measured "
+        "here",
+    ),
+    "unknown": _Family(
+        "unknown", ("float32",), "it is not known what it accelerates, and float32 runs everywhere"
+    ),
 }
-_FROM_NAME = (      # (pattern of a chip's name, family), for chips whose architecture is unknown
-    (r"GTX 10\d\d|\bP100|\bP40\b|\bP4\b|TITAN X", "pascal"), (r"V100|TITAN V|GV100", "volta"),
+_FROM_NAME = (  # (pattern of a chip's name, family), for chips whose architecture is unknown
+    (r"GTX 10\d\d|\bP100|\bP40\b|\bP4\b|TITAN X", "pascal"),
+    (r"V100|TITAN V|GV100", "volta"),
     (r"RTX 20\d\d|GTX 16\d\d|TITAN RTX|\bT4\b|Quadro RTX", "turing"),
     (r"RTX 30\d\d|RTX A\d000|\bA(2|10|10G|16|30|40|100|800)\b", "ampere"),
-    (r"RTX 40\d\d|\bL(4|20|40|40S)\b|RTX \d000 Ada", "ada"), (r"\bG?H(20|100|200|800)\b", "hopper"),
+    (r"RTX 40\d\d|\bL(4|20|40|40S)\b|RTX \d000 Ada", "ada"),
+    (r"\bG?H(20|100|200|800)\b", "hopper"),
     (r"RTX 50\d\d|\bG?B(100|200|300)\b|RTX PRO .*Blackwell", "blackwell"),
-    (r"MI100\b", "mi100"), (r"MI2\d\dX?\b", "mi200"), (r"MI3[02]\d[AX]?\b", "mi300"), (r"MI35\dX?\b", "mi350"),
+    (r"MI100\b", "mi100"),
+    (r"MI2\d\dX?\b", "mi200"),
+    (r"MI3[02]\d[AX]?\b", "mi300"),
+    (r"MI35\dX?\b", "mi350"),
     (r"RX 7\d\d\d", "rdna3"),
 )
 
@@ -184,7 +265,9 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
         return _make(chip, mode, "it was requested")
     several = isinstance(chip, Sequence) and not isinstance(chip, str)
     if several and not chip:
-        raise ValueError("policy: expected at least one chip, got an empty sequence; pass None to detect the chip")
+        raise ValueError(
+            "policy: expected at least one chip, got an empty sequence; pass None to detect the chip"
+        )
     given = [None if c == "auto" else c for c in (chip if several else [chip])]
     found = list({(c.name, c.architecture): c for c in map(detect, given)}.values())
     if probe is None:
@@ -195,9 +278,13 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
     if len(found) == 1:
         types, why = options[0]
         return _make(types[0], mode, f"{_label(found[0])}: {why}")
-    shared = [t for t in ("bfloat16", "float16", "float32") if all(t in types for types, _ in options)]
+    shared = [
+        t for t in ("bfloat16", "float16", "float32") if all(t in types for types, _ in options)
+    ]
     each = "; ".join(f"{_label(c)} prefers {types[0]}" for c, (types, _) in zip(found, options))
-    return _make(shared[0], mode, f"{shared[0]} is the best dtype that all of these chips support ({each})")
+    return _make(
+        shared[0], mode, f"{shared[0]} is the best dtype that all of these chips support ({each})"
+    )
 
 
 def _here(given: Any) -> bool:
@@ -205,7 +292,7 @@ def _here(given: Any) -> bool:
     string, even for the name of this CPU."""
     if given is None:
         return True
-    if isinstance(given, Chip):      # only the result of `detect` contains the flags of this CPU
+    if isinstance(given, Chip):  # only the result of `detect` contains the flags of this CPU
         return given == detect(jax.local_devices(backend="cpu")[0])
     return isinstance(given, jax.Device) and given in jax.local_devices(backend="cpu")
 
@@ -214,12 +301,18 @@ def _probed(chip: Chip, mode: str) -> Policy:
     why_not, measured = _probe.unfit(), None
     if why_not is None:
         measured = _probe.probe(mode)
-        why_not = "not measured, because JAX is tracing a function; call policy before" if measured is None else None
+        why_not = (
+            "not measured, because JAX is tracing a function; call policy before"
+            if measured is None
+            else None
+        )
     if measured is None:
         (compute, *_), why = _options(chip, mode)
         return _make(compute, mode, f"{_label(chip)}: {why} ({why_not})")
     compute, convolution, why = _probe.verdict(measured, mode)
-    return dataclasses.replace(_make(compute, mode, f"{_label(chip)}: {why}"), convolution=convolution)
+    return dataclasses.replace(
+        _make(compute, mode, f"{_label(chip)}: {why}"), convolution=convolution
+    )
 
 
 def _options(chip: Chip, mode: str) -> tuple[tuple[str, ...], str]:
@@ -236,14 +329,20 @@ def _options(chip: Chip, mode: str) -> tuple[tuple[str, ...], str]:
 
 def _make(compute: str, mode: str, reason: str) -> Policy:
     return Policy(
-        param="float32" if mode == "train" else compute, compute=compute,
-        loss_scale=LOSS_SCALE if compute == "float16" and mode == "train" else None, reason=reason)
+        param="float32" if mode == "train" else compute,
+        compute=compute,
+        loss_scale=LOSS_SCALE if compute == "float16" and mode == "train" else None,
+        reason=reason,
+    )
 
 
 def _label(chip: Chip) -> str:
     family = _FAMILIES[_family(chip)].name
-    return chip.name if family in ("TPU", "CPU", "unknown") or family.lower() in chip.name.lower() else \
-        f"{chip.name} ({family})"
+    return (
+        chip.name
+        if family in ("TPU", "CPU", "unknown") or family.lower() in chip.name.lower()
+        else f"{chip.name} ({family})"
+    )
 
 
 def _family(chip: Chip) -> str:
@@ -259,11 +358,19 @@ def _family(chip: Chip) -> str:
     architecture = chip.architecture or ""
     if architecture.startswith("gfx"):
         return {"gfx908": "mi100", "gfx90a": "mi200", "gfx942": "mi300", "gfx950": "mi350"}.get(
-            architecture, "rdna3" if architecture.startswith("gfx11") else "unknown")
+            architecture, "rdna3" if architecture.startswith("gfx11") else "unknown"
+        )
     if re.fullmatch(r"\d+\.\d+", architecture) and chip.vendor in ("NVIDIA", "unknown"):
         major, minor = map(int, architecture.split("."))
         if major < 6:
             return "old"
-        return {6: "pascal", 7: "turing" if minor >= 5 else "volta", 8: "ada" if minor == 9 else "ampere",
-                9: "hopper"}.get(major, "blackwell")
-    return next((family for pattern, family in _FROM_NAME if re.search(pattern, chip.name, re.IGNORECASE)), "unknown")
+        return {
+            6: "pascal",
+            7: "turing" if minor >= 5 else "volta",
+            8: "ada" if minor == 9 else "ampere",
+            9: "hopper",
+        }.get(major, "blackwell")
+    return next(
+        (family for pattern, family in _FROM_NAME if re.search(pattern, chip.name, re.IGNORECASE)),
+        "unknown",
+    )

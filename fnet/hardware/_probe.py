@@ -29,8 +29,8 @@ from fnet.hardware._cache import cache_folder, read_json, write_json
 from fnet.hardware._cpu import read_cpu
 from fnet.hardware._onednn import ONEDNN, onednn
 
-DOT_AT_MOST, CONV_AT_MOST = 0.8, 0.9      # bfloat16 is selected up to this fraction of float32's time
-_VERSION = 2      # version of the measurement; a cached result of another version is not used
+DOT_AT_MOST, CONV_AT_MOST = 0.8, 0.9  # bfloat16 is selected up to this fraction of float32's time
+_VERSION = 2  # version of the measurement; a cached result of another version is not used
 _SIDE = 768
 _IMAGES, _KERNEL = (16, 16, 16, 64), (3, 3, 64, 64)
 _SECONDS, _ROUNDS = 0.4, (9, 50)
@@ -62,10 +62,15 @@ def verdict(probe: Probe, mode: str) -> tuple[str, str, str]:
     conv = dot if probe.conv <= CONV_AT_MOST else "float32"
     passes = "forward and backward" if mode == "train" else "forward"
     times = "processor time (the machine was busy)" if probe.clock == "processor" else "time"
-    return dot, conv, (
-        f"bfloat16 took {probe.dot:.2f} of float32's {times} for a matrix product and {probe.conv:.2f} for a "
-        f"convolution, {passes}, in the probe of {probe.date} with jaxlib {probe.jaxlib}; it is selected up to "
-        f"{DOT_AT_MOST:g}, and for convolutions up to {CONV_AT_MOST:g}")
+    return (
+        dot,
+        conv,
+        (
+            f"bfloat16 took {probe.dot:.2f} of float32's {times} for a matrix product and {probe.conv:.2f} for a "
+            f"convolution, {passes}, in the probe of {probe.date} with jaxlib {probe.jaxlib}; it is selected up to "
+            f"{DOT_AT_MOST:g}, and for convolutions up to {CONV_AT_MOST:g}"
+        ),
+    )
 
 
 def unfit() -> str | None:
@@ -86,8 +91,10 @@ def probe(mode: str) -> Probe | None:
     cached and JAX is tracing a function.
     """
     cpu = read_cpu()
-    flags = hashlib.sha256(repr((cpu.flags, os.environ.get("XLA_FLAGS", ""))).encode()).hexdigest()[:12]
-    key = (f"{cpu.model}, {cpu.cores} cores, flags {flags}, jaxlib {jaxlib.__version__}, probe {_VERSION}, {mode}")
+    flags = hashlib.sha256(repr((cpu.flags, os.environ.get("XLA_FLAGS", ""))).encode()).hexdigest()[
+        :12
+    ]
+    key = f"{cpu.model}, {cpu.cores} cores, flags {flags}, jaxlib {jaxlib.__version__}, probe {_VERSION}, {mode}"
     kept = _read(_path()).get(key)
     if kept is not None:
         return kept
@@ -98,7 +105,13 @@ def probe(mode: str) -> Probe | None:
 def _once(mode: str, key: str, path: pathlib.Path) -> Probe:
     busy = _busy()
     dot, conv = _ratios(mode, time.process_time if busy else time.perf_counter)
-    made = Probe(dot, conv, "processor" if busy else "wall", jaxlib.__version__, datetime.date.today().isoformat())
+    made = Probe(
+        dot,
+        conv,
+        "processor" if busy else "wall",
+        jaxlib.__version__,
+        datetime.date.today().isoformat(),
+    )
     _write(path, key, made)
     return made
 
@@ -107,17 +120,20 @@ def _busy() -> bool:
     """Whether other processes are computing on this machine, so that wall time would include their work."""
     try:
         return os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
-    except (AttributeError, OSError):      # Windows has no load average
+    except (AttributeError, OSError):  # Windows has no load average
         return False
 
 
 def _tracing() -> bool:
-    with concurrent.futures.ThreadPoolExecutor(1) as fresh:      # JAX traces no function in a new thread
+    with concurrent.futures.ThreadPoolExecutor(
+        1
+    ) as fresh:  # JAX traces no function in a new thread
         return fresh.submit(trace_state).result() != trace_state()
 
 
 # The measured operations are those of autocast on a CPU. Activations and cotangents are already in bfloat16. Weights
 # and their gradients are in float32.
+
 
 def _dot(x, w, g, *, train):
     low = w.astype(x.dtype)
@@ -125,13 +141,23 @@ def _dot(x, w, g, *, train):
     y = product(x, low, (((1,), (0,)), ((), ()))).astype(x.dtype)
     if not train:
         return y
-    return y, product(g, low, (((1,), (1,)), ((), ()))).astype(x.dtype), product(x, g, (((0,), (0,)), ((), ())))
+    return (
+        y,
+        product(g, low, (((1,), (1,)), ((), ()))).astype(x.dtype),
+        product(x, g, (((0,), (0,)), ((), ()))),
+    )
 
 
 def _conv(x, w, g, *, train):
     def forward(x, w):
-        return lax.conv_general_dilated(x, w.astype(x.dtype), (1, 1), "SAME", preferred_element_type=x.dtype,
-                                        dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return lax.conv_general_dilated(
+            x,
+            w.astype(x.dtype),
+            (1, 1),
+            "SAME",
+            preferred_element_type=x.dtype,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
 
     if not train:
         return forward(x, w)
@@ -141,8 +167,10 @@ def _conv(x, w, g, *, train):
 
 def _ratios(mode: str, clock: Callable[[], float]) -> tuple[float, float]:
     calls = {}
-    for name, operation, shape, weights in (("dot", _dot, (_SIDE, _SIDE), (_SIDE, _SIDE)),
-                                            ("conv", _conv, _IMAGES, _KERNEL)):
+    for name, operation, shape, weights in (
+        ("dot", _dot, (_SIDE, _SIDE), (_SIDE, _SIDE)),
+        ("conv", _conv, _IMAGES, _KERNEL),
+    ):
         numbers = np.random.default_rng(0).standard_normal
         x, w = numbers(shape, np.float32), jnp.asarray(numbers(weights, np.float32))
         for dtype in ("float32", "bfloat16"):
@@ -150,9 +178,13 @@ def _ratios(mode: str, clock: Callable[[], float]) -> tuple[float, float]:
             try:
                 # `tune` also selects oneDNN for steps that consist mostly of bfloat16 convolutions.
                 options = ONEDNN if (name, dtype) == ("conv", "bfloat16") and onednn() else None
-                run = jax.jit(functools.partial(operation, train=mode == "train")).lower(*args).compile(options)
+                run = (
+                    jax.jit(functools.partial(operation, train=mode == "train"))
+                    .lower(*args)
+                    .compile(options)
+                )
                 jax.block_until_ready(run(*args))
-            except Exception:      # XLA raises various exceptions for a dtype without code on this CPU
+            except Exception:  # XLA raises various exceptions for a dtype without code on this CPU
                 if dtype == "float32":
                     raise
                 continue
@@ -160,7 +192,9 @@ def _ratios(mode: str, clock: Callable[[], float]) -> tuple[float, float]:
     return ratios(timings(calls, clock))
 
 
-def timings(calls: Mapping[Any, Callable[[], Any]], clock: Callable[[], float]) -> dict[Any, list[float]]:
+def timings(
+    calls: Mapping[Any, Callable[[], Any]], clock: Callable[[], float]
+) -> dict[Any, list[float]]:
     """Measures the time of each function in several rounds. In each round, every function is called once, so that a
     slow period of the machine affects all functions. Returns {name: the time in seconds for each round}."""
     times: dict[Any, list[float]] = {name: [] for name in calls}
@@ -179,14 +213,18 @@ def ratios(times: Mapping[tuple[str, str], Sequence[float]]) -> tuple[float, flo
     """Returns the ratios (dot, conv) of the time with bfloat16 to the time with float32. Each ratio is the median over
     the rounds of the measurement, rounded to two decimals. A ratio is infinite if no time with bfloat16 was
     measured."""
+
     def ratio(name):
         pairs = zip(times[name, "float32"], times.get((name, "bfloat16"), ()))
-        return round(statistics.median([low / full for full, low in pairs if full > 0] or [math.inf]), 2)
+        return round(
+            statistics.median([low / full for full, low in pairs if full > 0] or [math.inf]), 2
+        )
 
     return ratio("dot"), ratio("conv")
 
 
 # The cache of measurements.
+
 
 def _path() -> pathlib.Path:
     return cache_folder() / "probe.json"
@@ -199,7 +237,9 @@ def _read(path: pathlib.Path) -> dict[str, Probe]:
     for key, entry in read_json(path).items():
         try:
             one = Probe(**entry)
-            sound = all(isinstance(r, float) and r >= 0 for r in one[:2]) and all(isinstance(s, str) for s in one[2:])
+            sound = all(isinstance(r, float) and r >= 0 for r in one[:2]) and all(
+                isinstance(s, str) for s in one[2:]
+            )
         except TypeError:
             continue
         if sound and (one.clock == "wall" or (one.clock == "processor" and one.date == today)):

@@ -91,8 +91,15 @@ class Roofline:
         return _text(self)
 
 
-def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: int | None = None,
-             measure: bool | None = None, depth: int | None = 2, repeats: int = 5) -> Roofline:
+def roofline(
+    step: Callable[..., Any],
+    *args: Any,
+    chip: Any = None,
+    devices: int | None = None,
+    measure: bool | None = None,
+    depth: int | None = 2,
+    repeats: int = 5,
+) -> Roofline:
     """Computes a lower bound of a function's time from the chip's peaks, and measures the time for comparison.
 
         lower bound of the time of a scope = max(FLOPs / peak FLOP/s, bytes / bandwidth)
@@ -132,32 +139,47 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
     """
     leaves = jax.tree.leaves(args)
     concrete = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-    held = [leaf.sharding.device_set for leaf in leaves if isinstance(leaf, jax.Array)
-            and not isinstance(leaf, jax.core.Tracer)]
+    held = [
+        leaf.sharding.device_set
+        for leaf in leaves
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    ]
     here = detect(next(iter(held[0])) if held else None)
     chip = here if chip is None else detect(chip)
     if devices is None:
         devices = max(map(len, held), default=1)
     local = (chip.name, chip.kind) == (here.name, here.kind)
     if measure and not concrete:
-        raise ValueError("roofline: measure=True needs arrays, got jax.ShapeDtypeStructs, which have no values; "
-                         "pass arrays, or measure=False for the bound alone")
+        raise ValueError(
+            "roofline: measure=True needs arrays, got jax.ShapeDtypeStructs, which have no values; "
+            "pass arrays, or measure=False for the bound alone"
+        )
     if measure is None:
         measure = concrete and local
     counted = count(step, *args)
     share = chip.chips_of(devices)
     compute = compute_seconds(counted, chip, share, depth)
     memory = lambda each: each.fused_bytes / (chip.bandwidth * share) if chip.bandwidth else None
-    rows = [_bound(scope, each, None if compute is None else compute.get(scope, 0.0), memory(each))
-            for scope, each in counted.by_depth(depth).items()
-            if each.flops or each.transcendental or each.fused_bytes]
+    rows = [
+        _bound(scope, each, None if compute is None else compute.get(scope, 0.0), memory(each))
+        for scope, each in counted.by_depth(depth).items()
+        if each.flops or each.transcendental or each.fused_bytes
+    ]
     seconds = _time(step, args, repeats) if measure else None
-    total = _bound("total", counted.total, sum(compute.values()) if compute is not None else None,
-                   memory(counted.total))
+    total = _bound(
+        "total",
+        counted.total,
+        sum(compute.values()) if compute is not None else None,
+        memory(counted.total),
+    )
     if all(row.seconds is not None for row in rows):
         total = dataclasses.replace(total, seconds=sum(row.seconds for row in rows))
     if seconds is None:
-        why = "nothing was measured" if local else f"nothing was measured: this is {here.name}, not {chip.name}"
+        why = (
+            "nothing was measured"
+            if local
+            else f"nothing was measured: this is {here.name}, not {chip.name}"
+        )
         utilization = MFU(None, why)
     elif not local:
         utilization = MFU(None, f"the time was measured on {here.name}, not on {chip.name}")
@@ -167,16 +189,33 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
         utilization = mfu(counted.model_flops, seconds, chip, counted.dtype, devices)
     notes = list(counted.notes)
     if not chip.known:
-        notes.append(f"{chip.name} is not in the catalog, so there are no bounds; call hardware.measure()")
+        notes.append(
+            f"{chip.name} is not in the catalog, so there are no bounds; call hardware.measure()"
+        )
     elif chip.bandwidth is None:
-        notes.append(f"the memory bandwidth of {chip.name} is unknown: only compute bounds; call hardware.measure()")
+        notes.append(
+            f"the memory bandwidth of {chip.name} is unknown: only compute bounds; call hardware.measure()"
+        )
     peak = chip.peak(counted.dtype) if counted.dtype else None
     ridge = peak.flops / chip.bandwidth if peak and chip.bandwidth else None
-    return Roofline(chip, devices, tuple(rows), total, counted, ridge, seconds, utilization,
-                    tile_waste(counted.matmuls, chip), rule(chip), tuple(notes))
+    return Roofline(
+        chip,
+        devices,
+        tuple(rows),
+        total,
+        counted,
+        ridge,
+        seconds,
+        utilization,
+        tile_waste(counted.matmuls, chip),
+        rule(chip),
+        tuple(notes),
+    )
 
 
-def compute_seconds(counted: Count, chip: Chip, share: float, depth: int | None) -> dict[str, float] | None:
+def compute_seconds(
+    counted: Count, chip: Chip, share: float, depth: int | None
+) -> dict[str, float] | None:
     """Returns the seconds of arithmetic in each scope, or None if a peak is unknown. Matrix products are assumed to run
     at the peak rate of their dtype, and other operations at the float32 peak rate."""
     seconds: dict[str, float] = collections.defaultdict(float)
@@ -198,8 +237,15 @@ def compute_seconds(counted: Count, chip: Chip, share: float, depth: int | None)
 
 def _bound(scope: str, each: Cost, compute: float | None, memory: float | None) -> Bound:
     known = [seconds for seconds in (compute, memory) if seconds is not None]
-    bound = ("unknown" if not known else "compute or memory" if len(known) == 1 else
-             "compute" if known[0] >= known[1] else "memory")
+    bound = (
+        "unknown"
+        if not known
+        else "compute or memory"
+        if len(known) == 1
+        else "compute"
+        if known[0] >= known[1]
+        else "memory"
+    )
     return Bound(scope, each, compute, memory, bound, max(known, default=None))
 
 
@@ -207,8 +253,17 @@ def _time(step: Callable[..., Any], args: tuple, repeats: int) -> float:
     """Returns the median seconds of a call, without the first call, which compiles."""
     jitted = hasattr(step, "lower")
     run = step if jitted else jax.jit(step)
-    fresh = (lambda: jax.block_until_ready(jax.tree.map(
-        lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, args))) if jitted else (lambda: args)
+    fresh = (
+        (
+            lambda: jax.block_until_ready(
+                jax.tree.map(
+                    lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, args
+                )
+            )
+        )
+        if jitted
+        else (lambda: args)
+    )
     jax.block_until_ready(run(*fresh()))
     times = []
     for _ in range(repeats):
@@ -223,19 +278,37 @@ def _text(report: Roofline) -> str:
     chip = report.chip
     peak = chip.peak(report.count.dtype) if report.count.dtype else None
     rate = f"{si(peak.flops)}FLOP/s {peak.dtype} ({peak.basis})" if peak else "no peak known"
-    band = f"{si(chip.bandwidth)}B/s ({chip.basis('bandwidth')})" if chip.bandwidth else "bandwidth unknown"
+    band = (
+        f"{si(chip.bandwidth)}B/s ({chip.basis('bandwidth')})"
+        if chip.bandwidth
+        else "bandwidth unknown"
+    )
     ridge = f"; bound by compute above {report.ridge:.3g} FLOP/byte" if report.ridge else ""
     many = f", {report.devices} JAX devices" if report.devices > 1 else ""
     lines = [f"{chip.name}{many}: {rate}, {band}{ridge}", ""]
     rows = [("scope", "FLOPs", "bytes", "FLOP/byte", "bound", "at the bound")]
     for row in (*report.scopes, report.total):
         intensity = "-" if row.intensity is None else f"{row.intensity:.3g}"
-        rows.append((row.scope or "(no scope)", f"{si(row.cost.flops)}F", f"{si(row.cost.fused_bytes)}B", intensity,
-                     row.bound, seconds_text(row.seconds)))
+        rows.append(
+            (
+                row.scope or "(no scope)",
+                f"{si(row.cost.flops)}F",
+                f"{si(row.cost.fused_bytes)}B",
+                intensity,
+                row.bound,
+                seconds_text(row.seconds),
+            )
+        )
     lines += [*aligned(rows, left=(0, 4)), ""]
     if report.measured is not None:
-        ratio = f", {report.measured / report.total.seconds:.1f} times the bound" if report.total.seconds else ""
-        lines.append(f"measured {seconds_text(report.measured)} per call (median, whole function){ratio}")
+        ratio = (
+            f", {report.measured / report.total.seconds:.1f} times the bound"
+            if report.total.seconds
+            else ""
+        )
+        lines.append(
+            f"measured {seconds_text(report.measured)} per call (median, whole function){ratio}"
+        )
     lines.append(str(report.mfu))
     if report.waste:
         lines.append("sizes that do not fill the tiles:")
@@ -243,9 +316,11 @@ def _text(report: Roofline) -> str:
         if len(report.waste) > 5:
             lines.append(f"  and {len(report.waste) - 5} more")
         lines.append(textwrap.fill(report.rule, 98, initial_indent="  ", subsequent_indent="  "))
-    lines.append("FLOPs are exact (convolutions: padding included); bytes are estimated after fusion and are "
-                 f"\nbetween {si(report.count.io_bytes)}B (arguments and outputs) and "
-                 f"{si(report.count.total.bytes)}B (unfused)")
+    lines.append(
+        "FLOPs are exact (convolutions: padding included); bytes are estimated after fusion and are "
+        f"\nbetween {si(report.count.io_bytes)}B (arguments and outputs) and "
+        f"{si(report.count.total.bytes)}B (unfused)"
+    )
     return "\n".join([*lines, *(f"note: {note}" for note in report.notes)])
 
 

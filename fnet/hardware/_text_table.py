@@ -14,5 +14,10 @@ def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[
             the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.ljust(width) if i in left else cell.rjust(width)
-                      for i, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]

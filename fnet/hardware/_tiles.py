@@ -16,9 +16,9 @@ from fnet.hardware._count import Matmul
 
 RULES = {
     "tpu": "a TPU's matrix unit pads k and n to its side (128; 256 from v6e on) and m to 8 rows of 32 bits, 16 of "
-           "bf16 (Cloud TPU performance guide)",
+    "bf16 (Cloud TPU performance guide)",
     "NVIDIA": "cuBLAS divides the result into tiles at least 64 wide, and k into pieces of 16 bytes (NVIDIA, Matrix "
-              "Multiplication Background User's Guide); cuBLAS selects the size of the tile, so this is an estimate",
+    "Multiplication Background User's Guide); cuBLAS selects the size of the tile, so this is an estimate",
     "AMD": "a matrix core multiplies tiles of 32 x 32 (AMD lab notes, matrix cores); an estimate",
     "cpu": "vector registers hold 16 to 64 bytes of the columns of the result; an estimate",
 }
@@ -52,19 +52,27 @@ class Waste(NamedTuple):
     times: int
 
     def __str__(self) -> str:
-        sizes = ", ".join(f"{name} {a} of {b}" for name, a, b in zip(("m", "n", "k"), self.shape[1:], self.padded[1:])
-                          if a != b)
+        sizes = ", ".join(
+            f"{name} {a} of {b}"
+            for name, a, b in zip(("m", "n", "k"), self.shape[1:], self.padded[1:])
+            if a != b
+        )
         return f"{self.scope or '(no scope)'}: {self.op} {self.dtype} fills {self.fill:.0%} of its tiles ({sizes})"
 
 
-def padded_shape(shape: tuple[int, int, int, int], dtype: str, chip: Chip) -> tuple[int, int, int, int]:
+def padded_shape(
+    shape: tuple[int, int, int, int], dtype: str, chip: Chip
+) -> tuple[int, int, int, int]:
     """Rounds the sizes (batch, m, n, k) of a matrix product up to multiples of the chip's tile sizes. On a TPU, the
     operands are swapped if this needs less padding."""
     b, m, n, k = shape
     size = max(1, jnp.dtype(dtype).itemsize)
     if chip.kind == "tpu":
         side, rows = chip.units.get("mxu_dim", 128), 8 * max(1, 4 // size)
-        options = [(b, _up(m, rows), _up(n, side), _up(k, side)), (b, _up(m, side), _up(n, rows), _up(k, side))]
+        options = [
+            (b, _up(m, rows), _up(n, side), _up(k, side)),
+            (b, _up(m, side), _up(n, rows), _up(k, side)),
+        ]
         return min(options, key=math.prod)
     if chip.kind == "gpu" and chip.vendor in ("NVIDIA", "AMD"):
         side = 64 if chip.vendor == "NVIDIA" else 32
@@ -127,7 +135,9 @@ def tile_waste(matmuls: Iterable[Matmul], chip: Chip, *, below: float = 0.9) -> 
         wasted, times = matmul.flops * (1 / fill - 1), matmul.times
         if key in found:
             wasted, times = wasted + found[key].wasted, times + found[key].times
-        found[key] = Waste(matmul.scope, matmul.op, matmul.shape, padded, matmul.dtype, fill, wasted, times)
+        found[key] = Waste(
+            matmul.scope, matmul.op, matmul.shape, padded, matmul.dtype, fill, wasted, times
+        )
     return tuple(sorted(found.values(), key=lambda waste: -waste.wasted))
 
 
@@ -150,7 +160,7 @@ class Stored(NamedTuple):
     def basis(self) -> str:
         return "exact" if self.exact else "estimated"
 
-    def __add__(self, other: Stored) -> Stored:    # type: ignore[override]
+    def __add__(self, other: Stored) -> Stored:  # type: ignore[override]
         return Stored(self.bytes + other.bytes, self.exact and other.exact)
 
 
@@ -166,7 +176,9 @@ def stored(array: Any, chip: Chip) -> Stored:
         array = jax.eval_shape(jax.random.key_data, array)
     itemsize = array.dtype.itemsize
     whole = not re.fullmatch(r"u?int[24]|float[46]_\w+", array.dtype.name)
-    return Stored(stored_bytes(array.shape, itemsize, chip), whole and (chip.kind != "tpu" or itemsize <= 4))
+    return Stored(
+        stored_bytes(array.shape, itemsize, chip), whole and (chip.kind != "tpu" or itemsize <= 4)
+    )
 
 
 def stored_bytes(shape: tuple[int, ...], itemsize: int, chip: Chip) -> int:
@@ -189,6 +201,8 @@ def stored_bytes(shape: tuple[int, ...], itemsize: int, chip: Chip) -> int:
     total, group = math.prod(shape), max(1, column // itemsize)
     if not total:
         return 0
-    padded = min(total // (rows * columns) * _up(rows, min(8, max(group, power(rows)))) * _up(columns, 128)
-                 for rows, columns in itertools.permutations(shape, 2))
+    padded = min(
+        total // (rows * columns) * _up(rows, min(8, max(group, power(rows)))) * _up(columns, 128)
+        for rows, columns in itertools.permutations(shape, 2)
+    )
     return _up(padded * itemsize, unit)

@@ -16,5 +16,22 @@ from fnet.introspect._profile import Profile, TimedRow, profile
 from fnet.introspect._statistics import Statistic, Statistics, statistics
 from fnet.introspect._summary import Row, Summary, summary
 
-__all__ = ["Comparison", "Difference", "GradientCheck", "Graph", "Profile", "Row", "Slope", "Statistic", "Statistics",
-           "Summary", "TimedRow", "check_gradient", "compare", "graph", "profile", "statistics", "summary"]
+__all__ = [
+    "Comparison",
+    "Difference",
+    "GradientCheck",
+    "Graph",
+    "Profile",
+    "Row",
+    "Slope",
+    "Statistic",
+    "Statistics",
+    "Summary",
+    "TimedRow",
+    "check_gradient",
+    "compare",
+    "graph",
+    "profile",
+    "statistics",
+    "summary",
+]

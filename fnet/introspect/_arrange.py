@@ -15,7 +15,7 @@ import itertools
 
 from fnet.introspect._flow import Flow, Node, Value
 
-_PORTS = 16      # if more values enter or leave a scope, they share one line
+_PORTS = 16  # if more values enter or leave a scope, they share one line
 
 
 @dataclasses.dataclass(eq=False)
@@ -91,13 +91,13 @@ def _project(parts, source: Node, reader: Node, value: int) -> None:
     top = next(i for i, node in enumerate(up) if id(node) in inside)
     shared = up[top]
     below = down.index(shared)
-    if top == 0 or below == 0:      # one of the two nodes contains the other
+    if top == 0 or below == 0:  # one of the two nodes contains the other
         return
     parts[shared].add(up[top - 1], down[below - 1], value)
     kinds = up[top - 1].kind, down[below - 1].kind
     given = kinds[0] == "input" or up[top - 1].name == "inputs"
     if "phase" in kinds and not (given and down[below - 1].name == "forward"):
-        return      # drawn only between the phases
+        return  # drawn only between the phases
     for i in range(1, top):
         parts[up[i]].add(up[i - 1], ("out", value), value)
     for i in range(1, below):
@@ -137,8 +137,14 @@ def _ranks(node, made, count, edges) -> list[int]:
     has the index 0."""
     first, last = made.children, made.children + len(made.entering)
     if any(child.kind == "phase" for child in node.children):
-        index = [0 if child.kind == "input" or child.name == "inputs" else
-                 2 if child.kind == "result" or child.name == "results" else 1 for child in node.children]
+        index = [
+            0
+            if child.kind == "input" or child.name == "inputs"
+            else 2
+            if child.kind == "result" or child.name == "results"
+            else 1
+            for child in node.children
+        ]
         return [rank - min(index) for rank in index]
     after: list[list[int]] = [[] for _ in range(count)]
     before: list[list[int]] = [[] for _ in range(count)]
@@ -156,8 +162,11 @@ def _ranks(node, made, count, edges) -> list[int]:
                 ready.append(j)
     ranks = [0] * count
     for i in order:
-        ranks[i] = max((ranks[j] + 1 for j in before[i]), default=int(bool(made.entering) and not first <= i < last))
-    for i in reversed(order):      # items that read nothing are directly above their reader
+        ranks[i] = max(
+            (ranks[j] + 1 for j in before[i]),
+            default=int(bool(made.entering) and not first <= i < last),
+        )
+    for i in reversed(order):  # items that read nothing are directly above their reader
         if after[i] and not before[i] and i < made.children:
             ranks[i] = min(ranks[j] for j in after[i]) - 1
     alone = [i for i in range(made.children) if not after[i] and not before[i]]
@@ -206,7 +215,9 @@ def neighbors(made: Arrangement) -> tuple[dict[int, int], list[tuple[int, int]]]
     pieces = {}
     for a, b, _ in made.edges:
         through = route(made, layer, a, b)
-        pieces |= dict.fromkeys(p for p in itertools.pairwise(through) if layer[p[1]] == layer[p[0]] + 1)
+        pieces |= dict.fromkeys(
+            p for p in itertools.pairwise(through) if layer[p[1]] == layer[p[0]] + 1
+        )
     return layer, list(pieces)
 
 
@@ -220,8 +231,11 @@ def _order(made) -> None:
     lane = made.children + len(made.entering) + len(made.leaving)
     best, fewest = [list(items) for items in made.layers], None
     for sweep in range(12):
-        nearer, rows = (up, range(1, len(made.layers))) if sweep % 2 == 0 else (
-            down, range(len(made.layers) - 2, -1, -1))
+        nearer, rows = (
+            (up, range(1, len(made.layers)))
+            if sweep % 2 == 0
+            else (down, range(len(made.layers) - 2, -1, -1))
+        )
         at = {i: n for items in made.layers for n, i in enumerate(items)}
         for r in rows:
             items = made.layers[r]
@@ -252,7 +266,7 @@ def count_crossings(layers: list[list[int]], pieces: list[tuple[int, int]]) -> i
     for r, row in enumerate(rows[:-1]):
         row.sort()
         size = len(layers[r + 1])
-        tree = [0] * (size + 1)      # a Fenwick tree, which counts the ends at positions up to n
+        tree = [0] * (size + 1)  # a Fenwick tree, which counts the ends at positions up to n
         for seen, (_, b) in enumerate(row):
             left, n = 0, b + 1
             while n:
@@ -282,7 +296,9 @@ def _align(made, count) -> None:
         down.setdefault(a, []).append(b)
         up.setdefault(b, []).append(a)
 
-    def middle(found):      # prefers items to lanes, so that an edge that skips layers does not bend a chain
+    def middle(
+        found,
+    ):  # prefers items to lanes, so that an edge that skips layers does not bend a chain
         found = sorted([i for i in found if i < count] or found, key=at.get)
         return found[(len(found) - 1) // 2]
 

@@ -18,8 +18,8 @@ from fnet import transforms as ft
 from fnet.hardware._text_table import aligned
 from fnet.jaxpr import check_function
 
-_SAME = 1e-3    # sites with different names form a pair if their error is smaller than this
-_TOLERANCE = 1e-5    # for float32; for other dtypes, it is proportional to their precision
+_SAME = 1e-3  # sites with different names form a pair if their error is smaller than this
+_TOLERANCE = 1e-5  # for float32; for other dtypes, it is proportional to their precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,20 +79,38 @@ class Comparison:
     def __str__(self):
         first = self.first
         table = [("site", "in the other program", "error", "types")]
-        table += [(row.name, row.other if row.other != row.name else "", f"{row.error:.1e}",
-                   row.types[0] if row.types[0] == row.types[1] else " / ".join(row.types)) for row in self.rows]
+        table += [
+            (
+                row.name,
+                row.other if row.other != row.name else "",
+                f"{row.error:.1e}",
+                row.types[0] if row.types[0] == row.types[1] else " / ".join(row.types),
+            )
+            for row in self.rows
+        ]
         lines = aligned(table, left=range(4))
         if first is not None:
             lines[self.rows.index(first) + 1] += "  <- first difference"
-        lines += [f"only in the {which} program: {', '.join(names)}"
-                  for which, names in zip(("first", "second"), self.only) if names]
-        summary = ("no difference" if first is None else
-                   f"first difference: {first.name} (error {first.error:.1e}, tolerance {first.tolerance:.1e})")
+        lines += [
+            f"only in the {which} program: {', '.join(names)}"
+            for which, names in zip(("first", "second"), self.only)
+            if names
+        ]
+        summary = (
+            "no difference"
+            if first is None
+            else f"first difference: {first.name} (error {first.error:.1e}, tolerance {first.tolerance:.1e})"
+        )
         return "\n".join([*lines, summary])
 
 
-def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | None = None,
-            tolerance: float | None = None) -> Comparison:
+def compare(
+    f: Callable,
+    g: Callable,
+    *args: Any,
+    names: Mapping[str, str] | None = None,
+    tolerance: float | None = None,
+) -> Comparison:
     """Finds the first site (named value) at which two programs differ, and the error at each site.
 
         print(introspect.compare(model, ft.autocast(model, "bfloat16"), params, x, tolerance=0.05))
@@ -137,12 +155,16 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
     for scans, group in itertools.groupby(pairs, key=lambda pair: runs[0].sites[pair[0]].scans[:1]):
         group = list(group)
         if not scans:
-            rows += [_difference(a, b, runs[0].values[a], runs[1].values[b], tolerance) for a, b in group]
+            rows += [
+                _difference(a, b, runs[0].values[a], runs[1].values[b], tolerance) for a, b in group
+            ]
         else:
             rows += _iterations(group, runs, tolerance)
     rows.append(_difference("result", "result", runs[0].result, runs[1].result, tolerance))
     matched = [{pair[i] for pair in pairs} for i in (0, 1)]
-    only = tuple(tuple(name for name in run.values if name not in seen) for run, seen in zip(runs, matched))
+    only = tuple(
+        tuple(name for name in run.values if name not in seen) for run, seen in zip(runs, matched)
+    )
     return Comparison(tuple(rows), only)
 
 
@@ -151,9 +173,15 @@ class _Run:
 
     def __init__(self, function, args):
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "tune: the compiler options")    # which do not apply here
-            self.sites = {site.name: site for site in ft.sites(function)(*args) if site.inside is None}
-            self.result, values = ft.capture(function, [re.escape(name) for name in self.sites])(*args)
+            warnings.filterwarnings(
+                "ignore", "tune: the compiler options"
+            )  # which do not apply here
+            self.sites = {
+                site.name: site for site in ft.sites(function)(*args) if site.inside is None
+            }
+            self.result, values = ft.capture(function, [re.escape(name) for name in self.sites])(
+                *args
+            )
         self.values = {name: values[name] for name in self.sites}
 
 
@@ -167,8 +195,10 @@ def _pairs(mine, others, runs, names) -> list[tuple[str, str]]:
                 other = re.sub(pattern, replacement, name)
                 if other not in free:
                     near = difflib.get_close_matches(other, others, 3, 0.3) or others[:3]
-                    raise ValueError(f"compare: names give {other!r} for {name!r}, and the second function has no such "
-                                     f"site left; nearest: {', '.join(map(repr, near))}")
+                    raise ValueError(
+                        f"compare: names give {other!r} for {name!r}, and the second function has no such "
+                        f"site left; nearest: {', '.join(map(repr, near))}"
+                    )
                 pairs[name] = other
                 free.remove(other)
     for name in mine:
@@ -176,8 +206,12 @@ def _pairs(mine, others, runs, names) -> list[tuple[str, str]]:
             pairs[name] = name
             free.remove(name)
     rest = [name for name in mine if name not in pairs], [name for name in others if name in free]
-    pairs.update((rest[0][a], rest[1][b]) for a, b in _aligned(*([run.values[name] for name in part]
-                                                                for run, part in zip(runs, rest))))
+    pairs.update(
+        (rest[0][a], rest[1][b])
+        for a, b in _aligned(
+            *([run.values[name] for name in part] for run, part in zip(runs, rest))
+        )
+    )
     return [(name, pairs[name]) for name in mine if name in pairs]
 
 
@@ -185,9 +219,18 @@ def _aligned(mine, others) -> list[tuple[int, int]]:
     """Returns the pairs (index in `mine`, index in `others`) of corresponding values. The function first pairs nearly
     equal values of the two lists, and then pairs remaining values that have the same shape. The indices in both lists
     increase from each pair to the next."""
-    shapes = [[str(jax.tree.map(jnp.shape, value)) for value in values] for values in (mine, others)]
-    same = lambda i, j: shapes[0][i] == shapes[1][j] and all(
-        map(lambda a, b: _error(a, b) < _SAME, *(jax.tree.leaves(values[k]) for values, k in ((mine, i), (others, j)))))
+    shapes = [
+        [str(jax.tree.map(jnp.shape, value)) for value in values] for values in (mine, others)
+    ]
+    same = lambda i, j: (
+        shapes[0][i] == shapes[1][j]
+        and all(
+            map(
+                lambda a, b: _error(a, b) < _SAME,
+                *(jax.tree.leaves(values[k]) for values, k in ((mine, i), (others, j))),
+            )
+        )
+    )
     equal = [[same(i, j) for j in range(len(others))] for i in range(len(mine))]
     found, start = [], (0, 0)
     for i, j in [*_common(equal), (len(mine), len(others))]:
@@ -206,7 +249,9 @@ def _common(equal) -> list[tuple[int, int]]:
     best = np.zeros((rows + 1, columns + 1), int)
     for i in reversed(range(rows)):
         for j in reversed(range(columns)):
-            best[i, j] = 1 + best[i + 1, j + 1] if equal[i][j] else max(best[i + 1, j], best[i, j + 1])
+            best[i, j] = (
+                1 + best[i + 1, j + 1] if equal[i][j] else max(best[i + 1, j], best[i, j + 1])
+            )
     found, i, j = [], 0, 0
     while i < rows and j < columns:
         if equal[i][j]:
@@ -236,7 +281,9 @@ def _indexed(name, i) -> str:
 
 
 def _difference(name, other, a, b, tolerance) -> Difference:
-    types = tuple(", ".join(_type(x) for x in jax.tree.leaves(value)) or "nothing" for value in (a, b))
+    types = tuple(
+        ", ".join(_type(x) for x in jax.tree.leaves(value)) or "nothing" for value in (a, b)
+    )
     a, b = ([x for x in jax.tree.leaves(value) if _comparable(x)] for value in (a, b))
     if [jnp.shape(x) for x in a] != [jnp.shape(x) for x in b]:
         return Difference(name, other, float("inf"), tolerance or _TOLERANCE, types)
@@ -250,8 +297,9 @@ def _type(x) -> str:
 
 
 def _comparable(x) -> bool:
-    return (isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
-            and not jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.extended))
+    return isinstance(
+        x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+    ) and not jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.extended)
 
 
 def _precision(x) -> float:
@@ -267,7 +315,13 @@ def _error(a, b) -> float:
     wide = np.complex128 if any(np.iscomplexobj(x) for x in (a, b)) else np.float64
     a, b = a.astype(wide), b.astype(wide)
     finite = np.isfinite(b)
-    if not np.array_equal(np.isfinite(a), finite) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+    if not np.array_equal(np.isfinite(a), finite) or not np.array_equal(
+        a[~finite], b[~finite], equal_nan=True
+    ):
         return float("inf")
     difference = np.abs(a - b)[finite].max(initial=0.0)
-    return float(difference / max(np.abs(b[finite]).max(initial=0.0), np.finfo(np.float32).tiny)) if difference else 0.0
+    return (
+        float(difference / max(np.abs(b[finite]).max(initial=0.0), np.finfo(np.float32).tiny))
+        if difference
+        else 0.0
+    )

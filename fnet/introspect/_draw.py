@@ -26,9 +26,21 @@ class Drawing:
         share: a function that returns a node's share of the total cost, which determines the node's color.
     """
 
-    def __init__(self, made: dict[Node, Arrangement], values: list[Value], expanded: set[Node],
-                 line: Callable[[Node], str], share: Callable[[Node], float]):
-        self.made, self.values, self.expanded, self.line, self.share = made, values, expanded, line, share
+    def __init__(
+        self,
+        made: dict[Node, Arrangement],
+        values: list[Value],
+        expanded: set[Node],
+        line: Callable[[Node], str],
+        share: Callable[[Node], float],
+    ):
+        self.made, self.values, self.expanded, self.line, self.share = (
+            made,
+            values,
+            expanded,
+            line,
+            share,
+        )
         self.placed: dict[Node, Placed] = {}
         self.sizes: dict[Node, tuple[float, float]] = {}
         self.parts: list[str] = []
@@ -42,15 +54,19 @@ class Drawing:
             wide, high = self.placed[root].width, self.placed[root].height
             self._inside(root, pad, pad, 0, 0)
         wide, high = wide + 2 * pad, high + 2 * pad
-        return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high:.0f}" width="{wide:.0f}" '
-                f'height="{high:.0f}" role="img"><title>{escape(root.name)}</title><style>{_STYLE}</style><defs>'
-                '<marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-                '<path d="M0 0L8 4L0 8z" fill="#8593a3"/></marker></defs><rect width="100%" height="100%" '
-                f'fill="#fff"/>{"".join(self.parts)}</svg>')
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high:.0f}" width="{wide:.0f}" '
+            f'height="{high:.0f}" role="img"><title>{escape(root.name)}</title><style>{_STYLE}</style><defs>'
+            '<marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+            '<path d="M0 0L8 4L0 8z" fill="#8593a3"/></marker></defs><rect width="100%" height="100%" '
+            f'fill="#fff"/>{"".join(self.parts)}</svg>'
+        )
 
     def size(self, node: Node) -> tuple[float, float]:
         if node not in self.sizes:
-            self.sizes[node] = self._measure(node) if node in self.expanded else box(node, self.line(node))
+            self.sizes[node] = (
+                self._measure(node) if node in self.expanded else box(node, self.line(node))
+            )
         return self.sizes[node]
 
     def _measure(self, node) -> tuple[float, float]:
@@ -61,7 +77,9 @@ class Drawing:
         sizes += [(SIZES["lane"], 0)] * (len(made.lines) - len(sizes))
         placed = self.placed[node] = place(made, sizes)
         title = 8 * len(short(node.name)) + 7 * len(node.badge) + 60
-        return max(placed.width + 2 * SIZES["pad"], title), placed.height + SIZES["header"] + SIZES["pad"]
+        return max(placed.width + 2 * SIZES["pad"], title), placed.height + SIZES["header"] + SIZES[
+            "pad"
+        ]
 
     def _text(self, carried: Sequence[int]) -> str:
         if len(carried) == 1:
@@ -71,24 +89,34 @@ class Drawing:
     def _node(self, node, x, y, flip) -> None:
         wide, high = self.size(node)
         if node in self.expanded:
-            self.parts.append(f'<rect class="g" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" '
-                              'rx="8"/>')
+            self.parts.append(
+                f'<rect class="g" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" '
+                'rx="8"/>'
+            )
             inner = x + (wide - self.placed[node].width) / 2
             self._inside(node, inner, y + SIZES["header"], y, y + high, flip)
-            self.parts.append(f'<text class="b o" x="{x + 12:.1f}" y="{y + 20:.1f}">{escape(short(node.name))}'
-                              f'<tspan class="l" dx="8">{escape(node.badge)}</tspan></text>')      # on top
+            self.parts.append(
+                f'<text class="b o" x="{x + 12:.1f}" y="{y + 20:.1f}">{escape(short(node.name))}'
+                f'<tspan class="l" dx="8">{escape(node.badge)}</tspan></text>'
+            )  # on top
             return
         step = sum(self.share(node) >= limit for limit in STEPS)
         white, line = (" w" if step >= 4 else ""), self.line(node)
         radius = high / 2 if node.kind in ("input", "result") else 6
-        text = lambda of, level, words: (f'<text class="{of}{white}" text-anchor="middle" x="{x + wide / 2:.1f}" '
-                                         f'y="{y + level:.1f}">{words}</text>')
-        name = escape(short(node.name)) + (f'<tspan class="l{white}" dx="6">{escape(node.badge)}</tspan>'
-                                           if node.badge else "")
+        text = lambda of, level, words: (
+            f'<text class="{of}{white}" text-anchor="middle" x="{x + wide / 2:.1f}" '
+            f'y="{y + level:.1f}">{words}</text>'
+        )
+        name = escape(short(node.name)) + (
+            f'<tspan class="l{white}" dx="6">{escape(node.badge)}</tspan>' if node.badge else ""
+        )
         self.parts.append(
             f'<g><title>{escape(node.path or node.name)}</title><rect class="n" x="{x:.1f}" y="{y:.1f}" '
             f'width="{wide}" height="{high}" rx="{radius}" fill="{LIGHT[step]}"/>'
-            + text("b" if node.children else "", 20, name) + (text("l", 36, escape(line)) if line else "") + "</g>")
+            + text("b" if node.children else "", 20, name)
+            + (text("l", 36, escape(line)) if line else "")
+            + "</g>"
+        )
 
     def _inside(self, node, x, y, top, bottom, flip=False) -> None:
         """Draws the children of a scope. The upper left corner of the area that contains the children is (x, y), and
@@ -115,38 +143,55 @@ class Drawing:
             through = route(made, layer, a, b)
             for value in carried if is_open(a) or is_open(b) else carried[:1]:
                 (x0, y0), (x1, y1) = end(a, value, True), end(b, value, False)
-                before = x0, turn(placed.bottoms[layer[a]] + SIZES["trunk"])      # space for the label
+                before = x0, turn(placed.bottoms[layer[a]] + SIZES["trunk"])  # space for the label
                 path = f"M{x0:.1f} {y0:.1f}L{x0:.1f} {before[1]:.1f}"
                 for i in through[1:]:
                     at = x1 if i == b else x + placed.x[i]
                     level = turn(placed.tops[layer[i]])
                     middle = (before[1] + level) / 2
-                    path += f"C{before[0]:.1f} {middle:.1f} {at:.1f} {middle:.1f} {at:.1f} {level:.1f}"
+                    path += (
+                        f"C{before[0]:.1f} {middle:.1f} {at:.1f} {middle:.1f} {at:.1f} {level:.1f}"
+                    )
                     before = at, turn(placed.bottoms[layer[i]])
                     final = y1 if i == b else before[1]
                     path += f"L{at:.1f} {final:.1f}" if abs(final - level) > 0.1 else ""
                 arrow = ' marker-end="url(#a)"' if b < made.children else ""
                 self.parts.append(f'<path class="e" d="{path}"{arrow}/>')
                 named = made.children <= a < first_out or (
-                    a < made.children and not is_open(a) and node.children[a].kind != "input")
+                    a < made.children and not is_open(a) and node.children[a].kind != "input"
+                )
                 if named:
-                    label = labels.setdefault((a, round(x0)), (x0, y0 + (-8 if flip else 15), set()))
+                    label = labels.setdefault(
+                        (a, round(x0)), (x0, y0 + (-8 if flip else 15), set())
+                    )
                     label[2].update([value] if is_open(b) or is_open(a) else carried)
-        for i in range(made.children, first_out + len(made.leaving)) if node.parent is not None else ():
+        for i in (
+            range(made.children, first_out + len(made.leaving)) if node.parent is not None else ()
+        ):
             at, outer = x + placed.x[i], top if (i < first_out) != flip else bottom
-            self.parts.append(f'<path class="e" d="M{at:.1f} {outer:.1f}L{at:.1f} {turn(placed.y[i]):.1f}"/>')
+            self.parts.append(
+                f'<path class="e" d="M{at:.1f} {outer:.1f}L{at:.1f} {turn(placed.y[i]):.1f}"/>'
+            )
         for i, child in enumerate(node.children):
             wide, high = self.size(child)
-            self._node(child, x + placed.x[i] - wide / 2, turn(placed.y[i] + (high if flip else 0)), flip)
+            self._node(
+                child, x + placed.x[i] - wide / 2, turn(placed.y[i] + (high if flip else 0)), flip
+            )
         for at, level, carried in labels.values():
-            self.parts.append(f'<text class="t" text-anchor="middle" x="{at:.1f}" y="{level:.1f}">'
-                              f'{escape(self._text(sorted(carried)))}</text>')
+            self.parts.append(
+                f'<text class="t" text-anchor="middle" x="{at:.1f}" y="{level:.1f}">'
+                f"{escape(self._text(sorted(carried)))}</text>"
+            )
 
     def port(self, node: Node, value: int, leaving: bool) -> float:
         """Returns the x coordinate at which a value enters or leaves an expanded scope, relative to the scope's
         center."""
         made, placed = self.made[node], self.placed[node]
-        ports, first = (made.leaving, made.children + len(made.entering)) if leaving else (made.entering, made.children)
+        ports, first = (
+            (made.leaving, made.children + len(made.entering))
+            if leaving
+            else (made.entering, made.children)
+        )
         if not ports or (value not in ports and -1 not in ports):
             return 0.0
         return placed.x[first + (ports.index(value) if value in ports else 0)] - placed.width / 2
@@ -157,13 +202,22 @@ class Drawing:
         made, pad, down = self.made[root], SIZES["pad"], SIZES["down"]
         phase = [i for i, child in enumerate(root.children) if child.kind == "phase"]
         layer = {i: r for r, items in enumerate(made.layers) for i in items}
-        given, after = ([i for i in range(made.children) if i not in phase and (layer[i] < layer[phase[0]]) == first]
-                        for first in (True, False))
+        given, after = (
+            [
+                i
+                for i in range(made.children)
+                if i not in phase and (layer[i] < layer[phase[0]]) == first
+            ]
+            for first in (True, False)
+        )
         lines = [(a, b, carried) for a, b, carried in made.edges]
         backward = {i for i in phase if root.children[i].name.startswith("backward")}
         upper = lambda i, leaving: i in given or (i in phase and leaving == (i in backward))
         ends = [(upper(a, True), upper(b, False)) for a, b, _ in lines]
-        lanes = [tuple(sum(top in before for before in ends[:n]) for top in both) for n, both in enumerate(ends)]
+        lanes = [
+            tuple(sum(top in before for before in ends[:n]) for top in both)
+            for n, both in enumerate(ends)
+        ]
         count = {top: sum(top in both for both in ends) for top in (True, False)}
         head = max((self.size(root.children[i])[1] for i in given), default=0)
         y = pad + head + down + SIZES["apart"] * count[True]
@@ -176,7 +230,10 @@ class Drawing:
             left += wide + SIZES["aisle"]
         bottom = y + high + down + SIZES["apart"] * count[False]
         for group, level, below in ((given, pad, phase[0]), (after, bottom, phase[-1])):
-            total = sum(self.size(root.children[i])[0] + SIZES["across"] for i in group) - SIZES["across"]
+            total = (
+                sum(self.size(root.children[i])[0] + SIZES["across"] for i in group)
+                - SIZES["across"]
+            )
             x = max(pad, at[below][0] + (at[below][2] - total) / 2)
             for i in group:
                 at[i] = x, level, *self.size(root.children[i])
@@ -189,22 +246,35 @@ class Drawing:
                 k = used[i, leaving] = used.get((i, leaving), 0) + 1
                 at_bottom = leaving != (i in backward)
                 node = root.children[i]
-                apart = self.port(node, carried[0], leaving) if node in self.expanded and len(carried) == 1 else 0.0
-                points.append((x + wide / 2 + (apart or (k // 2 if k % 2 else -k // 2) * 14),
-                               top + tall if at_bottom else top,
-                               y - 14 - SIZES["apart"] * number if upper(i, leaving)
-                               else y + high + 14 + SIZES["apart"] * number))
+                apart = (
+                    self.port(node, carried[0], leaving)
+                    if node in self.expanded and len(carried) == 1
+                    else 0.0
+                )
+                points.append(
+                    (
+                        x + wide / 2 + (apart or (k // 2 if k % 2 else -k // 2) * 14),
+                        top + tall if at_bottom else top,
+                        y - 14 - SIZES["apart"] * number
+                        if upper(i, leaving)
+                        else y + high + 14 + SIZES["apart"] * number,
+                    )
+                )
             (x0, y0, lane), (x1, y1, last) = points
             corners = [(x0, y0), (x0, lane)]
             if lane != last:
-                column = max((i for i in phase if at[i][0] <= x0), key=lambda i: at[i][0], default=phase[0])
+                column = max(
+                    (i for i in phase if at[i][0] <= x0), key=lambda i: at[i][0], default=phase[0]
+                )
                 aisle = at[column][0] + at[column][2] + SIZES["aisle"] / 2 - 7 * (n % 5) + 14
                 corners += [(aisle, lane), (aisle, last)]
             corners += [(x1, last), (x1, y1)]
             self.parts.append(f'<path class="e p" d="{rounded(corners)}" marker-end="url(#a)"/>')
             text = escape(self._text(carried))
             middle = (corners[-3][0] + corners[-2][0]) / 2 if abs(x1 - corners[-3][0]) > 60 else x1
-            self.parts.append(f'<text class="t" text-anchor="middle" x="{middle:.1f}" y="{last - 4:.1f}">{text}</text>')
+            self.parts.append(
+                f'<text class="t" text-anchor="middle" x="{middle:.1f}" y="{last - 4:.1f}">{text}</text>'
+            )
         for i, (x, top, _, _) in at.items():
             self._node(root.children[i], x, top, i in backward)
         end = max(top + tall for _, top, _, tall in at.values())

@@ -110,15 +110,21 @@ class Flow:
 
 def type_of(aval: Any) -> str:
     """Returns a type as short text, such as "f32[8, 10]"."""
-    name = getattr(getattr(aval, "dtype", None), "name", None) or str(getattr(aval, "dtype", "")) or type(aval).__name__
+    name = (
+        getattr(getattr(aval, "dtype", None), "name", None)
+        or str(getattr(aval, "dtype", ""))
+        or type(aval).__name__
+    )
     for long, short in _DTYPES.items():
-        if name.startswith(long) and name[len(long):].isdigit():
-            name = short + name[len(long):]
+        if name.startswith(long) and name[len(long) :].isdigit():
+            name = short + name[len(long) :]
             break
     return f"{name}[{', '.join(map(str, getattr(aval, 'shape', ())))}]"
 
 
-def read_flow(traced: jaxpr.Traced, names: Sequence[str], hidden: Sequence[bool], results: Sequence[str]) -> Flow:
+def read_flow(
+    traced: jaxpr.Traced, names: Sequence[str], hidden: Sequence[bool], results: Sequence[str]
+) -> Flow:
     """Returns the data flow of a traced call.
 
     Args:
@@ -142,14 +148,23 @@ def read_flow(traced: jaxpr.Traced, names: Sequence[str], hidden: Sequence[bool]
             env[i] = ((Node(name, "input", type=type_of(v.aval)), 0),), ()
     copied, two_passes = reader.frame(frame, env, root, "", 1, outermost=results)
     top = list(root.children)
-    inputs = list({source: None for value, _ in reader.edges for source in (value.source,) if source.kind == "input"})
+    inputs = list(
+        {
+            source: None
+            for value, _ in reader.edges
+            for source in (value.source,)
+            if source.kind == "input"
+        }
+    )
     outputs = []
     for name, i, v in zip(results, frame.results, program.outvars):
         found = env.get(i, ((), ())) if i is not None else ((), ())
-        if found[0]:      # not a parameter that is returned unchanged, and not a literal
+        if found[0]:  # not a parameter that is returned unchanged, and not a literal
             outputs.append(Node(name, "result", type=type_of(v.aval)))
             reader.connect(found[0], outputs[-1], v.aval)
-            inputs += [source for source, _ in found[0] if source.kind == "input" and source not in inputs]
+            inputs += [
+                source for source, _ in found[0] if source.kind == "input" and source not in inputs
+            ]
     root.children = []
     for node in (*_group("inputs", inputs), *top, *_group("results", outputs)):
         root.add(node)
@@ -158,8 +173,16 @@ def read_flow(traced: jaxpr.Traced, names: Sequence[str], hidden: Sequence[bool]
     nodes: list[Node] = []
     _number(root, nodes)
     counted = count_frame(copied)
-    flow = Flow(root, nodes, reader.edges, two_passes, reader.hidden, counted, reader.ops,
-                _notes(counted.notes, reader.ops))
+    flow = Flow(
+        root,
+        nodes,
+        reader.edges,
+        two_passes,
+        reader.hidden,
+        counted,
+        reader.ops,
+        _notes(counted.notes, reader.ops),
+    )
     _add_costs(flow, reader)
     return flow
 
@@ -167,6 +190,7 @@ def read_flow(traced: jaxpr.Traced, names: Sequence[str], hidden: Sequence[bool]
 def _notes(notes, ops) -> tuple[str, ...]:
     """Replaces the indices of operations in the texts `notes` by the scope paths of the operations. The texts `notes`
     state why the counted FLOPs and bytes are not exact (see `Count.notes`)."""
+
     def readable(note):
         before, quote, rest = note.partition(" in '")
         index, _, after = rest.partition("'")
@@ -240,7 +264,7 @@ def _add_costs(flow, reader):
         node.cost += dataclasses.replace(cost, fused_bytes=0)
     counted = {id(reader.ops[int(key.partition("/")[0])]) for key in flow.counted.scopes}
     for node, size in reader.traffic:
-        if id(node) in counted:      # only one branch of a cond is counted
+        if id(node) in counted:  # only one branch of a cond is counted
             node.cost += Cost(fused_bytes=size)
 
 
@@ -268,8 +292,15 @@ class _Reader:
                 self.values[key] = Value(*key, jaxpr.nbytes(aval))
             self.edges[self.values[key], node] = None
 
-    def frame(self, frame: Frame, env: dict, owner: Node, base: str, times: int,
-              outermost: Sequence[str] | None = None) -> tuple[Frame, bool]:
+    def frame(
+        self,
+        frame: Frame,
+        env: dict,
+        owner: Node,
+        base: str,
+        times: int,
+        outermost: Sequence[str] | None = None,
+    ) -> tuple[Frame, bool]:
         """Adds the operations of `frame` (a jaxpr) to the children of the node `owner`, whose scope path is `base`.
 
         Args:
@@ -286,11 +317,18 @@ class _Reader:
             contains operations of the backward pass and also other operations.
         """
         of_op = phases(frame, outermost, {i: names for i, (_, names) in env.items() if names})
-        mixed = any(phase == BACKWARD for phase, _ in of_op) and any(phase != BACKWARD for phase, _ in of_op)
+        mixed = any(phase == BACKWARD for phase, _ in of_op) and any(
+            phase != BACKWARD for phase, _ in of_op
+        )
         items, copies, made = [], [], {}
         for i, (op, (phase, below)) in enumerate(zip(frame.ops, of_op)):
-            node = Node(op.eqn.primitive.name, _LOOPS.get(op.eqn.primitive.name, "operation"), op.scope,
-                        op.at.phase if phase != UPDATE else UPDATE, times=times)
+            node = Node(
+                op.eqn.primitive.name,
+                _LOOPS.get(op.eqn.primitive.name, "operation"),
+                op.scope,
+                op.at.phase if phase != UPDATE else UPDATE,
+                times=times,
+            )
             if op.outs:
                 node.type = type_of(op.eqn.outvars[0].aval)
             segments = _segments(op, base) if below is None else below
@@ -307,7 +345,9 @@ class _Reader:
         if mixed and outermost is not None:
             for child in owner.children:
                 child.kind = "phase"
-            owner.children.sort(key=lambda child: (FORWARD, BACKWARD, UPDATE).index(child.name.partition(" ")[0]))
+            owner.children.sort(
+                key=lambda child: (FORWARD, BACKWARD, UPDATE).index(child.name.partition(" ")[0])
+            )
         return Frame(copies, frame.results), mixed
 
     def op(self, op: Op, node: Node, env, index) -> Op:
@@ -326,7 +366,9 @@ class _Reader:
                 inner.setdefault(k, ((), ()))
             place = node
             if len(op.bodies) > 1:
-                name = {"while_cond": "condition", "while_body": "body"}.get(body.kind, f"branch {n}")
+                name = {"while_cond": "condition", "while_body": "body"}.get(
+                    body.kind, f"branch {n}"
+                )
                 place = node.add(Node(name, "body", op.scope, node.phase, times=node.times))
             copy, _ = self.frame(frame, inner, place, op.scope, node.times * (body.times or 1))
             bodies.append((body, copy))
@@ -360,18 +402,23 @@ class _Reader:
 def _segments(op: Op, base: str) -> tuple[str, ...]:
     path = op.scope
     if base:
-        path = path[len(base):].lstrip("/") if path == base or path.startswith(base + "/") else path
+        path = (
+            path[len(base) :].lstrip("/") if path == base or path.startswith(base + "/") else path
+        )
     return tuple(path.split("/")) if path else ()
 
 
 def argument_names(args: tuple, kwargs: dict, count: int) -> list[str]:
     """Returns a name for each array in the arguments of a call, such as "0/image" for the key "image" of argument 0."""
-    leaves = [(path, leaf) for path, leaf in jax.tree.leaves_with_path((args, kwargs)) if jaxpr.is_array(leaf)]
-    if len(leaves) != count:      # some arguments are modules with further arrays
+    leaves = [
+        (path, leaf)
+        for path, leaf in jax.tree.leaves_with_path((args, kwargs))
+        if jaxpr.is_array(leaf)
+    ]
+    if len(leaves) != count:  # some arguments are modules with further arrays
         return [f"argument {i}" for i in range(count)]
     return [path_text(path[1:]) for path, _ in leaves]
 
 
 def path_text(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
-

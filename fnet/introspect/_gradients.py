@@ -14,7 +14,9 @@ import numpy as np
 from fnet.hardware._text_table import aligned
 from fnet.jaxpr import array_leaves, check_function
 
-_STEPS = tuple(2.0**-k for k in range(2, 14, 2))    # relative to a leaf's norm; rounding errors dominate smaller steps
+_STEPS = tuple(
+    2.0**-k for k in range(2, 14, 2)
+)  # relative to a leaf's norm; rounding errors dominate smaller steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +84,32 @@ class GradientCheck:
 
     def __str__(self):
         table = [("leaf", "derivative", "finite difference", "uncertainty", "error")]
-        table += [(row.path, f"{row.derivative:.6g}", f"{row.difference:.6g}", f"{row.uncertainty:.1e}",
-                   f"{row.error:.1e}") for row in self.rows]
-        verdict = "all derivatives agree" if self.equal else f"the derivative by {self.worst.path} is wrong"
-        return "\n".join([*aligned(table, left=range(5)),
-                          f"{verdict} (in {self.dtype}, tolerance {self.tolerance:.0e})"])
+        table += [
+            (
+                row.path,
+                f"{row.derivative:.6g}",
+                f"{row.difference:.6g}",
+                f"{row.uncertainty:.1e}",
+                f"{row.error:.1e}",
+            )
+            for row in self.rows
+        ]
+        verdict = (
+            "all derivatives agree"
+            if self.equal
+            else f"the derivative by {self.worst.path} is wrong"
+        )
+        return "\n".join(
+            [
+                *aligned(table, left=range(5)),
+                f"{verdict} (in {self.dtype}, tolerance {self.tolerance:.0e})",
+            ]
+        )
 
 
-def check_gradient(f: Callable, *args: Any, tolerance: float = 1e-3, seed: int = 0) -> GradientCheck:
+def check_gradient(
+    f: Callable, *args: Any, tolerance: float = 1e-3, seed: int = 0
+) -> GradientCheck:
     """Compares derivatives of `f`, with respect to each leaf of its first argument, with finite differences.
 
         report = introspect.check_gradient(loss, params, batch)
@@ -118,8 +138,10 @@ def check_gradient(f: Callable, *args: Any, tolerance: float = 1e-3, seed: int =
     """
     check_function("check_gradient", f)
     if not any(map(_real, jax.tree.leaves(args[:1]))):
-        raise TypeError("check_gradient: the first argument has no floating-point arrays to differentiate by")
-    with contextlib.suppress(TypeError, ValueError), jax.enable_x64(True):    # f may require float32
+        raise TypeError(
+            "check_gradient: the first argument has no floating-point arrays to differentiate by"
+        )
+    with contextlib.suppress(TypeError, ValueError), jax.enable_x64(True):  # f may require float32
         wide = jax.tree.map(lambda x: x.astype(jnp.float64) if _real(x) else x, args)
         return _check(f, wide, tolerance, seed)
     return _check(f, args, tolerance, seed)
@@ -127,8 +149,11 @@ def check_gradient(f: Callable, *args: Any, tolerance: float = 1e-3, seed: int =
 
 def _check(f, args, tolerance, seed) -> GradientCheck:
     moving, rebuild = array_leaves(args[0], _real)
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, x in jax.tree.leaves_with_path(args[0])
-             if _real(x)]
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, x in jax.tree.leaves_with_path(args[0])
+        if _real(x)
+    ]
     rng = np.random.default_rng(seed)
 
     @jax.jit
@@ -144,16 +169,23 @@ def _check(f, args, tolerance, seed) -> GradientCheck:
 
         def at(h, n=n, x=x, direction=direction):
             changed = (x + h * direction).astype(x.dtype)
-            return float(total([*moving[:n], jnp.asarray(changed), *moving[n + 1:]]))
+            return float(total([*moving[:n], jnp.asarray(changed), *moving[n + 1 :]]))
 
         slopes = [(at(h * scale) - at(-h * scale)) / (2 * h * scale) for h in _STEPS]
         changes = np.abs(np.diff(slopes)).tolist()
         best = int(np.nanargmin(changes)) if not np.isnan(changes).all() else 0
         derivative = float(np.sum(np.asarray(gradients[n], np.float64) * direction))
-        rows.append(Slope(paths[n] or "the argument", derivative, slopes[best + 1], changes[best], 0.0))
+        rows.append(
+            Slope(paths[n] or "the argument", derivative, slopes[best + 1], changes[best], 0.0)
+        )
     largest = max(abs(row.derivative) for row in rows)
-    smallest = float(np.sqrt(np.finfo(np.float32 if moving[0].dtype.itemsize < 8 else np.float64).eps)) * largest
-    rows = [dataclasses.replace(row, smallest=max(smallest, np.finfo(np.float32).tiny)) for row in rows]
+    smallest = (
+        float(np.sqrt(np.finfo(np.float32 if moving[0].dtype.itemsize < 8 else np.float64).eps))
+        * largest
+    )
+    rows = [
+        dataclasses.replace(row, smallest=max(smallest, np.finfo(np.float32).tiny)) for row in rows
+    ]
     rows.sort(key=lambda row: -row.error)
     return GradientCheck(tuple(rows), tolerance, str(moving[0].dtype))
 
@@ -166,7 +198,9 @@ def _sum(result, seed):
     if len(arrays) == 1 and arrays[0].ndim == 0:
         return arrays[0]
     keys = jax.random.split(jax.random.key(seed), len(arrays))
-    return sum(jnp.sum(x * jax.random.normal(key, x.shape, x.dtype)) for key, x in zip(keys, arrays))
+    return sum(
+        jnp.sum(x * jax.random.normal(key, x.shape, x.dtype)) for key, x in zip(keys, arrays)
+    )
 
 
 def _real(x) -> bool:

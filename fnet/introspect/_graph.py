@@ -24,7 +24,7 @@ from fnet.introspect._kept import kept_activations
 from fnet.introspect._summary import as_function
 from fnet.layers import Layer
 
-_VISIBLE = 28      # maximum number of boxes in the first view, if no depth is given
+_VISIBLE = 28  # maximum number of boxes in the first view, if no depth is given
 COLORS = ("flops", "bytes", "time")
 
 
@@ -62,18 +62,27 @@ class Graph:
 
     def html(self) -> str:
         """Returns an HTML page with all scopes; the outer scopes are expanded. The HTML page loads no other files."""
-        return _graph_page.page(self, self._expanded(), self._made, self._values, self._color, self._title)
+        return _graph_page.page(
+            self, self._expanded(), self._made, self._values, self._color, self._title
+        )
 
     def svg(self) -> str:
         """Returns an SVG image in which the outer scopes are expanded."""
         share = lambda node: share_of(self, node, self._color)
-        return _draw.Drawing(self._made, self._values, self._expanded(), second_line, share).svg(self.root)
+        return _draw.Drawing(self._made, self._values, self._expanded(), second_line, share).svg(
+            self.root
+        )
 
     _repr_svg_ = svg
 
     def dot(self) -> str:
         """Returns the graph in Graphviz's language DOT, with the outer scopes expanded."""
-        return dot(self._flow, self._expanded(), second_line, lambda node: share_of(self, node, self._color))
+        return dot(
+            self._flow,
+            self._expanded(),
+            second_line,
+            lambda node: share_of(self, node, self._color),
+        )
 
     def save(self, path: str | os.PathLike) -> Path:
         """Writes the graph to a .html, .svg or .dot file, and returns the path of the file.
@@ -84,7 +93,9 @@ class Graph:
         path = Path(path)
         forms = {".html": self.html, ".svg": self.svg, ".dot": self.dot}
         if path.suffix.lower() not in forms:
-            raise ValueError(f"graph: '{path}' has the ending '{path.suffix}', expected .html, .svg or .dot")
+            raise ValueError(
+                f"graph: '{path}' has the ending '{path.suffix}', expected .html, .svg or .dot"
+            )
         path.write_text(forms[path.suffix.lower()](), encoding="utf-8")
         return path
 
@@ -92,8 +103,15 @@ class Graph:
         return first_view(self.root, self._depth)
 
 
-def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops", chip: Any = None,
-          train: bool = False, **options: Any) -> Graph:
+def graph(
+    f: Callable,
+    *args: Any,
+    depth: int | None = None,
+    color: str = "flops",
+    chip: Any = None,
+    train: bool = False,
+    **options: Any,
+) -> Graph:
     """Draws a program as a graph of its named scopes. The function `graph` does not run or compile the program.
 
         introspect.graph(model, x, "graph.html")                       # a layer, or a flax.nnx module, and its inputs
@@ -140,37 +158,65 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
     if color not in COLORS:
         raise ValueError(f"graph: color={color!r}: expected one of {', '.join(map(repr, COLORS))}")
     if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
-        raise ValueError(f"graph: depth={depth!r}: expected the number of levels to expand, 0 or more, or None")
+        raise ValueError(
+            f"graph: depth={depth!r}: expected the number of levels to expand, 0 or more, or None"
+        )
     if path is not None and Path(path).suffix.lower() not in (".html", ".svg", ".dot"):
-        raise ValueError(f"graph: '{path}' has the ending '{Path(path).suffix}', expected .html, .svg or .dot")
+        raise ValueError(
+            f"graph: '{path}' has the ending '{Path(path).suffix}', expected .html, .svg or .dot"
+        )
     chip = hw.detect(chip)
     run, params, inputs = as_function(f, tuple(args), train, options, "graph")
     own = not isinstance(f, Layer)
     first = jax.tree.leaves(params)
     drawn_first = own and not _module(f) and (not inputs or len(first) <= 1)
     paths: list[str] = []
-    if _module(f):      # the module's variables become a list of arrays
+    if _module(f):  # the module's variables become a list of arrays
         paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(params)]
         leaves, structure = jax.tree.flatten(params)
         params, of_variables = leaves, run
         run = lambda leaves, *inputs: of_variables(jax.tree.unflatten(structure, leaves), *inputs)
     traced = jaxpr.Traced(run, (params, *inputs), {})
     names = argument_names((params, *inputs), {}, len(traced.arrays))
-    hidden = [not drawn_first and (name == "0" or name.startswith("0/")
-                                   or (not own and (name == "1" or name.startswith("1/")))) for name in names]
+    hidden = [
+        not drawn_first
+        and (
+            name == "0"
+            or name.startswith("0/")
+            or (not own and (name == "1" or name.startswith("1/")))
+        )
+        for name in names
+    ]
     words = _argument_words(f, len(inputs) + 1)
-    names = [paths[i] if i < len(paths) else _argument(words, name, hide)
-             for i, (name, hide) in enumerate(zip(names, hidden))]
+    names = [
+        paths[i] if i < len(paths) else _argument(words, name, hide)
+        for i, (name, hide) in enumerate(zip(names, hidden))
+    ]
     flow = read_flow(traced, names, hidden, _results(traced, isinstance(f, Layer)))
     _add_parameters(flow)
     notes = [*flow.notes, *_add_kept(flow, run, params, inputs)]
     notes += _add_seconds(flow, chip)
     _add_up(flow.root)
     made, values = arrange(flow)
-    title = type(f).__name__ if isinstance(f, Layer) or _module(f) else getattr(f, "__name__", type(f).__name__)
+    title = (
+        type(f).__name__
+        if isinstance(f, Layer) or _module(f)
+        else getattr(f, "__name__", type(f).__name__)
+    )
     flow.root.name = title
-    drawn = Graph(flow.root, tuple(flow.nodes), tuple(flow.edges), chip, tuple(dict.fromkeys(notes)), flow, made,
-                  values, depth, color, title)
+    drawn = Graph(
+        flow.root,
+        tuple(flow.nodes),
+        tuple(flow.edges),
+        chip,
+        tuple(dict.fromkeys(notes)),
+        flow,
+        made,
+        values,
+        depth,
+        color,
+        title,
+    )
     if path is not None:
         drawn.save(path)
     return drawn
@@ -184,11 +230,21 @@ def _module(f) -> bool:
 def _argument_words(f, count) -> list[str]:
     """Returns names for the arguments of a function, from its signature if possible."""
     if isinstance(f, Layer) or _module(f):
-        inputs = ["input"] if count - (3 if isinstance(f, Layer) else 1) == 1 else [f"input {i}" for i in range(count)]
-        return [*(("parameters", "state", "key") if isinstance(f, Layer) else ("parameters",)), *inputs]
+        inputs = (
+            ["input"]
+            if count - (3 if isinstance(f, Layer) else 1) == 1
+            else [f"input {i}" for i in range(count)]
+        )
+        return [
+            *(("parameters", "state", "key") if isinstance(f, Layer) else ("parameters",)),
+            *inputs,
+        ]
     try:
-        found = [name for name, each in inspect.signature(f).parameters.items()
-                 if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        found = [
+            name
+            for name, each in inspect.signature(f).parameters.items()
+            if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        ]
     except (TypeError, ValueError):
         found = []
     return [*found, *(f"argument {i}" for i in range(len(found), count))]
@@ -210,10 +266,20 @@ class _Result:
 def _results(traced, of_layer) -> list[str]:
     slots = [_Result() for _ in traced.closed.jaxpr.outvars]
     tree, _ = traced.tree(list(slots))
-    paths = {id(leaf): path_text(path) for path, leaf in jax.tree.leaves_with_path(tree) if isinstance(leaf, _Result)}
-    names = [paths.get(id(slot)) or (f"result {i}" if len(slots) > 1 else "result") for i, slot in enumerate(slots)]
-    if of_layer and isinstance(tree, tuple) and len(tree) == 2:      # (outputs, state)
-        names = [{"0": "result", "1": "state"}[name[:1]] + name[1:] if name[:1] in "01" else name for name in names]
+    paths = {
+        id(leaf): path_text(path)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if isinstance(leaf, _Result)
+    }
+    names = [
+        paths.get(id(slot)) or (f"result {i}" if len(slots) > 1 else "result")
+        for i, slot in enumerate(slots)
+    ]
+    if of_layer and isinstance(tree, tuple) and len(tree) == 2:  # (outputs, state)
+        names = [
+            {"0": "result", "1": "state"}[name[:1]] + name[1:] if name[:1] in "01" else name
+            for name in names
+        ]
     return names
 
 
@@ -228,7 +294,7 @@ def _add_parameters(flow: Flow) -> None:
         parts = [part for part in name.split("/") if part not in ("~", "value")]
         owners = ["/".join(parts[start:-1]) for start in range(len(parts) - 1)]
         node = next((by_path[owner] for owner in owners if owner in by_path), reader)
-        if reader is None or reader.phase == "update":      # unused, or read first by the update
+        if reader is None or reader.phase == "update":  # unused, or read first by the update
             continue
         size = 1
         for n in getattr(aval, "shape", ()):
@@ -239,12 +305,20 @@ def _add_parameters(flow: Flow) -> None:
 
 def _add_kept(flow: Flow, run, params, inputs) -> list[str]:
     if flow.two_passes:
-        for value in {(value.source, value.output): value for value, reader in flow.edges
-                      if value.source.phase == "forward" and reader.phase in ("backward", "recomputed")
-                      and value.source.kind != "input"}.values():
+        for value in {
+            (value.source, value.output): value
+            for value, reader in flow.edges
+            if value.source.phase == "forward"
+            and reader.phase in ("backward", "recomputed")
+            and value.source.kind != "input"
+        }.values():
             value.source.kept_bytes += value.nbytes * value.source.times
         return []
-    if not any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(params) if jaxpr.is_array(leaf)):
+    if not any(
+        jnp.issubdtype(leaf.dtype, jnp.inexact)
+        for leaf in jax.tree.leaves(params)
+        if jaxpr.is_array(leaf)
+    ):
         return []
     by_path: dict[str, Node] = {}
     for node in flow.nodes:
@@ -253,7 +327,9 @@ def _add_kept(flow: Flow, run, params, inputs) -> list[str]:
     try:
         found = kept_activations(run, params, *inputs)
     except (TypeError, ValueError, NotImplementedError):
-        return ["kept activations: the function has no derivative with respect to its first argument"]
+        return [
+            "kept activations: the function has no derivative with respect to its first argument"
+        ]
     for each in found:
         by_path.get(each.path, flow.root).kept_bytes += each.nbytes
     return []
@@ -263,7 +339,9 @@ def _add_seconds(flow: Flow, chip) -> list[str]:
     symbolic = not isinstance(flow.counted.total.flops, int)
     seconds = None if symbolic else compute_seconds(flow.counted, chip, 1, None)
     if seconds is None or not chip.bandwidth:
-        return [f"no time at the roofline: the peaks of {chip.name} are unknown, or sizes are symbolic"]
+        return [
+            f"no time at the roofline: the peaks of {chip.name} are unknown, or sizes are symbolic"
+        ]
     by_op: dict[int, float] = {}
     for key, value in seconds.items():
         index = int(key.partition("/")[0])
@@ -287,7 +365,9 @@ def _add_up(node: Node) -> None:
 
 def amount(node: Node, color: str) -> float:
     """Returns the number (such as the FLOPs) that determines the color of a node."""
-    value = {"flops": node.cost.flops, "bytes": node.cost.fused_bytes, "time": node.seconds or 0.0}[color]
+    value = {"flops": node.cost.flops, "bytes": node.cost.fused_bytes, "time": node.seconds or 0.0}[
+        color
+    ]
     return value if isinstance(value, int | float) else 0.0
 
 
@@ -296,8 +376,13 @@ def share_of(drawn: Graph, node: Node, color: str) -> float:
     return amount(node, color) / total if total else 0.0
 
 
-_SHORT = {"dot_general": "matmul", "conv_general_dilated": "conv", "reduce_window_max": "max pool",
-          "reduce_window_sum": "pool", "ragged_dot_general": "ragged matmul"}
+_SHORT = {
+    "dot_general": "matmul",
+    "conv_general_dilated": "conv",
+    "reduce_window_max": "max pool",
+    "reduce_window_sum": "pool",
+    "ragged_dot_general": "ragged matmul",
+}
 
 
 def second_line(node: Node) -> str:
@@ -341,8 +426,14 @@ def first_view(root: Node, depth: int | None) -> set[Node]:
     for _ in range(200 if depth is None else depth):
         level = [child for node in level for child in node.children if child.children]
         if depth is None:
-            level = [node for node in level if node.kind == "phase" or any(child.children for child in node.children)]
-            lone = [node for node in level if node.kind == "phase" or len(node.parent.children) == 1]
+            level = [
+                node
+                for node in level
+                if node.kind == "phase" or any(child.children for child in node.children)
+            ]
+            lone = [
+                node for node in level if node.kind == "phase" or len(node.parent.children) == 1
+            ]
             visible += sum(len(node.children) for node in level)
             if visible > _VISIBLE:
                 level = lone

@@ -12,22 +12,44 @@ from fnet.introspect._flow import Node, Value
 from fnet.introspect._place import SIZES, STEPS, box, short
 
 
-def page(drawn: Any, expanded: set[Node], made: dict[Node, Arrangement], values: list[Value], color: str,
-         title: str) -> str:
+def page(
+    drawn: Any,
+    expanded: set[Node],
+    made: dict[Node, Arrangement],
+    values: list[Value],
+    color: str,
+    title: str,
+) -> str:
     """Returns the HTML page of a `Graph`."""
     root = drawn.root
-    facts = [f"{_count(root.parameters)} parameters" if root.parameters else "", f"{_flops(root.cost.flops)}",
-             f"{_bytes(root.kept_bytes)} kept for the backward pass" if root.kept_bytes else "",
-             f"{len(drawn.nodes):,} boxes", *drawn.notes]
-    metrics = [("flops", "FLOPs"), ("bytes", "Bytes")] + ([("time", f"Time on {drawn.chip.name}")]
-                                                           if root.seconds is not None else [])
-    buttons = "".join(f'<button data-metric="{key}" aria-pressed="false">{escape(text)}</button>'
-                      for key, text in metrics)
-    body = _page.fill("fnet.introspect/graph.html", title=escape(title), table=_table(drawn), metrics=buttons,
-                      facts=escape(" · ".join(filter(None, facts))))
-    return _page.page(f"{title}: graph", body, style="fnet.introspect/page.css fnet.introspect/graph.css",
-                      script="fnet.introspect/layout.js fnet.introspect/graph.js",
-                      data=_data(drawn, expanded, made, values, color if color in dict(metrics) else "flops"))
+    facts = [
+        f"{_count(root.parameters)} parameters" if root.parameters else "",
+        f"{_flops(root.cost.flops)}",
+        f"{_bytes(root.kept_bytes)} kept for the backward pass" if root.kept_bytes else "",
+        f"{len(drawn.nodes):,} boxes",
+        *drawn.notes,
+    ]
+    metrics = [("flops", "FLOPs"), ("bytes", "Bytes")] + (
+        [("time", f"Time on {drawn.chip.name}")] if root.seconds is not None else []
+    )
+    buttons = "".join(
+        f'<button data-metric="{key}" aria-pressed="false">{escape(text)}</button>'
+        for key, text in metrics
+    )
+    body = _page.fill(
+        "fnet.introspect/graph.html",
+        title=escape(title),
+        table=_table(drawn),
+        metrics=buttons,
+        facts=escape(" · ".join(filter(None, facts))),
+    )
+    return _page.page(
+        f"{title}: graph",
+        body,
+        style="fnet.introspect/page.css fnet.introspect/graph.css",
+        script="fnet.introspect/layout.js fnet.introspect/graph.js",
+        data=_data(drawn, expanded, made, values, color if color in dict(metrics) else "flops"),
+    )
 
 
 class _Strings(dict):
@@ -42,38 +64,73 @@ def _data(drawn, expanded, made, values, color) -> dict:
     from fnet.introspect._graph import second_line
 
     strings = _Strings()
-    number = lambda value: value if isinstance(value, int) else round(value, 9) if isinstance(value, float) else None
+    number = lambda value: (
+        value if isinstance(value, int) else round(value, 9) if isinstance(value, float) else None
+    )
     nodes, groups = [], {}
     for node in drawn.nodes:
         line = second_line(node)
         above = node.parent.path if node.parent is not None else ""
         derived = f"{above}/{node.name}" if above else node.name
         cost = node.cost
-        nodes.append([
-            -1 if node.parent is None else node.parent.id, strings[node.name], strings[short(node.name)],
-            strings[node.kind], -1 if node.path == derived else strings[node.path], strings[node.badge], node.times,
-            strings[node.type], strings[line], *box(node, line), number(cost.flops), number(cost.matmul),
-            number(cost.fused_bytes), None if node.seconds is None else float(f"{node.seconds:.4g}"),
-            number(node.parameters), number(node.parameter_bytes), number(node.kept_bytes), strings[node.phase],
-            [strings[name] for name in dict.fromkeys(node.reads)]])
+        nodes.append(
+            [
+                -1 if node.parent is None else node.parent.id,
+                strings[node.name],
+                strings[short(node.name)],
+                strings[node.kind],
+                -1 if node.path == derived else strings[node.path],
+                strings[node.badge],
+                node.times,
+                strings[node.type],
+                strings[line],
+                *box(node, line),
+                number(cost.flops),
+                number(cost.matmul),
+                number(cost.fused_bytes),
+                None if node.seconds is None else float(f"{node.seconds:.4g}"),
+                number(node.parameters),
+                number(node.parameter_bytes),
+                number(node.kept_bytes),
+                strings[node.phase],
+                [strings[name] for name in dict.fromkeys(node.reads)],
+            ]
+        )
         if node in made:
             each = made[node]
-            groups[node.id] = [each.entering, each.leaving, each.layers, each.lines,
-                               [[a, b, *carried] for a, b, carried in each.edges],
-                               [[item, *lane] for item, lane in each.lanes.items()]]
+            groups[node.id] = [
+                each.entering,
+                each.leaving,
+                each.layers,
+                each.lines,
+                [[a, b, *carried] for a, b, carried in each.edges],
+                [[item, *lane] for item, lane in each.lanes.items()],
+            ]
     index = {value: i for i, value in enumerate(values)}
-    return {"nodes": nodes, "groups": groups,
-            "values": [[value.source.id, strings[value.type]] for value in values],
-            "edges": [n for value, reader in drawn.edges for n in (index[value], reader.id)],
-            "expanded": sorted(node.id for node in expanded), "color": color, "sizes": SIZES, "steps": STEPS,
-            "chip": drawn.chip.name, "strings": list(strings)}
+    return {
+        "nodes": nodes,
+        "groups": groups,
+        "values": [[value.source.id, strings[value.type]] for value in values],
+        "edges": [n for value, reader in drawn.edges for n in (index[value], reader.id)],
+        "expanded": sorted(node.id for node in expanded),
+        "color": color,
+        "sizes": SIZES,
+        "steps": STEPS,
+        "chip": drawn.chip.name,
+        "strings": list(strings),
+    }
 
 
 def _table(drawn) -> str:
     """Returns all scopes as an HTML table."""
     heads = ("scope", "output", "parameters", "FLOPs", "bytes", "kept", "time")
-    rows = ["<tr>" + "".join(f'<th{" class=number" if i > 1 else ""}>{head}</th>' for i, head in enumerate(heads))
-            + "</tr>"]
+    rows = [
+        "<tr>"
+        + "".join(
+            f"<th{' class=number' if i > 1 else ''}>{head}</th>" for i, head in enumerate(heads)
+        )
+        + "</tr>"
+    ]
     for node in drawn.nodes:
         if not node.children and node.kind not in ("input", "result"):
             continue
@@ -81,13 +138,23 @@ def _table(drawn) -> str:
         above = node
         while above is not None:
             depth, above = depth + 1, above.parent
-        cells = [f"{node.name} {node.badge}".strip(), node.type, _count(node.parameters) if node.parameters else "",
-                 _flops(node.cost.flops), _bytes(node.cost.fused_bytes),
-                 _bytes(node.kept_bytes) if node.kept_bytes else "",
-                 "" if node.seconds is None else f"{node.seconds * 1e3:.3g} ms"]
-        rows.append("<tr>" + "".join(
-            f'<td{" class=number" if i > 1 else ""}>{"&emsp;" * depth if i == 0 else ""}{escape(cell)}</td>'
-            for i, cell in enumerate(cells)) + "</tr>")
+        cells = [
+            f"{node.name} {node.badge}".strip(),
+            node.type,
+            _count(node.parameters) if node.parameters else "",
+            _flops(node.cost.flops),
+            _bytes(node.cost.fused_bytes),
+            _bytes(node.kept_bytes) if node.kept_bytes else "",
+            "" if node.seconds is None else f"{node.seconds * 1e3:.3g} ms",
+        ]
+        rows.append(
+            "<tr>"
+            + "".join(
+                f"<td{' class=number' if i > 1 else ''}>{'&emsp;' * depth if i == 0 else ''}{escape(cell)}</td>"
+                for i, cell in enumerate(cells)
+            )
+            + "</tr>"
+        )
     return f"<table>{''.join(rows)}</table>"
 
 

@@ -10,11 +10,31 @@ from fnet.introspect._protobuf import fields, numbers, text
 from fnet.jaxpr import scope_of_operation
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER, OTHER = PHASES = (
-    "forward", "backward", "recomputed", "optimizer", "other")
+    "forward",
+    "backward",
+    "recomputed",
+    "optimizer",
+    "other",
+)
 # Operations that do no work themselves. They contain other operations, or only pass values on.
-CONTAINERS = frozenset(("while", "conditional", "call", "async-start", "async-update", "async-done"))
-_FREE = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "broadcast", "copy",
-                   "convert", "reshape", "transpose"))
+CONTAINERS = frozenset(
+    ("while", "conditional", "call", "async-start", "async-update", "async-done")
+)
+_FREE = frozenset(
+    (
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "iota",
+        "broadcast",
+        "copy",
+        "convert",
+        "reshape",
+        "transpose",
+    )
+)
 _DIFFERENTIATED = re.compile(r"(^|/|\()(jvp|transpose|linearize)\(")
 
 
@@ -68,10 +88,15 @@ def operations(module: memoryview) -> dict[str, Operation]:
     found = {}
     for each in every.values():
         parts = [each, *_inside(each, computations)] if each.opcode == "fusion" else [each]
-        paths = {scope_of_operation(part.op_name).path for part in parts
-                 if part.op_name and part.opcode not in (*_FREE, "fusion")}
+        paths = {
+            scope_of_operation(part.op_name).path
+            for part in parts
+            if part.op_name and part.opcode not in (*_FREE, "fusion")
+        }
         path = scope_of_operation(each.op_name).path if each.op_name else ""
-        found[each.name] = Operation(each.name, each.opcode, path, each.phase or OTHER, frozenset(paths or (path,)))
+        found[each.name] = Operation(
+            each.name, each.opcode, path, each.phase or OTHER, frozenset(paths or (path,))
+        )
     return found
 
 
@@ -122,7 +147,9 @@ def _name_the_nameless(computations, every, roots) -> None:
     """
     for each in every.values():
         if not each.op_name and each.opcode == "fusion":
-            inner = (every[roots[called]].op_name for called in each.called if roots.get(called) in every)
+            inner = (
+                every[roots[called]].op_name for called in each.called if roots.get(called) in every
+            )
             each.op_name = next(inner, "")
     for instructions in computations.values():
         users: dict[int, list[_Instruction]] = {}
@@ -172,7 +199,9 @@ def _phases(computations, every, entry) -> None:
         _only_read_by(instructions, OPTIMIZER)
         for each in instructions:
             if each.phase is None:
-                each.phase = inherited or (FORWARD if not trained or scope_of_operation(each.op_name).path else OTHER)
+                each.phase = inherited or (
+                    FORWARD if not trained or scope_of_operation(each.op_name).path else OTHER
+                )
             for called in each.called:
                 walk(called, each.phase)
 
@@ -187,7 +216,10 @@ def _only_read_by(instructions, phase: str) -> None:
             users.setdefault(i, []).append(each)
     for each in reversed(instructions):
         readers = users.get(each.id, ())
-        if each.phase is None and each.opcode not in ("parameter", "constant") and readers and all(
-                other.phase == phase for other in readers):
+        if (
+            each.phase is None
+            and each.opcode not in ("parameter", "constant")
+            and readers
+            and all(other.phase == phase for other in readers)
+        ):
             each.phase = phase
-

@@ -29,15 +29,20 @@ def kept_activations(f: Callable, params: Any, *inputs: Any) -> list[Kept]:
 
     The returned values are those that `jax.ad_checkpoint.print_saved_residuals` lists as outputs of operations.
     """
+
     def linear(params, *inputs):
         def inexact(params):
-            return [x for x in jax.tree.leaves(f(params, *inputs))
-                    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)]
+            return [
+                x
+                for x in jax.tree.leaves(f(params, *inputs))
+                if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
+            ]
 
         return jax.vjp(inexact, params)[1]
 
-    program = jaxpr.Traced(lambda params, *inputs: jax.tree.leaves(linear(params, *inputs)), (params, *inputs),
-                           {}).closed.jaxpr
+    program = jaxpr.Traced(
+        lambda params, *inputs: jax.tree.leaves(linear(params, *inputs)), (params, *inputs), {}
+    ).closed.jaxpr
     makers = jaxpr.producers(program, Scope())
     found = {}
     for v in program.outvars:

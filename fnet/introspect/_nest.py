@@ -6,7 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-_FEW, _MANY = 12, 160      # limits above which operations without a scope are grouped: beside scopes, alone
+_FEW, _MANY = (
+    12,
+    160,
+)  # limits above which operations without a scope are grouped: beside scopes, alone
 
 
 class Mark(str):
@@ -47,7 +50,11 @@ def _nest(items, members, level, owner, base, scope):
     if gathered or len(loose) > _MANY:
         for n, i in enumerate(loose):
             first = n // 100 * 100
-            items[i].segments += (Mark("operations" if gathered else f"{first + 1} to {min(first + 100, len(loose))}"),)
+            items[i].segments += (
+                Mark(
+                    "operations" if gathered else f"{first + 1} to {min(first + 100, len(loose))}"
+                ),
+            )
     runs: list[tuple[str | None, list[int]]] = []
     for i in members:
         name = items[i].segments[level] if len(items[i].segments) > level else None
@@ -57,7 +64,9 @@ def _nest(items, members, level, owner, base, scope):
             runs.append((name, [i]))
     counts: dict[str, int] = {}
     for name, group in _merged(items, runs):
-        if name is None or (gathered and isinstance(name, Mark) and name == "operations" and len(group) < 4):
+        if name is None or (
+            gathered and isinstance(name, Mark) and name == "operations" and len(group) < 4
+        ):
             for i in group:
                 owner.add(items[i].node)
             continue

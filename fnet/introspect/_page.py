@@ -28,14 +28,18 @@ def page(title: str, body: str, *, style: str, script: str, data: Any) -> str:
     css, js = ("\n".join(_asset(name) for name in names.split()) for names in (style, script))
     allowed = base64.b64encode(hashlib.sha256(js.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
-    text = (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f'<meta name="color-scheme" content="light dark">\n<title>{escape(title)}</title>\n'
-            f'<style>\n{css}</style>\n</head>\n<body>\n{body}\n'
-            f'<script type="application/json" id="data">{as_json(data)}</script>\n<script>{js}</script>\n'
-            '</body>\n</html>\n')
-    return text.encode("utf-8", "replace").decode()      # replaces lone surrogates, as in names of files
+    text = (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="color-scheme" content="light dark">\n<title>{escape(title)}</title>\n'
+        f"<style>\n{css}</style>\n</head>\n<body>\n{body}\n"
+        f'<script type="application/json" id="data">{as_json(data)}</script>\n<script>{js}</script>\n'
+        "</body>\n</html>\n"
+    )
+    return text.encode(
+        "utf-8", "replace"
+    ).decode()  # replaces lone surrogates, as in names of files
 
 
 def fill(name: str, **parts: str) -> str:

@@ -9,8 +9,9 @@ from fnet.jaxpr import Frame
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 
-def phases(frame: Frame, results: Sequence[str] | None, hidden: Mapping[int, Sequence[str]]
-           ) -> list[tuple[str, tuple[str, ...] | None]]:
+def phases(
+    frame: Frame, results: Sequence[str] | None, hidden: Mapping[int, Sequence[str]]
+) -> list[tuple[str, tuple[str, ...] | None]]:
     """Returns the phase (forward pass, backward pass or parameter update) and the group of each operation of a jaxpr.
 
     The result is a list with a tuple (phase, parameter) for each operation, where `phase` is "forward", "backward" or
@@ -47,8 +48,13 @@ def phases(frame: Frame, results: Sequence[str] | None, hidden: Mapping[int, Seq
             if i is not None:
                 readers.setdefault(i, set()).add(kinds[k])
     scopes = {op.scope.partition("/")[0] for op in frame.ops} - {""}
-    ends = {_from_scope(name, scopes) for op, kind in zip(frame.ops, kinds) if kind != UPDATE
-            for i in op.ins for name in hidden.get(i, ())}
+    ends = {
+        _from_scope(name, scopes)
+        for op, kind in zip(frame.ops, kinds)
+        if kind != UPDATE
+        for i in op.ins
+        for name in hidden.get(i, ())
+    }
     written: dict[int, set] = {}
     for name, i in zip(results or (), frame.results):
         if i is not None:

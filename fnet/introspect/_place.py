@@ -11,8 +11,19 @@ import itertools
 from fnet.introspect._arrange import Arrangement, neighbors
 from fnet.introspect._flow import Node
 
-SIZES = {"across": 24, "down": 50, "trunk": 20, "pad": 16, "header": 32, "lane": 12, "port": 14, "tall": 46, "low": 30,
-         "aisle": 64, "apart": 13}
+SIZES = {
+    "across": 24,
+    "down": 50,
+    "trunk": 20,
+    "pad": 16,
+    "header": 32,
+    "lane": 12,
+    "port": 14,
+    "tall": 46,
+    "low": 30,
+    "aisle": 64,
+    "apart": 13,
+}
 """Sizes in pixels.
 
 Distances: "across" between neighbors in a layer, "down" between layers, "trunk" from a box to the point where its lines
@@ -20,21 +31,24 @@ diverge, "aisle" between the phases of a training step, "apart" between the line
 Expanded scopes: "pad" inside the frame, "header" for the title. Widths: "lane", "port".
 Heights of boxes: "tall" with a second line of text, "low" without it.
 """
-STEPS = (0.003, 0.01, 0.03, 0.1, 0.3)      # shares of the whole at which the color changes
+STEPS = (0.003, 0.01, 0.03, 0.1, 0.3)  # shares of the whole at which the color changes
 LIGHT = ("#ffffff", "#eaf2fb", "#cfe2f5", "#9cc4e8", "#4f94cf", "#17568f")
 DARK = ("#1d222b", "#1f2f44", "#204268", "#265f97", "#4390d0", "#9fd0f7")
-_MOST = 30      # maximum number of characters of a displayed name
+_MOST = 30  # maximum number of characters of a displayed name
 
 
 def short(name: str) -> str:
-    return name if len(name) <= _MOST else name[:_MOST // 2 - 1] + "…" + name[-_MOST // 2:]
+    return name if len(name) <= _MOST else name[: _MOST // 2 - 1] + "…" + name[-_MOST // 2 :]
 
 
 def box(node: Node, line: str) -> tuple[int, int]:
     """Returns (width, height) of the box of a node that is not expanded. `line` is the text below the node's name in
     the box, or "" if the box shows only the name."""
     badge = 6.2 * len(node.badge) + 14 if node.badge else 0
-    wide = max(7.6 * len(short(node.name)) + badge + (18 if node.children else 0), 5.9 * len(line)) + 26
+    wide = (
+        max(7.6 * len(short(node.name)) + badge + (18 if node.children else 0), 5.9 * len(line))
+        + 26
+    )
     wide = max(wide, 5.7 * len(node.type) + 8 if node.kind == "operation" else 0)
     return round(max(wide, 64)), SIZES["tall"] if line else SIZES["low"]
 
@@ -90,13 +104,22 @@ def place(made: Arrangement, sizes: list[tuple[float, float]]) -> Placed:
             high = min((x[m] - need for m, need in right[n].items()), default=wanted)
             if low <= high:
                 x[n] = min(max(wanted, low), high)
-    edges = [(x[line[i]] - sizes[i][0] / 2, x[line[i]] + sizes[i][0] / 2) for items in layers for i in items]
+    edges = [
+        (x[line[i]] - sizes[i][0] / 2, x[line[i]] + sizes[i][0] / 2)
+        for items in layers
+        for i in items
+    ]
     start = min((low for low, _ in edges), default=0)
     at = [x[n] - start for n in line]
     y, tops, bottoms, top = [0.0] * len(line), [], [], 0.0
-    first, last = made.children + len(made.entering), made.children + len(made.entering) + len(made.leaving)
+    first, last = (
+        made.children + len(made.entering),
+        made.children + len(made.entering) + len(made.leaving),
+    )
     for items in layers:
-        if items and all(first <= i < last for i in items):      # only ports, whose labels are above them
+        if items and all(
+            first <= i < last for i in items
+        ):  # only ports, whose labels are above them
             top -= SIZES["down"] - SIZES["trunk"] - 6
         height = max((sizes[i][1] for i in items), default=0)
         tops.append(top)
@@ -104,5 +127,11 @@ def place(made: Arrangement, sizes: list[tuple[float, float]]) -> Placed:
         for i in items:
             y[i] = top + (height - sizes[i][1]) / 2
         top += height + SIZES["down"]
-    return Placed(at, y, tops, bottoms, max((high for _, high in edges), default=0) - start,
-                  bottoms[-1] if bottoms else 0)
+    return Placed(
+        at,
+        y,
+        tops,
+        bottoms,
+        max((high for _, high in edges), default=0) - start,
+        bottoms[-1] if bottoms else 0,
+    )

@@ -91,7 +91,9 @@ class Profile:
         """Returns the `TimedRow` of the named scope with the given path. The path "" is the whole step."""
         found = next((row for row in (self.total, *self.rows) if row.path == path), None)
         if found is None:
-            raise KeyError(f"the profile has no path {path!r}; it has {', '.join(repr(row.path) for row in self.rows)}")
+            raise KeyError(
+                f"the profile has no path {path!r}; it has {', '.join(repr(row.path) for row in self.rows)}"
+            )
         return found
 
     def __str__(self) -> str:
@@ -109,13 +111,30 @@ class Profile:
 
     def data(self) -> list[dict]:
         """Returns the rows as dictionaries of numbers and strings. The last row contains the totals."""
-        return [{"path": row.path, "seconds": row.total, **{phase: row.seconds.get(phase, 0.0) for phase in PHASES},
-                 "share": row.total / self.step_seconds, "flops": row.cost and row.cost.flops,
-                 "bytes": row.cost and row.cost.fused_bytes, "bound": row.bound} for row in (*self.rows, self.total)]
+        return [
+            {
+                "path": row.path,
+                "seconds": row.total,
+                **{phase: row.seconds.get(phase, 0.0) for phase in PHASES},
+                "share": row.total / self.step_seconds,
+                "flops": row.cost and row.cost.flops,
+                "bytes": row.cost and row.cost.fused_bytes,
+                "bound": row.bound,
+            }
+            for row in (*self.rows, self.total)
+        ]
 
     def _table(self) -> Table:
         present = [phase for phase in PHASES if self.total.seconds.get(phase)]
-        titles = ("path", *(f"{phase} ms" for phase in present), "total ms", "share", "FLOPs", "bytes", "bound ms")
+        titles = (
+            "path",
+            *(f"{phase} ms" for phase in present),
+            "total ms",
+            "share",
+            "FLOPs",
+            "bytes",
+            "bound ms",
+        )
         rows = [(row.depth, self._cells(row, present)) for row in self.rows]
         rows.append((0, self._cells(self.total, present)))
         outside = self.step_seconds - self.total.total
@@ -123,23 +142,39 @@ class Profile:
         share = f"{outside / self.step_seconds:.1%}"
         rows.append((0, ("outside of operations", *blank, _ms(outside), share, "", "", "")))
         rows.append((0, ("step", *blank, _ms(self.step_seconds), "100.0%", "", "", "")))
-        longest = ", ".join(f"{operation.name} {_ms(seconds)} ms" for operation, seconds in self.operations[:3])
-        footer = [f"mean of {self.steps} step{'s' if self.steps > 1 else ''}; {self.spanning:.1%} of the operations' "
-                  "time is in fusions of several paths, which count for the path of their root",
-                  f"longest operations: {longest}; bound: roofline of {self.chip.name}",
-                  *(f"note: {note}" for note in self.notes)]
+        longest = ", ".join(
+            f"{operation.name} {_ms(seconds)} ms" for operation, seconds in self.operations[:3]
+        )
+        footer = [
+            f"mean of {self.steps} step{'s' if self.steps > 1 else ''}; {self.spanning:.1%} of the operations' "
+            "time is in fusions of several paths, which count for the path of their root",
+            f"longest operations: {longest}; bound: roofline of {self.chip.name}",
+            *(f"note: {note}" for note in self.notes),
+        ]
         return Table(titles, 1, rows, footer)
 
     def _cells(self, row, present) -> tuple[str, ...]:
         name = row.path or ("all operations" if row is self.total else "(no scope)")
         phases = (_ms(row.seconds[phase]) if row.seconds.get(phase) else "" for phase in present)
         cost = (f"{si(row.cost.flops)}F", f"{si(row.cost.fused_bytes)}B") if row.cost else ("", "")
-        return (name, *phases, _ms(row.total), f"{row.total / self.step_seconds:.1%}", *cost,
-                "" if row.bound is None else _ms(row.bound))
+        return (
+            name,
+            *phases,
+            _ms(row.total),
+            f"{row.total / self.step_seconds:.1%}",
+            *cost,
+            "" if row.bound is None else _ms(row.bound),
+        )
 
 
-def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = None, repeats: int = 5,
-            trace: str | os.PathLike | None = None) -> Profile:
+def profile(
+    step: Callable,
+    *args: Any,
+    chip: Any = None,
+    depth: int | None = None,
+    repeats: int = 5,
+    trace: str | os.PathLike | None = None,
+) -> Profile:
     """Measures how much time a function spends in each named scope and in each phase (forward, backward, ...).
 
         print(introspect.profile(step, state, batch))
@@ -183,17 +218,21 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
     if repeats < 1:
         raise ValueError(f"profile: repeats counts calls, at least 1; got {repeats}")
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args)):
-        raise TypeError("profile: expected arrays, got a jax.ShapeDtypeStruct, which has no values; introspect.summary "
-                        "takes shapes")
+        raise TypeError(
+            "profile: expected arrays, got a jax.ShapeDtypeStruct, which has no values; introspect.summary "
+            "takes shapes"
+        )
     check_function("profile", step)
     run = step if hasattr(step, "lower") else jax.jit(step)
     copy = lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf
     fresh = lambda: jax.block_until_ready(jax.tree.map(copy, args))
     try:
         jax.block_until_ready(run(*fresh()))
-    except TypeError as error:    # also JAX's errors for values that are unknown during tracing
+    except TypeError as error:  # also JAX's errors for values that are unknown during tracing
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TypeError(f"profile: jax.jit cannot compile {getattr(step, '__name__', step)!s}: {first}") from error
+        raise TypeError(
+            f"profile: jax.jit cannot compile {getattr(step, '__name__', step)!s}: {first}"
+        ) from error
     with _trace.folder() as folder:
         with _trace.recording(folder):
             for _ in range(repeats):
@@ -207,8 +246,15 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
     return of_trace(recorded, bounds.scopes, bounds.chip, depth=depth, notes=bounds.count.notes)
 
 
-def of_trace(trace: Trace, bounds: Iterable[Bound], chip: hw.Chip, *, steps: int | None = None,
-             depth: int | None = None, notes: Iterable[str] = ()) -> Profile:
+def of_trace(
+    trace: Trace,
+    bounds: Iterable[Bound],
+    chip: hw.Chip,
+    *,
+    steps: int | None = None,
+    depth: int | None = None,
+    notes: Iterable[str] = (),
+) -> Profile:
     """Returns the profile of a recorded trace.
 
     Args:
@@ -217,7 +263,9 @@ def of_trace(trace: Trace, bounds: Iterable[Bound], chip: hw.Chip, *, steps: int
         steps: the number of steps (calls of the profiled function) in each time interval of the trace. The time
             intervals are the pairs (start, end) in `trace.steps`. None: each time interval contains one step.
     """
-    windows = trace.steps or ((min(event.start for event in trace.events), max(event.end for event in trace.events)),)
+    windows = trace.steps or (
+        (min(event.start for event in trace.events), max(event.end for event in trace.events)),
+    )
     count = len(windows) * (steps or 1)
     devices = sorted({event.device for event in trace.events})
     seconds: dict[Operation, float] = {}
@@ -232,15 +280,24 @@ def of_trace(trace: Trace, bounds: Iterable[Bound], chip: hw.Chip, *, steps: int
         phases[operation.phase] = phases.get(operation.phase, 0.0) + time
 
     def row(path, inside):
-        phases = {phase: sum(own[other].get(phase, 0.0) for other in own if inside(other)) for phase in PHASES}
+        phases = {
+            phase: sum(own[other].get(phase, 0.0) for other in own if inside(other))
+            for phase in PHASES
+        }
         below = [bound for other, bound in costs.items() if inside(other)]
         known = below and all(bound.seconds is not None for bound in below)
-        return TimedRow(path, {phase: time for phase, time in phases.items() if time},
-                        sum((bound.cost for bound in below), Cost()) if below else None,
-                        sum(bound.seconds for bound in below) if known else None)
+        return TimedRow(
+            path,
+            {phase: time for phase, time in phases.items() if time},
+            sum((bound.cost for bound in below), Cost()) if below else None,
+            sum(bound.seconds for bound in below) if known else None,
+        )
 
-    rows = [row(path, lambda other, path=path: other == path or other.startswith(path + "/"))
-            for path in tree_of([*costs, *own]) if depth is None or path.count("/") < depth]
+    rows = [
+        row(path, lambda other, path=path: other == path or other.startswith(path + "/"))
+        for path in tree_of([*costs, *own])
+        if depth is None or path.count("/") < depth
+    ]
     if "" in own:
         rows.append(row("", lambda other: other == ""))
     total = row("", lambda other: True)
@@ -248,19 +305,36 @@ def of_trace(trace: Trace, bounds: Iterable[Bound], chip: hw.Chip, *, steps: int
     spanning = sum(time for operation, time in seconds.items() if len(operation.paths) > 1)
     elapsed = sum(end - start for start, end in windows) * 1e-9 / count
     ranked = sorted(seconds.items(), key=lambda item: -item[1])
-    return Profile(tuple(rows), total, elapsed, count, spanning / total.total if total.total else 0.0, tuple(ranked),
-                   chip, trace, tuple(notes))
+    return Profile(
+        tuple(rows),
+        total,
+        elapsed,
+        count,
+        spanning / total.total if total.total else 0.0,
+        tuple(ranked),
+        chip,
+        trace,
+        tuple(notes),
+    )
 
 
 def _faster_half(trace: Trace) -> Trace:
     """Removes the steps that took longer than the median, because other programs may have interrupted them."""
     longest = sorted(end - start for start, end in trace.steps)[(len(trace.steps) - 1) // 2]
     kept = tuple((start, end) for start, end in trace.steps if end - start <= longest)
-    return trace._replace(steps=kept, events=tuple(event for event in trace.events if any(
-        event.start < end and event.end > start for start, end in kept)))
+    return trace._replace(
+        steps=kept,
+        events=tuple(
+            event
+            for event in trace.events
+            if any(event.start < end and event.end > start for start, end in kept)
+        ),
+    )
 
 
-def attributed(events: Iterable[_trace.Event], windows: Iterable[tuple[float, float]]) -> dict[Operation, float]:
+def attributed(
+    events: Iterable[_trace.Event], windows: Iterable[tuple[float, float]]
+) -> dict[Operation, float]:
     """Returns the running time of each operation, in nanoseconds, within the time intervals `windows`.
 
     While several operations run at the same time, the elapsed time is divided equally among them. An operation that
@@ -278,7 +352,9 @@ def attributed(events: Iterable[_trace.Event], windows: Iterable[tuple[float, fl
     last = 0.0
     for at, begins, number, operation in marks:
         if running and at > last:
-            parts = [each for each in running.values() if not each.container] or list(running.values())
+            parts = [each for each in running.values() if not each.container] or list(
+                running.values()
+            )
             for each in parts:
                 seconds[each] = seconds.get(each, 0.0) + (at - last) / len(parts)
         last = at

@@ -22,10 +22,10 @@ def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
             value, at = varint(data, at)
         elif kind == 2:
             size, at = varint(data, at)
-            value, at = data[at:at + size], at + size
+            value, at = data[at : at + size], at + size
         elif kind in (1, 5):
             size = 8 if kind == 1 else 4
-            value, at = int.from_bytes(data[at:at + size], "little"), at + size
+            value, at = int.from_bytes(data[at : at + size], "little"), at + size
         else:
             raise ValueError(f"a protocol buffer has no fields of kind {kind}")
         if at > end:

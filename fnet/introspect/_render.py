@@ -31,47 +31,77 @@ class Table(NamedTuple):
 
     def text(self) -> str:
         # Paths are indented, and only their last segment is shown.
-        shown = [("  " * (depth - 1) + cells[0].rpartition("/")[2], *cells[1:]) if depth else cells
-                 for depth, cells in self.rows]
+        shown = [
+            ("  " * (depth - 1) + cells[0].rpartition("/")[2], *cells[1:]) if depth else cells
+            for depth, cells in self.rows
+        ]
         table = [tuple(self.titles), *shown]
         return "\n".join([*aligned(table, left=range(self.left)), *self.footer])
 
     def markdown(self) -> str:
         escape = lambda cell: cell.replace("|", "\\|")
-        rule = "| " + " | ".join(["---"] * self.left + ["---:"] * (len(self.titles) - self.left)) + " |"
+        rule = (
+            "| "
+            + " | ".join(["---"] * self.left + ["---:"] * (len(self.titles) - self.left))
+            + " |"
+        )
         lines = ["| " + " | ".join(self.titles) + " |", rule]
         lines += ["| " + " | ".join(map(escape, cells)) + " |" for _, cells in self.rows]
         return "\n".join([*lines, "", *self.footer])
 
     def html(self) -> str:
-        row_of = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{_html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        row_of = lambda cells, tag: (
+            "<tr>" + "".join(f"<{tag}>{_html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        )
         rows = [row_of(cells, "td") for _, cells in self.rows]
         footer = [f"<p>{_html.escape(line)}</p>" for line in self.footer]
         return "\n".join(["<table>", row_of(self.titles, "th"), *rows, "</table>", *footer])
 
 
-_TITLES = ("path", "output", "parameters", "forward FLOPs", "backward FLOPs", "kept", "share of time")
+_TITLES = (
+    "path",
+    "output",
+    "parameters",
+    "forward FLOPs",
+    "backward FLOPs",
+    "kept",
+    "share of time",
+)
 
 
 def _cells(row) -> tuple[str, ...]:
     calls = f" (x{len(row.output)})" if len(row.output) > 1 else ""
-    output = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(row.output[:1])) + calls
+    output = (
+        ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(row.output[:1]))
+        + calls
+    )
     parameters = f"{row.parameters:,} ({_number(row.parameter_bytes)}B)" if row.parameters else ""
     share = "" if row.share is None else f"{100 * row.share:.1f} %"
-    return (row.path or "total", output, parameters, f"{_number(row.forward.flops)}F",
-            f"{_number(row.backward.flops)}F", f"{_number(row.kept_bytes)}B" if row.kept else "", share)
+    return (
+        row.path or "total",
+        output,
+        parameters,
+        f"{_number(row.forward.flops)}F",
+        f"{_number(row.backward.flops)}F",
+        f"{_number(row.kept_bytes)}B" if row.kept else "",
+        share,
+    )
 
 
 def _number(value) -> str:
-    return si(value) if isinstance(value, (int, float)) else f"({value}) "    # a symbolic size has no unit prefix
+    return (
+        si(value) if isinstance(value, (int, float)) else f"({value}) "
+    )  # a symbolic size has no unit prefix
 
 
 def _table(summary, *, notes: bool) -> Table:
     rows = [(row.depth, _cells(row)) for row in (*summary.rows, summary.total)]
     footer = [_footer(summary)]
     if summary.temporary_bytes is not None:
-        footer.append(f"temporary memory of the compiled forward and backward pass: {si(summary.temporary_bytes)}B; "
-                      f"kept activations: {si(summary.total.kept_bytes)}B")
+        footer.append(
+            f"temporary memory of the compiled forward and backward pass: {si(summary.temporary_bytes)}B; "
+            f"kept activations: {si(summary.total.kept_bytes)}B"
+        )
     footer += (f"note: {note}" for note in summary.notes if notes)
     return Table(_TITLES, 2, rows, footer)
 
@@ -95,7 +125,16 @@ def html(summary: Any) -> str:
 
 
 def data(summary: Any) -> list[dict]:
-    return [{"path": row.path, "output": [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(row.output)],
-             "parameters": row.parameters, "parameter_bytes": row.parameter_bytes, "forward_flops": row.forward.flops,
-             "backward_flops": row.backward.flops, "kept_bytes": row.kept_bytes, "share": row.share}
-            for row in (*summary.rows, summary.total)]
+    return [
+        {
+            "path": row.path,
+            "output": [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(row.output)],
+            "parameters": row.parameters,
+            "parameter_bytes": row.parameter_bytes,
+            "forward_flops": row.forward.flops,
+            "backward_flops": row.backward.flops,
+            "kept_bytes": row.kept_bytes,
+            "share": row.share,
+        }
+        for row in (*summary.rows, summary.total)
+    ]

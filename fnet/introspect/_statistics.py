@@ -68,8 +68,12 @@ class Statistics:
 
     def __str__(self):
         title = ("", "mean", "std", "largest", "not finite", "dead", "gradient norm")
-        table = [("site", *title[1:]), *map(_cells, self.sites), ("parameter", *title[1:]),
-                 *map(_cells, self.parameters)]
+        table = [
+            ("site", *title[1:]),
+            *map(_cells, self.sites),
+            ("parameter", *title[1:]),
+            *map(_cells, self.parameters),
+        ]
         return "\n".join(aligned(table))
 
 
@@ -109,15 +113,26 @@ def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Sta
     scans = {site.name: len(site.scans) for site in ft.sites(f)(params, *args)}
     result = jax.eval_shape(f, params, *args)
     if getattr(result, "shape", None) != () or not jnp.issubdtype(result.dtype, jnp.floating):
-        what = f"{result.dtype}{list(result.shape)}" if hasattr(result, "dtype") else f"a {type(result).__name__}"
-        raise TypeError(f"statistics: the function must return a floating-point scalar, such as a loss; got {what}")
-    (value, values), cotangents = ft.capture_cotangents(ft.capture(f, pattern), pattern, has_aux=True)(params, *args)
+        what = (
+            f"{result.dtype}{list(result.shape)}"
+            if hasattr(result, "dtype")
+            else f"a {type(result).__name__}"
+        )
+        raise TypeError(
+            f"statistics: the function must return a floating-point scalar, such as a loss; got {what}"
+        )
+    (value, values), cotangents = ft.capture_cotangents(
+        ft.capture(f, pattern), pattern, has_aux=True
+    )(params, *args)
     gradients = jax.tree.leaves(jax.grad(f, allow_int=True)(params, *args))
     arrays: dict[str, np.ndarray] = {}
     sites, parameters = [], []
     for name in [name for name in scans if name in values]:
         for path, x in jax.tree.leaves_with_path(values[name]):
-            cotangent = next((y for other, y in jax.tree.leaves_with_path(cotangents[name]) if other == path), None)
+            cotangent = next(
+                (y for other, y in jax.tree.leaves_with_path(cotangents[name]) if other == path),
+                None,
+            )
             if cotangent is not None:
                 arrays[f"values/{name}{jax.tree_util.keystr(path)}"] = np.asarray(x)
                 arrays[f"cotangents/{name}{jax.tree_util.keystr(path)}"] = np.asarray(cotangent)
@@ -125,7 +140,10 @@ def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Sta
     for (path, x), gradient in zip(jax.tree.leaves_with_path(params), gradients):
         if jnp.issubdtype(jnp.result_type(x), jnp.floating):
             name = jax.tree_util.keystr(path, simple=True, separator="/") or "params"
-            arrays[f"parameters/{name}"], arrays[f"gradients/{name}"] = np.asarray(x), np.asarray(gradient)
+            arrays[f"parameters/{name}"], arrays[f"gradients/{name}"] = (
+                np.asarray(x),
+                np.asarray(gradient),
+            )
             parameters += _rows(name, x, gradient, 0)
     return Statistics(float(value), tuple(sites), tuple(parameters), arrays)
 
@@ -134,15 +152,34 @@ def _rows(name, x, gradient, scans) -> list[Statistic]:
     """Returns a list with the `Statistic` of the array x. If `scans` is not 0, the first `scans` axes of x are the
     iterations of nested scans, and the list contains one `Statistic` for each iteration."""
     if scans:
-        return [row for i in range(len(x)) for row in _rows(f"{name} [{i}]", x[i], gradient[i], scans - 1)]
+        return [
+            row
+            for i in range(len(x))
+            for row in _rows(f"{name} [{i}]", x[i], gradient[i], scans - 1)
+        ]
     x, gradient = (np.asarray(each, np.float64) for each in (x, gradient))
     finite = x[np.isfinite(x)]
     units = gradient.reshape(-1, gradient.shape[-1]) if gradient.ndim else gradient.reshape(1, 1)
-    return [Statistic(name, float(finite.mean()) if finite.size else 0.0, float(finite.std()) if finite.size else 0.0,
-                      float(np.abs(finite).max(initial=0.0)), int(x.size - finite.size),
-                      float((units == 0).all(0).mean()) if units.size else 0.0, float(np.linalg.norm(gradient)))]
+    return [
+        Statistic(
+            name,
+            float(finite.mean()) if finite.size else 0.0,
+            float(finite.std()) if finite.size else 0.0,
+            float(np.abs(finite).max(initial=0.0)),
+            int(x.size - finite.size),
+            float((units == 0).all(0).mean()) if units.size else 0.0,
+            float(np.linalg.norm(gradient)),
+        )
+    ]
 
 
 def _cells(row) -> tuple[str, ...]:
-    return (row.name, f"{row.mean:.3g}", f"{row.std:.3g}", f"{row.largest:.3g}", str(row.nonfinite or ""),
-            f"{100 * row.dead:.0f} %" if row.dead else "", f"{row.gradient:.3g}")
+    return (
+        row.name,
+        f"{row.mean:.3g}",
+        f"{row.std:.3g}",
+        f"{row.largest:.3g}",
+        str(row.nonfinite or ""),
+        f"{100 * row.dead:.0f} %" if row.dead else "",
+        f"{row.gradient:.3g}",
+    )

@@ -86,10 +86,14 @@ class Summary:
 
     def __getitem__(self, path: str) -> Row:
         """Returns the `Row` of the named scope with the given path."""
-        return next((row for row in (self.total, *self.rows) if row.path == path), None) or self._missing(path)
+        return next(
+            (row for row in (self.total, *self.rows) if row.path == path), None
+        ) or self._missing(path)
 
     def _missing(self, path):
-        raise KeyError(f"the summary has no path {path!r}; it has {', '.join(repr(row.path) for row in self.rows)}")
+        raise KeyError(
+            f"the summary has no path {path!r}; it has {', '.join(repr(row.path) for row in self.rows)}"
+        )
 
     def markdown(self) -> str:
         """Returns the table in Markdown."""
@@ -106,8 +110,15 @@ class Summary:
         return _render.data(self)
 
 
-def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None, train: bool = False,
-            compile: bool = False, **options: Any) -> Summary:
+def summary(
+    f: Callable,
+    *args: Any,
+    depth: int | None = None,
+    chip: Any = None,
+    train: bool = False,
+    compile: bool = False,
+    **options: Any,
+) -> Summary:
     """Returns a table of a model or any other function, with a row for each named scope. The function is not run.
 
         print(introspect.summary(model, x))                    # a layer, or a flax.nnx module, and its inputs
@@ -143,7 +154,7 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
         passes = _training(run)
         both, on, seconds = _cost(passes, params, inputs, chip)
         kept = kept_activations(run, params, *inputs)
-    except (TypeError, ValueError, NotImplementedError) as error:    # of the derivative
+    except (TypeError, ValueError, NotImplementedError) as error:  # of the derivative
         passes = run
         both, on, seconds = _cost(run, params, inputs, chip)
         kept, missing = [], (f"no backward pass: {str(error).partition('. ')[0]}",)
@@ -160,17 +171,34 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
     result = jax.eval_shape(lambda params, inputs: _arrays(run(params, *inputs)), params, inputs)
 
     def row(path, output):
-        inside = (lambda other: True) if not path else (lambda other: other == path or other.startswith(path + "/"))
+        inside = (
+            (lambda other: True)
+            if not path
+            else (lambda other: other == path or other.startswith(path + "/"))
+        )
         leaves = [leaf for owner, group in owners.items() if inside(owner) for leaf in group]
-        before, after = (_sum(cost for other, cost in count.scopes.items() if inside(other))
-                         for count in (forward, both))
+        before, after = (
+            _sum(cost for other, cost in count.scopes.items() if inside(other))
+            for count in (forward, both)
+        )
         time = sum(time for other, time in seconds.items() if inside(other))
         share = time / sum(seconds.values()) if seconds else None
-        return Row(path, tuple(output), sum(_size(leaf) for leaf in leaves), sum(_bytes(leaf) for leaf in leaves),
-                   before, _less(after, before), tuple(each for each in kept if inside(each.path)), share)
+        return Row(
+            path,
+            tuple(output),
+            sum(_size(leaf) for leaf in leaves),
+            sum(_bytes(leaf) for leaf in leaves),
+            before,
+            _less(after, before),
+            tuple(each for each in kept if inside(each.path)),
+            share,
+        )
 
-    rows = tuple(row(path, outputs.get(path, ())) for path in paths if path and (
-        depth is None or path.count("/") < depth))
+    rows = tuple(
+        row(path, outputs.get(path, ()))
+        for path in paths
+        if path and (depth is None or path.count("/") < depth)
+    )
     notes = tuple(dict.fromkeys((*missing, *forward.notes, *both.notes)))
     memory = jax.jit(passes).lower(params, *inputs).compile().memory_analysis() if compile else None
     return Summary(rows, row("", [result]), on, notes, memory and memory.temp_size_in_bytes)
@@ -181,8 +209,10 @@ def as_function(f, args, train, options, caller="summary") -> tuple[Callable, An
     nnx = sys.modules.get("flax.nnx")
     if isinstance(f, Layer):
         spec = f.spec(*args, train=train, **options)
-        params, state = (jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), tree)
-                         for tree in (spec.params, spec.state))
+        params, state = (
+            jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), tree)
+            for tree in (spec.params, spec.state)
+        )
         key = jax.eval_shape(lambda: jax.random.key(0))
 
         def run(params, state, key, *inputs):
@@ -192,11 +222,19 @@ def as_function(f, args, train, options, caller="summary") -> tuple[Callable, An
         return run, params, (state, key, *args)
     if nnx is not None and isinstance(f, nnx.Module):
         graph, params, rest = nnx.split(ft.name_scopes(f), nnx.Param, ...)
-        fresh = lambda: jax.tree.map(lambda x: x, rest)    # variables that belong to the current trace
-        return (lambda params, *inputs: nnx.merge(graph, params, fresh())(*inputs, **options)), params, args
+        fresh = lambda: jax.tree.map(
+            lambda x: x, rest
+        )  # variables that belong to the current trace
+        return (
+            (lambda params, *inputs: nnx.merge(graph, params, fresh())(*inputs, **options)),
+            params,
+            args,
+        )
     if not callable(f) or not args:
-        raise TypeError(f"{caller}: expected a layer, a flax.nnx module, or a function and its parameters; got "
-                        f"{'no arguments' if callable(f) else f'a {type(f).__name__}'}")
+        raise TypeError(
+            f"{caller}: expected a layer, a flax.nnx module, or a function and its parameters; got "
+            f"{'no arguments' if callable(f) else f'a {type(f).__name__}'}"
+        )
     if train:
         raise TypeError(f"{caller}: train=True is for layers; a function takes its own arguments")
     return (lambda params, *inputs: f(params, *inputs, **options)), args[0], args[1:]
@@ -204,6 +242,7 @@ def as_function(f, args, train, options, caller="summary") -> tuple[Callable, An
 
 def _training(run):
     """Returns a function that computes the forward pass and the derivative with respect to the first argument."""
+
     def training(params, *inputs):
         y, pull = jax.vjp(lambda params: _inexact(run(params, *inputs)), params)
         if not y:
@@ -217,7 +256,9 @@ def _cost(f, params, inputs, chip) -> tuple[hw.Count, hw.Chip, dict[str, float]]
     """Returns a tuple: the `Count` (FLOPs and bytes of the function), the chip, and {scope: estimated seconds at the
     roofline}. The dictionary {scope: seconds} is empty if the times are unknown."""
     leaves = jax.tree.leaves((params, inputs))
-    if any(jax.export.is_symbolic_dim(size) for leaf in leaves for size in getattr(leaf, "shape", ())):
+    if any(
+        jax.export.is_symbolic_dim(size) for leaf in leaves for size in getattr(leaf, "shape", ())
+    ):
         return hw.count(f, params, *inputs), hw.detect(chip), {}
     bounds = hw.roofline(f, params, *inputs, chip=chip, measure=False, depth=None)
     seconds = {row.scope: row.seconds for row in bounds.scopes}
@@ -252,12 +293,14 @@ def _tree(paths: Iterable[str]) -> list[str]:
 
 def _owner(path, known) -> str:
     """Returns the scope that a parameter belongs to, from the path of the parameter in the tree."""
-    if path and path[-1] == jax.tree_util.GetAttrKey("value"):    # of an nnx variable
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):  # of an nnx variable
         path = path[:-1]
-    parts = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
+    parts = [
+        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
+    ]
     parts = [part for text in parts for part in text.split("/")]
-    parts = parts[1:] if parts[:1] == ["params"] else parts    # of Flax Linen
-    owner = "/".join(part for part in parts[:-1] if part != "~")    # of Haiku
+    parts = parts[1:] if parts[:1] == ["params"] else parts  # of Flax Linen
+    owner = "/".join(part for part in parts[:-1] if part != "~")  # of Haiku
     if owner in known:
         return owner
     return next((other for other in known if owner and other.endswith("/" + owner)), owner)

@@ -23,7 +23,7 @@ import jax
 from fnet.introspect._hlo import OTHER, Operation, operations
 from fnet.introspect._protobuf import fields, text
 
-STEP = "fnet.profile step"    # the annotation around each profiled step
+STEP = "fnet.profile step"  # the annotation around each profiled step
 
 
 class Event(NamedTuple):
@@ -46,18 +46,50 @@ class Trace(NamedTuple):
         """Writes the operations as a trace for ui.perfetto.dev and chrome://tracing. The name of each event in the
         written file is the path of its named scopes and its phase (such as forward). The file is compressed if its name
         ends in .gz."""
-        lines = {line: number for number, line in enumerate(dict.fromkeys(
-            ("steps", *((event.device, event.line) for event in self.events))))}
-        origin = min((start for start, _ in self.steps), default=min((event.start for event in self.events), default=0))
-        rows = [{"ph": "M", "pid": 0, "tid": number, "name": "thread_name",
-                 "args": {"name": line if isinstance(line, str) else " ".join(line)}} for line, number in lines.items()]
-        rows += [{"ph": "X", "pid": 0, "tid": 0, "name": f"step {i}", "ts": (start - origin) / 1e3,
-                  "dur": (end - start) / 1e3} for i, (start, end) in enumerate(self.steps)]
-        rows += [{"ph": "X", "pid": 0, "tid": lines[event.device, event.line], "ts": (event.start - origin) / 1e3,
-                  "dur": (event.end - event.start) / 1e3, "cat": event.operation.phase,
-                  "name": f"{event.operation.path or '(no scope)'} {event.operation.phase}",
-                  "args": {"operation": event.operation.name, "opcode": event.operation.opcode}}
-                 for event in self.events]
+        lines = {
+            line: number
+            for number, line in enumerate(
+                dict.fromkeys(("steps", *((event.device, event.line) for event in self.events)))
+            )
+        }
+        origin = min(
+            (start for start, _ in self.steps),
+            default=min((event.start for event in self.events), default=0),
+        )
+        rows = [
+            {
+                "ph": "M",
+                "pid": 0,
+                "tid": number,
+                "name": "thread_name",
+                "args": {"name": line if isinstance(line, str) else " ".join(line)},
+            }
+            for line, number in lines.items()
+        ]
+        rows += [
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": 0,
+                "name": f"step {i}",
+                "ts": (start - origin) / 1e3,
+                "dur": (end - start) / 1e3,
+            }
+            for i, (start, end) in enumerate(self.steps)
+        ]
+        rows += [
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": lines[event.device, event.line],
+                "ts": (event.start - origin) / 1e3,
+                "dur": (event.end - event.start) / 1e3,
+                "cat": event.operation.phase,
+                "name": f"{event.operation.path or '(no scope)'} {event.operation.phase}",
+                "args": {"operation": event.operation.name, "opcode": event.operation.opcode},
+            }
+            for event in self.events
+        ]
         content = json.dumps({"displayTimeUnit": "ms", "traceEvents": rows}).encode()
         Path(path).write_bytes(gzip.compress(content) if str(path).endswith(".gz") else content)
 
@@ -83,8 +115,10 @@ def start(folder: str | os.PathLike) -> None:
     try:
         jax.profiler.start_trace(str(folder), profiler_options=options)
     except RuntimeError as error:
-        raise RuntimeError("profile: another profile is running in this process, and JAX runs one at a time; stop it "
-                           f"first (jax.profiler.stop_trace()): {error}") from error
+        raise RuntimeError(
+            "profile: another profile is running in this process, and JAX runs one at a time; stop it "
+            f"first (jax.profiler.stop_trace()): {error}"
+        ) from error
 
 
 def read(folder: str | os.PathLike) -> Trace:
@@ -107,12 +141,17 @@ def read(folder: str | os.PathLike) -> Trace:
                 lines = [line for line in lines if line.name == "XLA Ops"]
             for line in lines:
                 _line(plane.name, line, programs, events, steps, started, ended)
-    for key, end in ended:    # an operation of several threads ends after the function that started it
+    for (
+        key,
+        end,
+    ) in ended:  # an operation of several threads ends after the function that started it
         if key in started:
             event = events[started[key]]
             events[started[key]] = event._replace(end=max(event.end, end))
     if not events:
-        raise ValueError("profile: the trace has no operations of a compiled program; this JAX backend reports none")
+        raise ValueError(
+            "profile: the trace has no operations of a compiled program; this JAX backend reports none"
+        )
     return Trace(tuple(events), tuple(sorted(steps)))
 
 
@@ -133,7 +172,9 @@ def _line(plane, line, programs, events, steps, started, ended) -> None:
         elif device or "::" not in name:
             stats = dict(event.stats)
             if "hlo_op" in stats or (device and line.name == "XLA Ops"):
-                operation = programs(str(stats.get("hlo_op", name)), stats.get("program_id"), stats.get("hlo_module"))
+                operation = programs(
+                    str(stats.get("hlo_op", name)), stats.get("program_id"), stats.get("hlo_module")
+                )
                 where = f"{plane}:{stats['device_ordinal']}" if "device_ordinal" in stats else plane
                 if "_p" in stats:
                     started[stats["_p"]] = len(events)
@@ -168,10 +209,15 @@ class _Programs:
 
     def __call__(self, name: str, program: int | None, module: str | None) -> Operation:
         name = name.removeprefix("%").partition(" = ")[0]
-        likely = [key for key in self._data if program in (None, key[1]) and module in (None, key[0])]
+        likely = [
+            key for key in self._data if program in (None, key[1]) and module in (None, key[0])
+        ]
         for key in likely:
             if key not in self._read:
-                module = next((value for number, value in fields(self._data[key]) if number == 1), memoryview(b""))
+                module = next(
+                    (value for number, value in fields(self._data[key]) if number == 1),
+                    memoryview(b""),
+                )
                 self._read[key] = operations(module)
             if name in self._read[key]:
                 return self._read[key][name]

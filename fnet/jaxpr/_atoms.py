@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-Axis = tuple[int, ...]    # atoms, from major to minor
+Axis = tuple[int, ...]  # atoms, from major to minor
 
 
 class Atoms:

@@ -14,8 +14,12 @@ from fnet.jaxpr._equations import DOT, product
 from fnet.jaxpr._primitives import POINTWISE, description
 
 Axes = tuple[Axis, ...]
-_OPAQUE = {"while": "a while loop", "custom_vjp_call": "a custom_vjp", "custom_vmap_call": "a custom_vmap",
-           "shard_map": "shard_map"}
+_OPAQUE = {
+    "while": "a while loop",
+    "custom_vjp_call": "a custom_vjp",
+    "custom_vmap_call": "a custom_vmap",
+    "shard_map": "shard_map",
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,15 +70,21 @@ def tie_axes(jaxpr: Any, inputs: Sequence[Axes], atoms: Atoms) -> Frame:
         elif name == "cond":
             outs = _branched(frame, eqn, ins, atoms)
         elif name in CALLS and name not in _OPAQUE:
-            frame.inner[id(eqn)] = (inner := tie_axes(bodies(eqn)[0].jaxpr, ins, atoms)),
+            frame.inner[id(eqn)] = ((inner := tie_axes(bodies(eqn)[0].jaxpr, ins, atoms)),)
             outs = _results(inner, eqn, atoms)
-        elif (found := product(eqn)) is not None and (found.op is DOT or found.options.get(
-                "feature_group_count") == found.options.get("batch_group_count") == 1):    # also autocast's own
+        elif (found := product(eqn)) is not None and (
+            found.op is DOT
+            or found.options.get("feature_group_count")
+            == found.options.get("batch_group_count")
+            == 1
+        ):  # also autocast's own
             outs = RULES[found.op.name](frame, eqn, ins, atoms)
         elif description(eqn.primitive).axes is not None:
             outs = _described(eqn, ins, atoms)
         else:
-            outs = _unknown(eqn, ins, atoms, _OPAQUE.get(name, f"an operation without a rule ({name})"))
+            outs = _unknown(
+                eqn, ins, atoms, _OPAQUE.get(name, f"an operation without a rule ({name})")
+            )
         frame.axes.update(zip(eqn.outvars, outs))
     return frame
 
@@ -89,8 +99,10 @@ def _results(inner, eqn, atoms):
     For an output that is a literal (a constant in the jaxpr), the function creates new axes without constraints on
     their sizes.
     """
-    return [atoms.axes(_shape(v)) if isinstance(out, _jax.Literal) else inner.of(out)
-            for out, v in zip(inner.jaxpr.outvars, eqn.outvars)]
+    return [
+        atoms.axes(_shape(v)) if isinstance(out, _jax.Literal) else inner.of(out)
+        for out, v in zip(inner.jaxpr.outvars, eqn.outvars)
+    ]
 
 
 def _pointwise(eqn, ins, atoms):
@@ -120,14 +132,16 @@ def _scanned(frame, eqn, ins, atoms):
     for axes in slices:
         atoms.freeze("scanned over", axes[0])
     inner = tie_axes(parts.jaxpr, [*consts, *carry, *(axes[1:] for axes in slices)], atoms)
-    frame.inner[id(eqn)] = inner,
+    frame.inner[id(eqn)] = (inner,)
     outs = [inner.of(v) for v in parts.jaxpr.outvars]
     for before, after in zip(carry, outs):
         atoms.tie_all(before, after)
     length = atoms.axes((parts.length,))[0]
     atoms.freeze("scanned over", length)
-    stacked = [(length, *(axes or atoms.axes(_shape(v)[1:])))
-               for axes, v in zip(outs[parts.carry:], eqn.outvars[parts.carry:])]
+    stacked = [
+        (length, *(axes or atoms.axes(_shape(v)[1:])))
+        for axes, v in zip(outs[parts.carry :], eqn.outvars[parts.carry :])
+    ]
     return [*carry, *stacked]
 
 

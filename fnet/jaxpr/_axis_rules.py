@@ -33,12 +33,13 @@ def _fixed(why):
         for axes in (*ins, *outs):
             atoms.freeze(why, *axes)
         return outs
+
     return rule
 
 
 def _random_bits(frame, eqn, ins, atoms):
     outs = _new(frame, eqn, ins, atoms)
-    atoms.freeze("an axis of random keys", *outs[0][:len(_shape(eqn.invars[0]))])
+    atoms.freeze("an axis of random keys", *outs[0][: len(_shape(eqn.invars[0]))])
     return outs
 
 
@@ -88,7 +89,9 @@ def _reshape(frame, eqn, ins, atoms):
         i0, j0 = i, j
         i, j = min(i + 1, len(before)), min(j + 1, len(after))
         while (m := math.prod(before[i0:i])) != (n := math.prod(after[j0:j])):
-            if _divides(m, n) or (isinstance(m, int) and isinstance(n, int) and m < n):    # other sizes are symbolic
+            if _divides(m, n) or (
+                isinstance(m, int) and isinstance(n, int) and m < n
+            ):  # other sizes are symbolic
                 i += 1
             else:
                 j += 1
@@ -109,12 +112,14 @@ def _reduced(over):
             "it" means the axis. For a sum, `over` is None: the size of a summed axis can change if all removed elements
             are zeros. The function `freeze_nonzero_sums` determines whether they are zeros.
     """
+
     def rule(frame, eqn, ins, atoms):
         reduced = eqn.params["axes"]
-        for axes in ins[:len(eqn.outvars)] if over else ():
+        for axes in ins[: len(eqn.outvars)] if over else ():
             atoms.freeze(over, *(axes[i] for i in reduced))
         out = tuple(axis for i, axis in enumerate(ins[0]) if i not in reduced)
         return [out] * len(eqn.outvars)
+
     return rule
 
 
@@ -123,6 +128,7 @@ def _along(parameter, why):
     several axes, such as a cumulative sum. `parameter` is the name of the equation parameter that contains the axes of
     the operation, such as "axis". The text `why` states why the sizes of the operation's axes cannot change, for
     example "accumulated" for a cumulative sum."""
+
     def rule(frame, eqn, ins, atoms):
         where = eqn.params[parameter]
         for i in where if isinstance(where, (tuple, list)) else (where,):
@@ -130,6 +136,7 @@ def _along(parameter, why):
         for other in ins[1:]:
             atoms.tie_all(ins[0], other)
         return [ins[0]] * len(eqn.outvars)
+
     return rule
 
 
@@ -140,16 +147,21 @@ def _multiply(frame, eqn, ins, atoms):
     contract, batch = found.dimensions
     for a, b in (*zip(*contract), *zip(*batch)):
         atoms.tie(lhs[a], rhs[b])
-    own = [[axis for i, axis in enumerate(axes) if i not in (*contract[side], *batch[side])]
-           for side, axes in enumerate((lhs, rhs))]
+    own = [
+        [axis for i, axis in enumerate(axes) if i not in (*contract[side], *batch[side])]
+        for side, axes in enumerate((lhs, rhs))
+    ]
     return [(*(lhs[i] for i in batch[0]), *own[0], *own[1])]
 
 
 def _convolve(frame, eqn, lhs, rhs, found, atoms):
     spec, (groups, batch_groups) = found.dimensions, found.groups
     out = list(atoms.axes(_shape(eqn.outvars[0])))
-    for axes, order, why in ((lhs, spec.lhs_spec, "space"), (rhs, spec.rhs_spec, "the window of a convolution"),
-                             (out, spec.out_spec, "space")):
+    for axes, order, why in (
+        (lhs, spec.lhs_spec, "space"),
+        (rhs, spec.rhs_spec, "the window of a convolution"),
+        (out, spec.out_spec, "space"),
+    ):
         atoms.freeze(why, *(axes[i] for i in order[2:]))
     if batch_groups > 1:
         atoms.freeze("a convolution with groups of examples", *lhs, *rhs, *out)
@@ -169,7 +181,11 @@ def _window(frame, eqn, ins, atoms):
     for v, axes in zip(eqn.outvars, ins):
         out = atoms.axes(_shape(v))
         for i, (a, b) in enumerate(zip(axes, out)):
-            if (params["window_dimensions"][i], params["window_strides"][i], *params["padding"][i]) == (1, 1, 0, 0):
+            if (
+                params["window_dimensions"][i],
+                params["window_strides"][i],
+                *params["padding"][i],
+            ) == (1, 1, 0, 0):
                 atoms.tie(a, b)
             else:
                 atoms.freeze("space", a, b)
@@ -193,7 +209,11 @@ def _slice(frame, eqn, ins, atoms):
     params, out = eqn.params, []
     strides = params["strides"] or (1,) * len(ins[0])
     for i, axis in enumerate(ins[0]):
-        n, m, start = _shape(eqn.invars[0])[i], _shape(eqn.outvars[0])[i], params["start_indices"][i]
+        n, m, start = (
+            _shape(eqn.invars[0])[i],
+            _shape(eqn.outvars[0])[i],
+            params["start_indices"][i],
+        )
         if m == n:
             out.append(axis)
         elif m and strides[i] == 1 and n % m == 0 and start % m == 0:
@@ -209,16 +229,16 @@ def _split(frame, eqn, ins, atoms):
     n = _shape(eqn.invars[0])[at]
     if len(set(sizes)) == 1 and sizes[0]:
         block = _blocks(atoms, ins[0][at], sizes[0], n, "split into parts")
-        return [(*ins[0][:at], block, *ins[0][at + 1:])] * len(sizes)
+        return [(*ins[0][:at], block, *ins[0][at + 1 :])] * len(sizes)
     pieces = atoms.axes(sizes)
     atoms.freeze("split into unequal parts", ins[0][at], *pieces)
-    return [(*ins[0][:at], piece, *ins[0][at + 1:]) for piece in pieces]
+    return [(*ins[0][:at], piece, *ins[0][at + 1 :]) for piece in pieces]
 
 
 def _concatenate(frame, eqn, ins, atoms):
     at, sizes = eqn.params["dimension"], [_shape(v)[eqn.params["dimension"]] for v in eqn.invars]
     for other in ins[1:]:
-        atoms.tie_all((*ins[0][:at], *ins[0][at + 1:]), (*other[:at], *other[at + 1:]))
+        atoms.tie_all((*ins[0][:at], *ins[0][at + 1 :]), (*other[:at], *other[at + 1 :]))
     count = atoms.axes((len(ins),))[0]
     atoms.freeze("concatenated", count)
     if len(set(sizes)) == 1:
@@ -228,7 +248,7 @@ def _concatenate(frame, eqn, ins, atoms):
     else:
         axis = atoms.axes((sum(sizes),))[0]
         atoms.freeze("concatenated with an axis of another size", axis, *(axes[at] for axes in ins))
-    return [(*ins[0][:at], axis, *ins[0][at + 1:])]
+    return [(*ins[0][:at], axis, *ins[0][at + 1 :])]
 
 
 def _stack(frame, eqn, ins, atoms):
@@ -242,7 +262,7 @@ def _stack(frame, eqn, ins, atoms):
 def _unstack(frame, eqn, ins, atoms):
     at = eqn.params["axis"]
     atoms.freeze("unstacked", ins[0][at])
-    return [(*ins[0][:at], *ins[0][at + 1:])] * len(eqn.outvars)
+    return [(*ins[0][:at], *ins[0][at + 1 :])] * len(eqn.outvars)
 
 
 def _tile(frame, eqn, ins, atoms):
@@ -265,7 +285,9 @@ def _resized(eqn, axes, atoms, changed, why):
 
 
 def _pad(frame, eqn, ins, atoms):
-    return _resized(eqn, ins[0], atoms, lambda i: eqn.params["padding_config"][i] != (0, 0, 0), "padded")
+    return _resized(
+        eqn, ins[0], atoms, lambda i: eqn.params["padding_config"][i] != (0, 0, 0), "padded"
+    )
 
 
 def _gather(frame, eqn, ins, atoms):
@@ -274,9 +296,15 @@ def _gather(frame, eqn, ins, atoms):
     rows = [i for i in range(rank) if i not in numbers.offset_dims]
     atoms.tie_all([out[i] for i in rows], ins[1][:-1])
     atoms.freeze("indices", ins[1][-1])
-    kept = [i for i in range(len(ins[0])) if i not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
+    kept = [
+        i
+        for i in range(len(ins[0]))
+        if i not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    ]
     for i, axis in enumerate(ins[0]):
-        whole = i in kept and sizes[i] == _shape(eqn.invars[0])[i] and i not in numbers.start_index_map
+        whole = (
+            i in kept and sizes[i] == _shape(eqn.invars[0])[i] and i not in numbers.start_index_map
+        )
         if whole:
             out[numbers.offset_dims[kept.index(i)]] = axis
         else:
@@ -287,12 +315,18 @@ def _gather(frame, eqn, ins, atoms):
 
 def _scatter(frame, eqn, ins, atoms):
     numbers, (operand, indices, updates) = eqn.params["dimension_numbers"], ins
-    window = [i for i in range(len(operand))
-              if i not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
+    window = [
+        i
+        for i in range(len(operand))
+        if i not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    ]
     for i, axis in enumerate(operand):
         at = numbers.update_window_dims[window.index(i)] if i in window else None
-        if (at is not None and i not in numbers.scatter_dims_to_operand_dims
-                and _shape(eqn.invars[2])[at] == _shape(eqn.invars[0])[i]):
+        if (
+            at is not None
+            and i not in numbers.scatter_dims_to_operand_dims
+            and _shape(eqn.invars[2])[at] == _shape(eqn.invars[0])[i]
+        ):
             atoms.tie(axis, updates[at])
         else:
             changed = [axis] if at is None else [axis, updates[at]]
@@ -305,7 +339,9 @@ def _scatter(frame, eqn, ins, atoms):
 
 def _dynamic_slice(frame, eqn, ins, atoms):
     before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
-    return _resized(eqn, ins[0], atoms, lambda i: before[i] != after[i], "sliced at a computed position")
+    return _resized(
+        eqn, ins[0], atoms, lambda i: before[i] != after[i], "sliced at a computed position"
+    )
 
 
 def _dynamic_update_slice(frame, eqn, ins, atoms):
@@ -318,20 +354,54 @@ def _dynamic_update_slice(frame, eqn, ins, atoms):
 
 
 RULES = {
-    **dict.fromkeys(("name", "optimization_barrier", "pvary", "pbroadcast", "device_put", "copy_p", "site"), _same),
-    **dict.fromkeys(("iota", "empty"), _new), "random_bits": _random_bits,
-    **{f"random_{name}": _fixed("an axis of random keys") for name in ("seed", "wrap", "unwrap", "fold_in")},
+    **dict.fromkeys(
+        ("name", "optimization_barrier", "pvary", "pbroadcast", "device_put", "copy_p", "site"),
+        _same,
+    ),
+    **dict.fromkeys(("iota", "empty"), _new),
+    "random_bits": _random_bits,
+    **{
+        f"random_{name}": _fixed("an axis of random keys")
+        for name in ("seed", "wrap", "unwrap", "fold_in")
+    },
     **dict.fromkeys(BILINEAR, _multiply),
     **dict.fromkeys(("reduce_sum",), _reduced(None)),
-    **{f"reduce_{name}": _reduced(f"the {what} over it is taken") for name, what in
-       (("max", "maximum"), ("min", "minimum"), ("prod", "product"), ("and", "conjunction"), ("or", "disjunction"))},
-    **{f"arg{name}": _reduced(f"the position of the {name}imum is taken") for name in ("max", "min")},
-    **{f"cum{name}": _along("axis", "accumulated") for name in ("sum", "prod", "max", "min", "logsumexp")},
+    **{
+        f"reduce_{name}": _reduced(f"the {what} over it is taken")
+        for name, what in (
+            ("max", "maximum"),
+            ("min", "minimum"),
+            ("prod", "product"),
+            ("and", "conjunction"),
+            ("or", "disjunction"),
+        )
+    },
+    **{
+        f"arg{name}": _reduced(f"the position of the {name}imum is taken")
+        for name in ("max", "min")
+    },
+    **{
+        f"cum{name}": _along("axis", "accumulated")
+        for name in ("sum", "prod", "max", "min", "logsumexp")
+    },
     **{f"reduce_window{name}": _window for name in ("_sum", "_max", "_min")},
-    "bitcast_convert_type": _bitcast, "sort": _along("dimension", "sorted"), "rev": _along("dimensions", "reversed"),
-    "broadcast_in_dim": _broadcast, "transpose": _transpose, "squeeze": _squeeze, "expand_dims": _expand,
-    "reshape": _reshape, "slice": _slice, "split": _split, "concatenate": _concatenate, "stack": _stack,
-    "unstack": _unstack, "tile": _tile, "pad": _pad, "gather": _gather, "dynamic_slice": _dynamic_slice,
+    "bitcast_convert_type": _bitcast,
+    "sort": _along("dimension", "sorted"),
+    "rev": _along("dimensions", "reversed"),
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "expand_dims": _expand,
+    "reshape": _reshape,
+    "slice": _slice,
+    "split": _split,
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "unstack": _unstack,
+    "tile": _tile,
+    "pad": _pad,
+    "gather": _gather,
+    "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     **{f"scatter{name}": _scatter for name in ("", "-add", "-mul", "-min", "-max")},
 }

@@ -28,7 +28,10 @@ def batch_axes(eqn, notes: list) -> list:
         found = _through(inside[0].jaxpr, notes)
     else:
         found = [None] * len(eqn.outvars) if name in _UNKNOWN else _alike(eqn, notes)
-    return [note if note is not None and note < len(v.aval.shape) else None for note, v in zip(found, eqn.outvars)]
+    return [
+        note if note is not None and note < len(v.aval.shape) else None
+        for note, v in zip(found, eqn.outvars)
+    ]
 
 
 def _through(jaxpr, notes: list) -> list:
@@ -46,8 +49,18 @@ def _alike(eqn, notes):
     found = []
     for out in eqn.outvars:
         shape = out.aval.shape
-        found.append(next((note for note, v in zip(notes, eqn.invars) if note is not None
-                           and len(v.aval.shape) == len(shape) and v.aval.shape[note] == shape[note]), None))
+        found.append(
+            next(
+                (
+                    note
+                    for note, v in zip(notes, eqn.invars)
+                    if note is not None
+                    and len(v.aval.shape) == len(shape)
+                    and v.aval.shape[note] == shape[note]
+                ),
+                None,
+            )
+        )
     return found
 
 
@@ -78,8 +91,14 @@ def _reshaped(eqn, notes):
         return [None]
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     ahead = math.prod(before[:note])
-    places = [i for i in range(len(after)) if math.prod(after[:i]) == ahead and after[i] > 1 and before[note] > 1
-              and (after[i] % before[note] == 0 or before[note] % after[i] == 0)]
+    places = [
+        i
+        for i in range(len(after))
+        if math.prod(after[:i]) == ahead
+        and after[i] > 1
+        and before[note] > 1
+        and (after[i] % before[note] == 0 or before[note] % after[i] == 0)
+    ]
     return places[-1:] or [None]
 
 
@@ -93,7 +112,9 @@ def _product(contract, batched, ranks, notes):
         if note in batched[side]:
             return batched[side].index(note)
         if note not in contract[side]:
-            own = [i for i in range(ranks[side]) if i not in contract[side] and i not in batched[side]]
+            own = [
+                i for i in range(ranks[side]) if i not in contract[side] and i not in batched[side]
+            ]
             skipped = ranks[0] - len(contract[0]) - len(batched[0]) if side else 0
             return len(batched[0]) + skipped + own.index(note)
     return None
@@ -104,7 +125,9 @@ def _multiplied(found, notes):
         contract, batched = found.dimensions
         ranks = [len(v.aval.shape) for v in found.eqn.invars[:2]]
         return [_product(contract, [list(axes) for axes in batched], ranks, notes)]
-    rows = notes[0] is not None and notes[0] == found.dimensions.lhs_spec[0] and found.groups[1] == 1
+    rows = (
+        notes[0] is not None and notes[0] == found.dimensions.lhs_spec[0] and found.groups[1] == 1
+    )
     return [found.dimensions.out_spec[0] if rows else None]
 
 
@@ -124,8 +147,11 @@ def _gathered(eqn, notes):
     if indices is not None and indices < len(batch):
         return [batch[indices]]
     whole = eqn.params["slice_sizes"]
-    kept = [i for i in range(len(whole)) if i not in numbers.collapsed_slice_dims
-            and i not in numbers.operand_batching_dims]
+    kept = [
+        i
+        for i in range(len(whole))
+        if i not in numbers.collapsed_slice_dims and i not in numbers.operand_batching_dims
+    ]
     if operand in kept and whole[operand] == eqn.invars[0].aval.shape[operand]:
         return [numbers.offset_dims[kept.index(operand)]]
     return [None]
@@ -134,7 +160,9 @@ def _gathered(eqn, notes):
 def _scattered(eqn, notes):
     numbers, (operand, indices) = eqn.params["dimension_numbers"], notes[:2]
     if operand is None and indices in numbers.scatter_indices_batching_dims:
-        operand = numbers.operand_batching_dims[numbers.scatter_indices_batching_dims.index(indices)]
+        operand = numbers.operand_batching_dims[
+            numbers.scatter_indices_batching_dims.index(indices)
+        ]
     return [operand]
 
 
@@ -152,13 +180,18 @@ def _scanned(eqn, notes):
     parts = scan(eqn)
     consts, carried, sliced = parts.split(notes)
     sliced = list(map(before, sliced))
-    for _ in range(parts.carry + 1):    # a carry without a batch axis, such as initial zeros, may get one
+    for _ in range(
+        parts.carry + 1
+    ):  # a carry without a batch axis, such as initial zeros, may get one
         found = _through(parts.jaxpr, [*consts, *carried, *sliced])
         joined = [b if a is None else a for a, b in zip(carried, found)]
         if joined == carried:
             break
         carried = joined
-    return [*(a if a == b else None for a, b in zip(carried, found)), *map(_after, found[parts.carry:])]
+    return [
+        *(a if a == b else None for a, b in zip(carried, found)),
+        *map(_after, found[parts.carry :]),
+    ]
 
 
 def _branched(eqn, notes):
@@ -168,8 +201,15 @@ def _branched(eqn, notes):
 
 _UNKNOWN = frozenset(("while", "shard_map"))
 _RULES = {
-    "transpose": lambda eqn, notes: [None if notes[0] is None else permutation(eqn).index(notes[0])],
-    "broadcast_in_dim": _broadcast, "reshape": _reshaped, "gather": _gathered,
+    "transpose": lambda eqn, notes: [
+        None if notes[0] is None else permutation(eqn).index(notes[0])
+    ],
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshaped,
+    "gather": _gathered,
     "squeeze": lambda eqn, notes: [_without(eqn.params["dimensions"], notes[0])],
-    "scatter-add": _scattered, "scatter": _scattered, "scan": _scanned, "cond": _branched,
+    "scatter-add": _scattered,
+    "scatter": _scattered,
+    "scan": _scanned,
+    "cond": _branched,
 }

@@ -9,13 +9,28 @@ from typing import Any, NamedTuple
 
 from fnet import _jax
 
-INLINED = frozenset(("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr"))    # they only run their body
+INLINED = frozenset(
+    ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
+)  # they only run their body
 CALLS = INLINED | {"remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"}
 """Primitives that run one jaxpr once. The inputs and outputs of the jaxpr are those of the equation."""
-_HELD = ("jaxpr", "call_jaxpr", "call")    # the parameter that contains a call's jaxpr
-CONTROL_NAMES = (("jit", "pjit"), ("remat2", "checkpoint"), ("custom_jvp_call",), ("custom_vjp_call",),
-                 ("custom_vmap_call",), ("scan",), ("while",), ("cond",), ("shard_map",))    # in several JAX versions
-_COMBINERS = ("update_jaxpr", "select_jaxpr", "scatter_jaxpr")      # scalar functions that combine two elements
+_HELD = ("jaxpr", "call_jaxpr", "call")  # the parameter that contains a call's jaxpr
+CONTROL_NAMES = (
+    ("jit", "pjit"),
+    ("remat2", "checkpoint"),
+    ("custom_jvp_call",),
+    ("custom_vjp_call",),
+    ("custom_vmap_call",),
+    ("scan",),
+    ("while",),
+    ("cond",),
+    ("shard_map",),
+)  # in several JAX versions
+_COMBINERS = (
+    "update_jaxpr",
+    "select_jaxpr",
+    "scatter_jaxpr",
+)  # scalar functions that combine two elements
 _COMBINING = frozenset(("reduce", "reduce_window", "select_and_scatter"))
 
 
@@ -53,16 +68,27 @@ def bodies(eqn: Any) -> tuple[Body, ...]:
     """Returns the jaxprs inside an equation, or an empty tuple for an ordinary operation."""
     name, params = eqn.primitive.name, eqn.params
     if name in CALLS:
-        return (_body("call", next(params[key] for key in _HELD if key in params), 1, range(len(eqn.invars))),)
+        return (
+            _body(
+                "call",
+                next(params[key] for key in _HELD if key in params),
+                1,
+                range(len(eqn.invars)),
+            ),
+        )
     if name == "scan":
         return (_body("scan", params["jaxpr"], params["length"], range(len(eqn.invars))),)
     if name == "while":
         tests, steps = params["cond_nconsts"], params["body_nconsts"]
         carry = range(tests + steps, len(eqn.invars))
-        return (_body("while_cond", params["cond_jaxpr"], None, (*range(tests), *carry)),
-                _body("while_body", params["body_jaxpr"], None, (*range(tests, tests + steps), *carry)))
+        return (
+            _body("while_cond", params["cond_jaxpr"], None, (*range(tests), *carry)),
+            _body("while_body", params["body_jaxpr"], None, (*range(tests, tests + steps), *carry)),
+        )
     if name == "cond":
-        return tuple(_body("branch", branch, 1, range(1, len(eqn.invars))) for branch in params["branches"])
+        return tuple(
+            _body("branch", branch, 1, range(1, len(eqn.invars))) for branch in params["branches"]
+        )
     if name == "shard_map":
         shards = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
         return (_body("shard_map", params["jaxpr"], shards, range(len(eqn.invars))),)
@@ -71,8 +97,16 @@ def bodies(eqn: Any) -> tuple[Body, ...]:
     if name in _COMBINING:
         return ()
     values = [value for key, value in params.items() if key not in _COMBINERS]
-    items = [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
-    return tuple(_body("other", item, 1, None) for item in items if hasattr(getattr(item, "jaxpr", item), "eqns"))
+    items = [
+        item
+        for value in values
+        for item in (value if isinstance(value, (tuple, list)) else (value,))
+    ]
+    return tuple(
+        _body("other", item, 1, None)
+        for item in items
+        if hasattr(getattr(item, "jaxpr", item), "eqns")
+    )
 
 
 def _body(kind, jaxpr, times, inputs):
@@ -107,7 +141,12 @@ def opened(closed: Any) -> Any:
     with shardings are not removed."""
     while len(closed.jaxpr.eqns) == 1 and closed.jaxpr.eqns[0].primitive.name in ("jit", "pjit"):
         jaxpr, eqn = closed.jaxpr, closed.jaxpr.eqns[0]
-        if jaxpr.constvars or eqn.invars != jaxpr.invars or eqn.outvars != jaxpr.outvars or has_shardings(eqn):
+        if (
+            jaxpr.constvars
+            or eqn.invars != jaxpr.invars
+            or eqn.outvars != jaxpr.outvars
+            or has_shardings(eqn)
+        ):
             break
         closed = eqn.params["jaxpr"]
     return closed
@@ -141,18 +180,22 @@ class Scan:
     def split(self, values: Any) -> tuple[list, list, list]:
         """Splits `values`, one value for each input of the scan equation, into constants, carry and slices."""
         values, start = list(values), self.consts + self.carry
-        return values[:self.consts], values[self.consts:start], values[start:]
+        return values[: self.consts], values[self.consts : start], values[start:]
 
 
 def scan(eqn: Any) -> Scan:
     """Returns a `Scan`, which contains the body and the options of a scan equation."""
     params = eqn.params
-    if "ft_in" in params:    # jax >= 0.11
+    if "ft_in" in params:  # jax >= 0.11
         consts, carry, slices = (len(part) for part in params["ft_in"].unpack())
     else:
         consts, carry = params["num_consts"], params["num_carry"]
         slices = len(eqn.invars) - consts - carry
-    options = {name: params[name] for name in ("length", "reverse", "unroll", "_split_transpose") if name in params}
+    options = {
+        name: params[name]
+        for name in ("length", "reverse", "unroll", "_split_transpose")
+        if name in params
+    }
     return Scan(consts, carry, slices, _jax.close(params["jaxpr"]), options)
 
 

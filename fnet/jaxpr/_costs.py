@@ -52,7 +52,9 @@ def cost(eqn: Any) -> Cost:
         return Cost("reduction", _size(ins[-1]) if floating and name != "scatter" else 0)
     if kind == "window":
         inside = math.prod(eqn.params["window_dimensions"])
-        return Cost("reduction", inside * (_size(ins[0]) if name.startswith("select_and_scatter") else size))
+        return Cost(
+            "reduction", inside * (_size(ins[0]) if name.startswith("select_and_scatter") else size)
+        )
     if kind == "sort":
         return Cost("elementwise", int(_size(ins[0]) * math.log2(max(2, ins[0].shape[-1]))))
     if kind == "linear_algebra":
@@ -73,7 +75,7 @@ def touched(eqn: Any) -> tuple[list[int], list[int]]:
         return [0] * len(reads), [0] * len(writes)
     if name in ("gather", "dynamic_slice", "slice"):
         reads[0] = min(reads[0], writes[0])
-    elif name == "dynamic_update_slice":      # in place: only the slice is touched
+    elif name == "dynamic_update_slice":  # in place: only the slice is touched
         reads[0], writes[0] = 0, reads[1]
     elif traits(name).kind == "scatter":
         reads[0] = writes[0] = reads[-1]
@@ -85,10 +87,17 @@ def nbytes(aval: Any) -> int:
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return 0
-    limits = (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo if jnp.issubdtype(dtype, jnp.integer)
-              else None)    # correct also for types smaller than a byte
+    limits = (
+        jnp.finfo
+        if jnp.issubdtype(dtype, jnp.floating)
+        else jnp.iinfo
+        if jnp.issubdtype(dtype, jnp.integer)
+        else None
+    )  # correct also for types smaller than a byte
     bits = limits(dtype).bits if limits else 8 * dtype.itemsize
-    return -(-_size(aval) * bits // 8) if bits % 8 else _size(aval) * (bits // 8)    # "/" would fail for symbolic sizes
+    return (
+        -(-_size(aval) * bits // 8) if bits % 8 else _size(aval) * (bits // 8)
+    )  # "/" would fail for symbolic sizes
 
 
 def _dot(found: Product, ins: list[Any]) -> Cost:
@@ -117,12 +126,20 @@ def _ragged_dot(eqn: Any, ins: list[Any]) -> Cost:
 def _conv(found: Product, ins: list[Any], out: Any) -> Cost:
     rhs, spec = ins[1].shape, found.dimensions.rhs_spec
     features, window = rhs[spec[0]], math.prod(rhs[i] for i in spec[2:])
-    per_output = rhs[spec[1]] * window          # the kernel's input features are already divided by the groups
+    per_output = (
+        rhs[spec[1]] * window
+    )  # the kernel's input features are already divided by the groups
     groups = math.prod(found.groups)
-    zeros = math.prod(found.options["lhs_dilation"])   # in a transposed convolution, one of `zeros` inputs is nonzero
+    zeros = math.prod(
+        found.options["lhs_dilation"]
+    )  # in a transposed convolution, one of `zeros` inputs is nonzero
     macs = _size(out) * per_output // zeros
     rows = _size(out) // features
-    return Cost("matmul", _complex(ins) * 2 * macs, (groups, rows, features // groups, max(1, per_output // zeros)))
+    return Cost(
+        "matmul",
+        _complex(ins) * 2 * macs,
+        (groups, rows, features // groups, max(1, per_output // zeros)),
+    )
 
 
 def _linear_algebra(eqn: Any, ins: list[Any], outs: list[Any]) -> Cost:
@@ -134,7 +151,7 @@ def _linear_algebra(eqn: Any, ins: list[Any], outs: list[Any]) -> Cost:
         return Cost("reduction", size * ins[0].shape[-1] // 3)
     if name == "lu":
         return Cost("reduction", 2 * size * min(ins[0].shape[-2:]) // 3)
-    return Cost("reduction", _size(ins[1]) * ins[0].shape[-1])    # triangular_solve
+    return Cost("reduction", _size(ins[1]) * ins[0].shape[-1])  # triangular_solve
 
 
 def _size(aval: Any) -> int:

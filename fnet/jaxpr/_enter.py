@@ -24,7 +24,10 @@ def _jit(self, eqn, scope, inputs, wanted):
     closed, notes = self.kept(eqn.params["jaxpr"], scope, wanted, inputs)
     tracers = any(isinstance(c, jax.core.Tracer) for c in closed.consts)
     changes, consts = _jax.hoisted(eqn.params, closed) if tracers else ({"jaxpr": closed}, [])
-    return [Value(y.x, note) for y, note in zip(bind(eqn, [*consts, *arrays_of(inputs)], **changes), notes)]
+    return [
+        Value(y.x, note)
+        for y, note in zip(bind(eqn, [*consts, *arrays_of(inputs)], **changes), notes)
+    ]
 
 
 def inline(self, eqn, scope, inputs, wanted):
@@ -43,15 +46,19 @@ def _scan(self, eqn, scope, inputs, wanted):
     consts, carry, slices = parts.split(inputs)
     start = [restore(value, v.aval) for value, v in zip(carry, parts.split(eqn.invars)[1])]
     notes = [value.note for value in (*consts, *(Value(x) for x in start), *slices)]
-    body = self.body(parts.closed, scope, wanted, notes, pin=[i < parts.carry for i in range(len(eqn.outvars))])
+    body = self.body(
+        parts.closed, scope, wanted, notes, pin=[i < parts.carry for i in range(len(eqn.outvars))]
+    )
     constants = arrays_of(consts)
 
     def step(carried, sliced):
         outputs = body(*constants, *carried, *sliced)
-        return outputs[:parts.carry], outputs[parts.carry:]
+        return outputs[: parts.carry], outputs[parts.carry :]
 
     # lax.scan accepts no symbolic length, but determines it from the slices.
-    options = {name: x for name, x in parts.options.items() if name != "length" or isinstance(x, int)}
+    options = {
+        name: x for name, x in parts.options.items() if name != "length" or isinstance(x, int)
+    }
     carried, stacked = lax.scan(step, start, arrays_of(slices), **options)
     return [*map(Value, carried), *map(Value, stacked)]
 
@@ -60,23 +67,41 @@ def _while(self, eqn, scope, inputs, wanted):
     """Rewrites a while loop. The carry of a while loop keeps its traced dtypes."""
     params = eqn.params
     a, b = params["cond_nconsts"], params["body_nconsts"]
-    init = [restore(value, v.aval) for value, v in zip(inputs[a + b:], eqn.invars[a + b:])]
+    init = [restore(value, v.aval) for value, v in zip(inputs[a + b :], eqn.invars[a + b :])]
     free = [None] * len(init)
     test = self.body(params["cond_jaxpr"], scope, (None,), [*(v.note for v in inputs[:a]), *free])
-    body = self.body(params["body_jaxpr"], scope, wanted, [*(v.note for v in inputs[a:a + b]), *free])
-    types = [jax.typeof(x) for x in [*arrays_of(inputs[:a + b]), *init]]
+    body = self.body(
+        params["body_jaxpr"], scope, wanted, [*(v.note for v in inputs[a : a + b]), *free]
+    )
+    types = [jax.typeof(x) for x in [*arrays_of(inputs[: a + b]), *init]]
     # The primitive is bound directly, because lax.while_loop rejects the batched conditions that vmap creates.
-    tests, steps = (jax.make_jaxpr(test)(*types[:a], *types[a + b:]), jax.make_jaxpr(body)(*types[a:]))
-    return bind(eqn, [*tests.consts, *arrays_of(inputs[:a]), *steps.consts, *arrays_of(inputs[a:a + b]), *init],
-                cond_nconsts=len(tests.consts) + a, cond_jaxpr=_jax.close(_jax.consts_as_inputs(tests)),
-                body_nconsts=len(steps.consts) + b, body_jaxpr=_jax.close(_jax.consts_as_inputs(steps)))
+    tests, steps = (
+        jax.make_jaxpr(test)(*types[:a], *types[a + b :]),
+        jax.make_jaxpr(body)(*types[a:]),
+    )
+    return bind(
+        eqn,
+        [
+            *tests.consts,
+            *arrays_of(inputs[:a]),
+            *steps.consts,
+            *arrays_of(inputs[a : a + b]),
+            *init,
+        ],
+        cond_nconsts=len(tests.consts) + a,
+        cond_jaxpr=_jax.close(_jax.consts_as_inputs(tests)),
+        body_nconsts=len(steps.consts) + b,
+        body_jaxpr=_jax.close(_jax.consts_as_inputs(steps)),
+    )
 
 
 def _cond(self, eqn, scope, inputs, wanted):
     """Rewrites a cond. The outputs of a cond keep their traced dtypes, because all branches must return the same
     dtypes."""
     index, *rest = inputs
-    branches = [self.body(branch.closed, scope, wanted, [v.note for v in rest]) for branch in bodies(eqn)]
+    branches = [
+        self.body(branch.closed, scope, wanted, [v.note for v in rest]) for branch in bodies(eqn)
+    ]
     types = [jax.typeof(value.x) for value in rest]
     closed = [jax.make_jaxpr(branch)(*types) for branch in branches]
     if any(isinstance(c, (jax.core.Tracer, jax.Ref)) for each in closed for c in each.consts):
@@ -86,18 +111,32 @@ def _cond(self, eqn, scope, inputs, wanted):
 
 def _remat(self, eqn, scope, inputs, wanted):
     closed, notes = self.kept(eqn.params["jaxpr"], scope, wanted, inputs)
-    outputs = bind(eqn, [*closed.consts, *arrays_of(inputs)], jaxpr=_jax.consts_as_inputs(closed),
-                   policy=self.saveable(eqn.params["policy"]))
+    outputs = bind(
+        eqn,
+        [*closed.consts, *arrays_of(inputs)],
+        jaxpr=_jax.consts_as_inputs(closed),
+        policy=self.saveable(eqn.params["policy"]),
+    )
     return [Value(y.x, note) for y, note in zip(outputs, notes)]
 
 
 def _shard_map(self, eqn, scope, inputs, wanted):
     params = eqn.params
-    body = self.body(_jax.close(params["jaxpr"]), scope, wanted, [v.note for v in inputs],
-                     pin=[False] * len(eqn.outvars))
-    mapped = jax.shard_map(lambda *xs: tuple(body(*xs)), mesh=params["mesh"], in_specs=params["in_specs"],
-                           out_specs=params["out_specs"], check_vma=params["check_vma"],
-                           axis_names=set(params["newly_manual_axes"]))
+    body = self.body(
+        _jax.close(params["jaxpr"]),
+        scope,
+        wanted,
+        [v.note for v in inputs],
+        pin=[False] * len(eqn.outvars),
+    )
+    mapped = jax.shard_map(
+        lambda *xs: tuple(body(*xs)),
+        mesh=params["mesh"],
+        in_specs=params["in_specs"],
+        out_specs=params["out_specs"],
+        check_vma=params["check_vma"],
+        axis_names=set(params["newly_manual_axes"]),
+    )
     return [Value(y) for y in mapped(*arrays_of(inputs))]
 
 
@@ -112,21 +151,28 @@ def _custom_jvp(self, eqn, scope, inputs, wanted):
     function = jax.custom_jvp(lambda *xs: tuple(primal(*xs)))
 
     def jvp(primals, tangents):
-        primals, tangents = primals[rule.consts:], tangents[rule.consts:]
+        primals, tangents = primals[rule.consts :], tangents[rule.consts :]
         zero = [not _moves(x) or isinstance(t, SymbolicZero) for x, t in zip(primals, tangents)]
         closed, zero_out = rule.jaxpr([True] * rule.consts + zero)
         moving = [t for t, z in zip(tangents, zero) if not z]
         tangents_wanted = tuple(w for w, z in zip(wanted, zero_out) if not z)
-        moving_notes = [self.tangent(note) for note, z in zip(notes[rule.consts:], zero) if not z]
-        both = self.body(closed, scope, (*wanted, *tangents_wanted), [*notes[rule.consts:], *moving_notes],
-                         pin=[False] * (len(wanted) + len(tangents_wanted)))
+        moving_notes = [self.tangent(note) for note, z in zip(notes[rule.consts :], zero) if not z]
+        both = self.body(
+            closed,
+            scope,
+            (*wanted, *tangents_wanted),
+            [*notes[rule.consts :], *moving_notes],
+            pin=[False] * (len(wanted) + len(tangents_wanted)),
+        )
         outputs = both(*primals, *moving)
         like = jax.eval_shape(primal, *types)
         values = [restore(Value(y), s) for y, s in zip(outputs, like)]
-        rest = iter(outputs[len(values):])
+        rest = iter(outputs[len(values) :])
         moved = [None if z else next(rest) for z in zero_out]
-        return tuple(values), tuple(_zero(y) if tangent is None or not _moves(y) else restore(Value(tangent), y)
-                                    for y, tangent in zip(values, moved))
+        return tuple(values), tuple(
+            _zero(y) if tangent is None or not _moves(y) else restore(Value(tangent), y)
+            for y, tangent in zip(values, moved)
+        )
 
     function.defjvp(jvp, symbolic_zeros=rule.symbolic_zeros)
     return [Value(y) for y in function(*arrays_of(inputs))]
@@ -142,7 +188,7 @@ def _custom_vjp(self, eqn, scope, inputs, wanted):
     free = [False] * len(eqn.outvars)
     primal = self.body(bodies(eqn)[0].closed, scope, wanted, notes, pin=free)
     function = jax.custom_vjp(lambda *xs: tuple(primal(*xs)))
-    forwards = {}    # the user's backward function belongs to the forward function that was traced last
+    forwards = {}  # the user's backward function belongs to the forward function that was traced last
 
     def forward(*xs):
         if rule.symbolic_zeros:
@@ -150,23 +196,37 @@ def _custom_vjp(self, eqn, scope, inputs, wanted):
         else:
             perturbed = (True,) * len(xs)
         traced = forwards[perturbed] = rule.forward(perturbed)
-        both = self.body(traced.closed, scope, (None,) * traced.residuals + wanted, notes[rule.consts:],
-                         pin=[False] * traced.residuals + free)
-        outputs = both(*xs[rule.consts:])
+        both = self.body(
+            traced.closed,
+            scope,
+            (None,) * traced.residuals + wanted,
+            notes[rule.consts :],
+            pin=[False] * traced.residuals + free,
+        )
+        outputs = both(*xs[rule.consts :])
         like = jax.eval_shape(primal, *types)
-        values = [restore(Value(y), s) for y, s in zip(outputs[traced.residuals:], like)]
-        return tuple(values), (list(xs), outputs[:traced.residuals], _Perturbed(perturbed))
+        values = [restore(Value(y), s) for y, s in zip(outputs[traced.residuals :], like)]
+        return tuple(values), (list(xs), outputs[: traced.residuals], _Perturbed(perturbed))
 
     def backward(saved, cotangents):
         xs, residuals, perturbed = saved
         zeros = [isinstance(c, SymbolicZero) for c in cotangents]
         closed, live = rule.backward(forwards[perturbed.inputs], zeros)
-        moving = [c for c, v, zero in zip(cotangents, eqn.outvars, zeros)
-                  if not zero and jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-        arrays = [restore(Value(x), v.aval) for x, v in zip([*xs, *residuals, *moving], closed.jaxpr.invars)]
+        moving = [
+            c
+            for c, v, zero in zip(cotangents, eqn.outvars, zeros)
+            if not zero and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+        ]
+        arrays = [
+            restore(Value(x), v.aval)
+            for x, v in zip([*xs, *residuals, *moving], closed.jaxpr.invars)
+        ]
         call = self.body(closed, scope, (None,) * len(closed.jaxpr.outvars), [None] * len(arrays))
         gradients = iter(call(*arrays))
-        return tuple(restore(Value(next(gradients)), jax.typeof(x)) if moves else None for x, moves in zip(xs, live))
+        return tuple(
+            restore(Value(next(gradients)), jax.typeof(x)) if moves else None
+            for x, moves in zip(xs, live)
+        )
 
     function.defvjp(forward, backward, symbolic_zeros=rule.symbolic_zeros)
     return [Value(y) for y in function(*arrays_of(inputs))]
@@ -185,7 +245,9 @@ def _custom_vmap(self, eqn, scope, inputs, wanted):
     """Rewrites the function of a custom_vmap and its batching rule separately. The rewritten function and the rewritten
     batching rule return outputs with the same dtypes as before the rewriting."""
     notes = [value.note for value in inputs]
-    function = jax.custom_batching.custom_vmap(self.body(bodies(eqn)[0].closed, scope, wanted, notes))
+    function = jax.custom_batching.custom_vmap(
+        self.body(bodies(eqn)[0].closed, scope, wanted, notes)
+    )
 
     @function.def_vmap
     def batch(size, batched, *xs):
@@ -207,9 +269,15 @@ def _zero(x):
 
 
 ENTER = {
-    **dict.fromkeys(("jit", "pjit"), _jit), **dict.fromkeys(("closed_call", "core_call", "call", "eval_jaxpr"), inline),
-    **dict.fromkeys(("remat2", "checkpoint"), _remat), "scan": _scan, "while": _while, "cond": _cond,
-    "shard_map": _shard_map, "custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp,
+    **dict.fromkeys(("jit", "pjit"), _jit),
+    **dict.fromkeys(("closed_call", "core_call", "call", "eval_jaxpr"), inline),
+    **dict.fromkeys(("remat2", "checkpoint"), _remat),
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
     "custom_vmap_call": _custom_vmap,
 }
 ENTERED = frozenset(ENTER)

@@ -122,8 +122,13 @@ def pooling_window(eqn: Any) -> tuple[int, ...] | None:
     """Returns the size of a pooling's windows along each axis, or None if the windows overlap, have gaps between them,
     or contain padding."""
     params, window = eqn.params, tuple(eqn.params["window_dimensions"])
-    tiles = (window == tuple(params["window_strides"]) and not any(low or high for low, high in params["padding"])
-             and all(d == 1 for name in ("base_dilation", "window_dilation") for d in params.get(name, ())))
+    tiles = (
+        window == tuple(params["window_strides"])
+        and not any(low or high for low, high in params["padding"])
+        and all(
+            d == 1 for name in ("base_dilation", "window_dilation") for d in params.get(name, ())
+        )
+    )
     return window if tiles else None
 
 
@@ -143,14 +148,27 @@ def lookup_mode(eqn: Any) -> str | None:
     params, (x, indices) = eqn.params, (v.aval for v in eqn.invars[:2])
     numbers, rows, last = params["dimension_numbers"], tuple(range(x.ndim - 1)), (x.ndim - 1,)
     if eqn.primitive.name == "gather":
-        axes = (numbers.offset_dims, numbers.collapsed_slice_dims, numbers.operand_batching_dims,
-                numbers.start_index_map, numbers.start_indices_batching_dims)
+        axes = (
+            numbers.offset_dims,
+            numbers.collapsed_slice_dims,
+            numbers.operand_batching_dims,
+            numbers.start_index_map,
+            numbers.start_indices_batching_dims,
+        )
     else:
-        axes = (numbers.update_window_dims, numbers.inserted_window_dims, numbers.operand_batching_dims,
-                numbers.scatter_dims_to_operand_dims, numbers.scatter_indices_batching_dims)
+        axes = (
+            numbers.update_window_dims,
+            numbers.inserted_window_dims,
+            numbers.operand_batching_dims,
+            numbers.scatter_dims_to_operand_dims,
+            numbers.scatter_indices_batching_dims,
+        )
     if axes != ((), last, rows, last, rows) or tuple(indices.shape) != (*x.shape[:-1], 1, 1):
         return None
-    known = {lax.GatherScatterMode.CLIP: "clip", lax.GatherScatterMode.PROMISE_IN_BOUNDS: "promised"}
+    known = {
+        lax.GatherScatterMode.CLIP: "clip",
+        lax.GatherScatterMode.PROMISE_IN_BOUNDS: "promised",
+    }
     if params["mode"] in known:
         return known[params["mode"]]
     fill = params.get("fill_value")
@@ -166,10 +184,20 @@ def overwritten(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         correspond, in order, to the axes of the operand that are not indexed.
     """
     params, (x, _, updates) = eqn.params, (v.aval for v in eqn.invars)
-    if params["update_jaxpr"] is not None:    # x.at[i].apply(f), which is a scatter with a function of its own
+    if (
+        params["update_jaxpr"] is not None
+    ):  # x.at[i].apply(f), which is a scatter with a function of its own
         return None
     numbers = params["dimension_numbers"]
     axes, window = tuple(numbers.scatter_dims_to_operand_dims), tuple(numbers.update_window_dims)
-    complete = tuple(x.shape[i] for i in range(x.ndim) if i not in axes) == tuple(updates.shape[i] for i in window)
-    plain = not numbers.operand_batching_dims and sorted(axes) == sorted(numbers.inserted_window_dims)
-    return (axes, window) if complete and plain and params["mode"] is lax.GatherScatterMode.FILL_OR_DROP else None
+    complete = tuple(x.shape[i] for i in range(x.ndim) if i not in axes) == tuple(
+        updates.shape[i] for i in window
+    )
+    plain = not numbers.operand_batching_dims and sorted(axes) == sorted(
+        numbers.inserted_window_dims
+    )
+    return (
+        (axes, window)
+        if complete and plain and params["mode"] is lax.GatherScatterMode.FILL_OR_DROP
+        else None
+    )

@@ -18,8 +18,20 @@ from fnet.jaxpr._primitives import description
 from fnet.jaxpr._rewrite import Interpreter
 from fnet.jaxpr._values import Value
 
-_SAME = ("copy", "copy_p", "stop_gradient", "name", "optimization_barrier", "sharding_constraint", "pvary",
-         "pbroadcast", "layout_constraint", "reshard", "device_put", "mesh_cast")
+_SAME = (
+    "copy",
+    "copy_p",
+    "stop_gradient",
+    "name",
+    "optimization_barrier",
+    "sharding_constraint",
+    "pvary",
+    "pbroadcast",
+    "layout_constraint",
+    "reshard",
+    "device_put",
+    "mesh_cast",
+)
 
 
 def inlined(closed: Any, *, unless: Callable[[Any], bool] | None = None) -> Any:
@@ -64,7 +76,9 @@ class _Flattener(_Inliner):
         if own.stands_for is not None:
             op, options, compute = own.stands_for(eqn.params)
             operands = [value.x.astype(compute) for value in inputs]
-            wide = op.bind(*operands, **{**options, "preferred_element_type": jnp.dtype(jnp.float32)})
+            wide = op.bind(
+                *operands, **{**options, "preferred_element_type": jnp.dtype(jnp.float32)}
+            )
             return [Value(wide.astype(eqn.outvars[0].aval.dtype))]
         if name in _SAME:
             return inputs
@@ -84,18 +98,29 @@ def _split(params, outvars, x):
 
 def _unstack(params, outvars, x):
     axis = params["axis"]
-    return [lax.reshape(lax.slice_in_dim(x, i, i + 1, axis=axis), v.aval.shape) for i, v in enumerate(outvars)]
+    return [
+        lax.reshape(lax.slice_in_dim(x, i, i + 1, axis=axis), v.aval.shape)
+        for i, v in enumerate(outvars)
+    ]
 
 
 def _stack(params, outvars, *arrays):
     axis = params["axis"]
-    return [lax.concatenate([lax.reshape(x, (*x.shape[:axis], 1, *x.shape[axis:])) for x in arrays], axis)]
+    return [
+        lax.concatenate(
+            [lax.reshape(x, (*x.shape[:axis], 1, *x.shape[axis:])) for x in arrays], axis
+        )
+    ]
 
 
 def _tile(params, outvars, x):
     reps = params["reps"]
     both = tuple(size for pair in zip(reps, x.shape) for size in pair)
-    return [lax.reshape(lax.broadcast_in_dim(x, both, tuple(range(1, 2 * x.ndim, 2))), outvars[0].aval.shape)]
+    return [
+        lax.reshape(
+            lax.broadcast_in_dim(x, both, tuple(range(1, 2 * x.ndim, 2))), outvars[0].aval.shape
+        )
+    ]
 
 
 def _reshape(params, outvars, x):
@@ -111,7 +136,11 @@ def _dimensions(params, outvars, x):
 
 def _mul(params, outvars, *operands):
     dtype = params.get("out_dtype")
-    return [lax.mul(*(operands if dtype is None else (lax.convert_element_type(x, dtype) for x in operands)))]
+    return [
+        lax.mul(
+            *(operands if dtype is None else (lax.convert_element_type(x, dtype) for x in operands))
+        )
+    ]
 
 
 def _scatter_sub(params, outvars, x, indices, updates):
@@ -120,12 +149,20 @@ def _scatter_sub(params, outvars, x, indices, updates):
 
 
 _SIMPLER = {
-    "mul": _mul, "scatter-sub": _scatter_sub,
+    "mul": _mul,
+    "scatter-sub": _scatter_sub,
     "square": lambda params, outvars, x: [lax.mul(x, x)],
     "one_minus_square": lambda params, outvars, x: [lax.sub(lax.full_like(x, 1), lax.mul(x, x))],
     "add_any": lambda params, outvars, x, y: [lax.add(x, y)],
-    "squeeze": _reshape, "expand_dims": _reshape, "reshape": _dimensions,
-    "split": _split, "unstack": _unstack, "stack": _stack, "tile": _tile,
+    "squeeze": _reshape,
+    "expand_dims": _reshape,
+    "reshape": _dimensions,
+    "split": _split,
+    "unstack": _unstack,
+    "stack": _stack,
+    "tile": _tile,
     "empty": lambda params, outvars: [lax.full(outvars[0].aval.shape, 0, outvars[0].aval.dtype)],
-    "empty2": lambda params, outvars, *_: [lax.full(outvars[0].aval.shape, 0, outvars[0].aval.dtype)],
+    "empty2": lambda params, outvars, *_: [
+        lax.full(outvars[0].aval.shape, 0, outvars[0].aval.dtype)
+    ],
 }

@@ -47,7 +47,11 @@ class _Known:
     shape: tuple
 
     def array(self):
-        return self.small if self.small.shape == self.shape else jnp.broadcast_to(self.small, self.shape)
+        return (
+            self.small
+            if self.small.shape == self.shape
+            else jnp.broadcast_to(self.small, self.shape)
+        )
 
 
 @dataclasses.dataclass
@@ -61,9 +65,9 @@ class _Pending:
     eqn: Any
     at: Any
     operands: list
-    kernel: int             # the index of the operand that is the kernel
-    axes: dict              # {axis of the result: axis of the kernel}
-    largest: Any            # the largest magnitude in the kernel, for each index along these axes, of the result's rank
+    kernel: int  # the index of the operand that is the kernel
+    axes: dict  # {axis of the result: axis of the kernel}
+    largest: Any  # the largest magnitude in the kernel, for each index along these axes, of the result's rank
     scale: Any = None
     shift: Any = None
     folded: tuple = ()
@@ -72,7 +76,9 @@ class _Pending:
         operands = list(self.operands)
         if self.scale is not None:
             with jax.ensure_compile_time_eval():
-                operands[self.kernel] = operands[self.kernel] * self._in_kernel(operands[self.kernel])
+                operands[self.kernel] = operands[self.kernel] * self._in_kernel(
+                    operands[self.kernel]
+                )
         (y,) = _jax.bind_again(self.eqn, operands)
         if self.shift is None:
             return y
@@ -84,7 +90,9 @@ class _Pending:
         for axis, ours in self.axes.items():
             shape[ours] = self.scale.shape[axis]
         order = sorted(self.axes, key=self.axes.get)
-        moved = jnp.transpose(self.scale, (*order, *(i for i in range(self.scale.ndim) if i not in self.axes)))
+        moved = jnp.transpose(
+            self.scale, (*order, *(i for i in range(self.scale.ndim) if i not in self.axes))
+        )
         return moved.reshape(shape)
 
 
@@ -101,9 +109,14 @@ class Folder:
     def __call__(self, closed: Any, arrays: list) -> list:
         closed = inlined(closed)
         jaxpr = closed.jaxpr
-        uses = collections.Counter(v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, _jax.Literal))
+        uses = collections.Counter(
+            v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)
+        )
         uses.update(v for v in jaxpr.outvars if not isinstance(v, _jax.Literal))
-        env = {v: _Known(x, jnp.shape(x)) if _concrete(x) else x for v, x in zip(jaxpr.constvars, closed.consts)}
+        env = {
+            v: _Known(x, jnp.shape(x)) if _concrete(x) else x
+            for v, x in zip(jaxpr.constvars, closed.consts)
+        }
         env.update(zip(jaxpr.invars, arrays))
         scope_of, names = in_jaxpr(jaxpr, TOP), _jax.current_names()
 
@@ -122,6 +135,7 @@ class Folder:
     def program(closed: Any) -> Callable:
         """Returns a closed jaxpr as a function of its constants and inputs. The compiled function does not contain the
         constants."""
+
         def run(consts, arrays):
             return arrays_of(Interpreter().evaluate(closed.jaxpr, consts, list(map(Value, arrays))))
 
@@ -143,13 +157,15 @@ class Folder:
             return x.array()
         if not isinstance(x, _Pending):
             return x
-        if x.scale is not None or len(x.folded) > 1:    # merging only a bias saves nothing
+        if x.scale is not None or len(x.folded) > 1:  # merging only a bias saves nothing
             self.folds.append(Fold(x.at.path, x.eqn.primitive.name, x.folded))
         return x.result()
 
 
 def _literal(v):
-    with jax.ensure_compile_time_eval():    # else, a trace would record it, and all that is computed from it
+    with (
+        jax.ensure_compile_time_eval()
+    ):  # else, a trace would record it, and all that is computed from it
         return _Known(jnp.asarray(v.val), ())
 
 
@@ -190,7 +206,11 @@ def _pending(eqn, at, inputs):
         axes = {made.dimensions.out_spec[1]: made.dimensions.rhs_spec[0]}
     elif made.op is DOT:
         (contracted, batch), rank = made.dimensions, len(eqn.outvars[0].aval.shape)
-        free = [i for i in range(len(inputs[kernel].shape)) if i not in (*contracted[kernel], *batch[kernel])]
+        free = [
+            i
+            for i in range(len(inputs[kernel].shape))
+            if i not in (*contracted[kernel], *batch[kernel])
+        ]
         first = len(batch[0]) if kernel == 0 else rank - len(free)
         axes = {first + i: axis for i, axis in enumerate(free)}
     else:
@@ -203,8 +223,10 @@ def _pending(eqn, at, inputs):
 
 def _largest(kernel, axes, rank):
     """Returns the largest magnitudes in the parts of a kernel that give one element of the result."""
-    found = jnp.abs(kernel).max(tuple(i for i in range(kernel.ndim) if i not in axes.values()), initial=0)
-    ours = sorted(axes, key=axes.get)    # the axes of the result, in the order of the kernel
+    found = jnp.abs(kernel).max(
+        tuple(i for i in range(kernel.ndim) if i not in axes.values()), initial=0
+    )
+    ours = sorted(axes, key=axes.get)  # the axes of the result, in the order of the kernel
     found = found.transpose([ours.index(axis) for axis in sorted(axes)])
     shape = [1] * rank
     for axis, size in zip(sorted(axes), found.shape):
@@ -221,7 +243,9 @@ def _fits(old, change, scale):
     info = jnp.finfo(scale.dtype)
     before = jnp.ones_like(change) if old.scale is None else old.scale
     lost = (change != 0) & (before != 0) & (jnp.abs(scale) < info.tiny)
-    size = old.largest * jnp.abs(scale)    # an element that is smaller by 1 / epsilon is a rounding error of the sum
+    size = old.largest * jnp.abs(
+        scale
+    )  # an element that is smaller by 1 / epsilon is a rounding error of the sum
     small = (size < info.tiny / info.eps) & (old.largest > 0) & (scale != 0)
     return bool((jnp.isfinite(scale) & ~lost).all() & (jnp.isfinite(size) & ~small).all())
 
@@ -248,22 +272,29 @@ def _absorbed(eqn, inputs):
         if change is None or (name == "div" and i == 1):
             return None
         scale, shift = old.scale, old.shift
-        if name == "sub":           # y - c = y + (-c);  c - y = -y + c
+        if name == "sub":  # y - c = y + (-c);  c - y = -y + c
             change = -change if i == 0 else change
             if i == 1:
                 minus = jnp.full((1,) * y.ndim, -1, y.dtype)
                 scale, shift = minus if scale is None else -scale, None if shift is None else -shift
         if name in ("add", "sub"):
             total = change if shift is None else shift + change
-            if shift is not None and bool((jnp.isinf(total) & jnp.isfinite(shift) & jnp.isfinite(change)).any()):
+            if shift is not None and bool(
+                (jnp.isinf(total) & jnp.isfinite(shift) & jnp.isfinite(change)).any()
+            ):
                 return None
             shift = total
         else:
             change = 1 / change if name == "div" else change
-            scale, shift = change if scale is None else scale * change, None if shift is None else shift * change
+            scale, shift = (
+                change if scale is None else scale * change,
+                None if shift is None else shift * change,
+            )
             if not _fits(old, change, scale):
                 return None
-    return dataclasses.replace(old, scale=scale, shift=shift, folded=(*old.folded, eqn.primitive.name))
+    return dataclasses.replace(
+        old, scale=scale, shift=shift, folded=(*old.folded, eqn.primitive.name)
+    )
 
 
 def _along(known, pending, rank):

@@ -70,7 +70,9 @@ def read(jaxpr: Any, outer: Scope = TOP) -> Frame:
                 continue
             outs = tuple(next(ids) for _ in eqn.outvars)
             env |= dict(zip(eqn.outvars, outs))
-            ops.append(Op(eqn, at, ins, outs, tuple((body, read(body.jaxpr, at)) for body in inside)))
+            ops.append(
+                Op(eqn, at, ins, outs, tuple((body, read(body.jaxpr, at)) for body in inside))
+            )
 
     env: dict[Any, int | None] = {v: next(ids) for v in (*jaxpr.constvars, *jaxpr.invars)}
     run(jaxpr, env, outer)

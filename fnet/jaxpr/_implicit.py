@@ -64,7 +64,8 @@ class ImplicitArray:
 
     beside: ClassVar[Mapping[str, str]] = {}
 
-    if TYPE_CHECKING:    # subclasses may define them as properties or fields
+    if TYPE_CHECKING:  # subclasses may define them as properties or fields
+
         @property
         def shape(self) -> tuple[int, ...]: ...
 
@@ -129,10 +130,12 @@ class ImplicitArray:
         return False
 
 
-Part = tuple[int, int, int]    # (axis, size, stride): the indices stride * i of an axis, for i < size
+Part = tuple[int, int, int]  # (axis, size, stride): the indices stride * i of an axis, for i < size
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["base"], meta_fields=["groups", "dtype"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["base"], meta_fields=["groups", "dtype"]
+)
 @dataclasses.dataclass(frozen=True)
 class View:
     """An implicit array (such as a quantized array) after casts, transposes and reshapes.
@@ -210,7 +213,11 @@ class View:
         parts = [part for group in self.groups for part in group]
         split = sorted(parts, key=lambda part: (part[0], -part[2]))
         array = self.base.materialize().reshape([n for _, n, _ in split])
-        return array.transpose([split.index(part) for part in parts]).reshape(self.shape).astype(self.dtype)
+        return (
+            array.transpose([split.index(part) for part in parts])
+            .reshape(self.shape)
+            .astype(self.dtype)
+        )
 
     def dot(self, x: jax.Array, contracted: tuple[int, ...], batch: int, dot: Callable) -> Any:
         """Returns the matrix product of x and this `View` of an implicit array (such as a quantized array).
@@ -235,10 +242,13 @@ class View:
         rest = [axis for axis in range(self.base.ndim) if axis not in axes]
         # Parts of one axis must be adjacent, from major to minor, so that together they are the axis.
         if parts != [part for axis in axes for part in self._parts(axis)] or any(
-                axis in axes for i in free for axis, _, _ in self.groups[i]):
+            axis in axes for i in free for axis, _, _ in self.groups[i]
+        ):
             return NotImplemented
-        lead = x.shape[:x.ndim - len(contracted)]
-        y = self.base.dot(x.reshape(*lead, *(self.base.shape[axis] for axis in axes)), tuple(axes), dot)
+        lead = x.shape[: x.ndim - len(contracted)]
+        y = self.base.dot(
+            x.reshape(*lead, *(self.base.shape[axis] for axis in axes)), tuple(axes), dot
+        )
         if y is NotImplemented:
             return y
         split = [part for axis in rest for part in self._parts(axis)]
@@ -251,7 +261,9 @@ class View:
         first = ((0, self.base.shape[0], 1),) if self.base.shape[0] != 1 else ()
         if not self.base.has_leading_axis or self.groups[0] != first:
             return NotImplemented
-        groups = tuple(tuple((axis - 1, n, stride) for axis, n, stride in group) for group in self.groups[1:])
+        groups = tuple(
+            tuple((axis - 1, n, stride) for axis, n, stride in group) for group in self.groups[1:]
+        )
 
         found = []
 
@@ -273,8 +285,13 @@ def plain_dot(precision: Any, preferred: Any) -> Callable:
 
     def dot(x, w, axes):
         contracted = tuple(range(x.ndim - len(axes), x.ndim))
-        return lax.dot_general(x, w, ((contracted, tuple(axes)), ((), ())), precision=precision,
-                               preferred_element_type=preferred)
+        return lax.dot_general(
+            x,
+            w,
+            ((contracted, tuple(axes)), ((), ())),
+            precision=precision,
+            preferred_element_type=preferred,
+        )
 
     return dot
 

@@ -52,8 +52,10 @@ class ImplicitInterpreter(Interpreter):
     def __call__(self, closed: Any, arguments: list, names: list[str]) -> list:
         """Returns the outputs of a program: plain arrays, and implicit arrays (such as quantized arrays) that the
         program returns unchanged."""
-        values = [Value(View.of(x), name) if isinstance(x, ImplicitArray) else Value(x)
-                  for x, name in zip(arguments, names)]
+        values = [
+            Value(View.of(x), name) if isinstance(x, ImplicitArray) else Value(x)
+            for x, name in zip(arguments, names)
+        ]
         outputs = self.evaluate(closed.jaxpr, closed.consts, values)
         return [self._returned(y) for y in outputs]
 
@@ -83,7 +85,9 @@ class ImplicitInterpreter(Interpreter):
             return view
         if view.whole and view.dtype == view.base.dtype:
             return view.base
-        self.uses["returned", value.note] = Use(value.note, "", "", "the function returns it in another layout")
+        self.uses["returned", value.note] = Use(
+            value.note, "", "", "the function returns it in another layout"
+        )
         return view.materialize()
 
     def call(self, closed, at, values) -> tuple[Callable, list]:
@@ -92,7 +96,10 @@ class ImplicitInterpreter(Interpreter):
         leaves, structure = jax.tree.flatten([value.x for value in values])
 
         def flat(*leaves):
-            inputs = [Value(x, value.note) for x, value in zip(jax.tree.unflatten(structure, leaves), values)]
+            inputs = [
+                Value(x, value.note)
+                for x, value in zip(jax.tree.unflatten(structure, leaves), values)
+            ]
             outputs = self.evaluate(closed.jaxpr, closed.consts, inputs, at)
             return [y.x.materialize() if _is_view(y) else y.x for y in outputs]
 
@@ -104,6 +111,7 @@ def _is_view(value) -> bool:
 
 
 # Changes of layout and dtype.
+
 
 def _cast(self, eqn, at, inputs):
     """Casts an implicit array to the dtype in which a product computes.
@@ -127,7 +135,9 @@ def _transpose(self, eqn, at, inputs):
 def _reshape(self, eqn, at, inputs):
     view, shape = inputs[0].x, eqn.outvars[0].aval.shape
     lead = len(shape) - view.ndim + 1
-    if lead > 1 and view.ndim > 1 and shape[lead:] == view.shape[1:]:    # axis 0 is split: a stack of stacks
+    if (
+        lead > 1 and view.ndim > 1 and shape[lead:] == view.shape[1:]
+    ):  # axis 0 is split: a stack of stacks
         part = view.part(lambda a: a.reshape(*shape[:lead], *a.shape[1:]))
         if part is not None:
             return [Value(part, inputs[0].note)]
@@ -160,7 +170,7 @@ def _slice(self, eqn, at, inputs):
     start, limit, strides = params["start_indices"], params["limit_indices"], params["strides"]
     if strides is not None or any(start[1:]) or tuple(limit[1:]) != view.shape[1:]:
         return NotImplemented
-    part = view.part(lambda a: a[start[0]:limit[0]])
+    part = view.part(lambda a: a[start[0] : limit[0]])
     return NotImplemented if part is None else [Value(part, inputs[0].note)]
 
 
@@ -181,6 +191,7 @@ def _dynamic_slice(self, eqn, at, inputs):
 
 # Operations that compute with a view.
 
+
 def _dot_general(self, eqn, at, inputs):
     if all(map(_is_view, inputs)):
         return NotImplemented
@@ -195,10 +206,14 @@ def _dot_general(self, eqn, at, inputs):
     axes = tuple(count + moved.index(i) for i in mine)
     free = [i for i in range(x.ndim) if i not in other and i not in other_batch]
     operand = x.transpose((*other_batch, *free, *other))
-    y = lead.dot(operand, axes, count, plain_dot(params["precision"], params["preferred_element_type"]))
+    y = lead.dot(
+        operand, axes, count, plain_dot(params["precision"], params["preferred_element_type"])
+    )
     if y is NotImplemented:
         return y
-    if side == 0:    # [*batch, *free of x, *free of the view] -> [*batch, *free of the view, *free of x]
+    if (
+        side == 0
+    ):  # [*batch, *free of x, *free of the view] -> [*batch, *free of the view, *free of x]
         split = count + len(free)
         y = y.transpose((*range(count), *range(split, y.ndim), *range(count, split)))
     self.used(eqn, at, inputs[side])
@@ -212,8 +227,13 @@ def _convolution(self, eqn, at, inputs):
     numbers = eqn.params["dimension_numbers"]
     if eqn.params["batch_group_count"] != 1:
         return NotImplemented
-    convolution = Convolution(lambda x, kernel: bind(eqn, [x, kernel])[0].x, numbers.lhs_spec[0], numbers.rhs_spec[0],
-                              numbers.out_spec[1], eqn.params["feature_group_count"])
+    convolution = Convolution(
+        lambda x, kernel: bind(eqn, [x, kernel])[0].x,
+        numbers.lhs_spec[0],
+        numbers.rhs_spec[0],
+        numbers.out_spec[1],
+        eqn.params["feature_group_count"],
+    )
     y = kernel.x.base.convolve(x.x, convolution)
     if y is NotImplemented:
         return y
@@ -225,9 +245,16 @@ def _gather(self, eqn, at, inputs):
     table, indices = inputs
     params, view = eqn.params, table.x
     numbers, fill = params["dimension_numbers"], params["fill_value"]
-    if (_is_view(indices) or not _is_view(table) or not view.whole or numbers.collapsed_slice_dims != (0,)
-            or numbers.start_index_map != (0,) or numbers.operand_batching_dims
-            or tuple(params["slice_sizes"]) != (1, *view.shape[1:]) or not (fill is None or np.isnan(fill))):
+    if (
+        _is_view(indices)
+        or not _is_view(table)
+        or not view.whole
+        or numbers.collapsed_slice_dims != (0,)
+        or numbers.start_index_map != (0,)
+        or numbers.operand_batching_dims
+        or tuple(params["slice_sizes"]) != (1, *view.shape[1:])
+        or not (fill is None or np.isnan(fill))
+    ):
         return NotImplemented
 
     def take(a):
@@ -243,6 +270,7 @@ def _gather(self, eqn, at, inputs):
 
 
 # Equations with bodies.
+
 
 def _call(self, eqn, at, inputs):
     if has_shardings(eqn) or any(donated(eqn)):
@@ -266,16 +294,24 @@ def _scan(self, eqn, at, inputs):
     parts = scan(eqn)
     consts, carry, slices = parts.split(inputs)
     carry = [self.materialized(eqn, at, value, "it is the carry of a scan") for value in carry]
-    slices = [value if not _is_view(value) or value.x.part(lambda a: a) is not None
-              else self.materialized(eqn, at, value, "a leaf lacks the axis of the scan") for value in slices]
-    sliced, structure = jax.tree.flatten([value.x.base if _is_view(value) else value.x for value in slices])
+    slices = [
+        value
+        if not _is_view(value) or value.x.part(lambda a: a) is not None
+        else self.materialized(eqn, at, value, "a leaf lacks the axis of the scan")
+        for value in slices
+    ]
+    sliced, structure = jax.tree.flatten(
+        [value.x.base if _is_view(value) else value.x for value in slices]
+    )
 
     def step(carried, leaves):
-        values = [Value(View.of(x, value.x.dtype), value.note) if _is_view(value) else Value(x)
-                  for x, value in zip(jax.tree.unflatten(structure, leaves), slices)]
+        values = [
+            Value(View.of(x, value.x.dtype), value.note) if _is_view(value) else Value(x)
+            for x, value in zip(jax.tree.unflatten(structure, leaves), slices)
+        ]
         flat, leaves = self.call(parts.closed, at, [*consts, *map(Value, carried), *values])
         outputs = flat(*leaves)
-        return outputs[:parts.carry], outputs[parts.carry:]
+        return outputs[: parts.carry], outputs[parts.carry :]
 
     carried, stacked = lax.scan(step, [value.x for value in carry], sliced, **parts.options)
     return [*map(Value, carried), *map(Value, stacked)]
@@ -291,12 +327,16 @@ def _while(self, eqn, at, inputs):
     tests, steps = params["cond_nconsts"], params["body_nconsts"]
     reason = "it is the carry or in the condition of a while loop"
     test = [self.materialized(eqn, at, value, reason) for value in inputs[:tests]]
-    init = [self.materialized(eqn, at, value, reason) for value in inputs[tests + steps:]]
-    flat, leaves = self.call(params["body_jaxpr"], at, [*inputs[tests:tests + steps], *init])
+    init = [self.materialized(eqn, at, value, reason) for value in inputs[tests + steps :]]
+    flat, leaves = self.call(params["body_jaxpr"], at, [*inputs[tests : tests + steps], *init])
     body = jax.make_jaxpr(flat)(*map(jax.typeof, leaves))
-    constants = [*body.consts, *leaves[:len(leaves) - len(init)]]
-    return bind(eqn, [*(value.x for value in test), *constants, *(value.x for value in init)],
-                body_nconsts=len(constants), body_jaxpr=_jax.close(_jax.consts_as_inputs(body)))
+    constants = [*body.consts, *leaves[: len(leaves) - len(init)]]
+    return bind(
+        eqn,
+        [*(value.x for value in test), *constants, *(value.x for value in init)],
+        body_nconsts=len(constants),
+        body_jaxpr=_jax.close(_jax.consts_as_inputs(body)),
+    )
 
 
 def _cond(self, eqn, at, inputs):
@@ -307,18 +347,38 @@ def _cond(self, eqn, at, inputs):
 
 
 _REASONS = {
-    "shard_map": "shard_map takes plain arrays", "jit": "a jit with shardings or donation takes plain arrays",
-    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "a custom derivative takes plain arrays"),
-    "dot_general": "no form for a product over these axes", "conv_general_dilated": "no form for this convolution",
-    "gather": "no form for this lookup", "convert_element_type": "the cast rounds the values",
+    "shard_map": "shard_map takes plain arrays",
+    "jit": "a jit with shardings or donation takes plain arrays",
+    **dict.fromkeys(
+        ("custom_jvp_call", "custom_vjp_call"), "a custom derivative takes plain arrays"
+    ),
+    "dot_general": "no form for a product over these axes",
+    "conv_general_dilated": "no form for this convolution",
+    "gather": "no form for this lookup",
+    "convert_element_type": "the cast rounds the values",
     "reshape": "the reshape mixes its axes",
 }
 _RULES = {
-    "convert_element_type": _cast, "transpose": _transpose, "reshape": _reshape, "squeeze": _reshape,
-    "expand_dims": _reshape, "broadcast_in_dim": _broadcast, "copy": _identity, "copy_p": _identity, "name": _identity,
-    **dict.fromkeys(("pvary", "pcast", "stop_gradient"), _of_each_leaf), "slice": _slice,
-    "dynamic_slice": _dynamic_slice, "dot_general": _dot_general, "conv_general_dilated": _convolution,
-    "gather": _gather, "jit": _call, "pjit": _call,
+    "convert_element_type": _cast,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "expand_dims": _reshape,
+    "broadcast_in_dim": _broadcast,
+    "copy": _identity,
+    "copy_p": _identity,
+    "name": _identity,
+    **dict.fromkeys(("pvary", "pcast", "stop_gradient"), _of_each_leaf),
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
+    "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
+    "gather": _gather,
+    "jit": _call,
+    "pjit": _call,
     **dict.fromkeys(("closed_call", "core_call", "call", "eval_jaxpr"), _inline),
-    **dict.fromkeys(("remat2", "checkpoint"), _remat), "scan": _scan, "while": _while, "cond": _cond,
+    **dict.fromkeys(("remat2", "checkpoint"), _remat),
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
 }

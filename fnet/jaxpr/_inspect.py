@@ -37,27 +37,38 @@ class Inspector(Interpreter):
             `offsets`.
     """
 
-    def __init__(self, level: Level, captured: Sequence[Site] = (), changes: Mapping[Site, Callable] | None = None,
-                 offsets: Mapping[Site, list] | None = None, selected: Mapping[Site, tuple] | None = None):
+    def __init__(
+        self,
+        level: Level,
+        captured: Sequence[Site] = (),
+        changes: Mapping[Site, Callable] | None = None,
+        offsets: Mapping[Site, list] | None = None,
+        selected: Mapping[Site, tuple] | None = None,
+    ):
         super().__init__()
         self._level, self._captured, self._changes = level, frozenset(captured), dict(changes or {})
         self._offsets, self._selected = dict(offsets or {}), dict(selected or {})
         self._wanted = self._captured | self._changes.keys()
-        self._keep = tagging.value    # an outer inspection needs the tags, too
+        self._keep = tagging.value  # an outer inspection needs the tags, too
         self._indices: tuple = ()
-        self._depth = 0    # number of scans around the current equation
+        self._depth = 0  # number of scans around the current equation
         self._found: dict[Site, list] = {}
         self._held: dict[Site, dict[int, Value]] = {}
 
     def __call__(self, closed: Any, arrays: Sequence) -> tuple[list, dict[Site, list]]:
         """Returns (outputs of the program, {site: leaves}), with the leaves of each captured site (named value)."""
         self._found = found = {}
-        outputs = self.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), TOP, (self._level,))
-        self._found, self._offsets = {}, {}    # custom derivatives refer to this object after the trace has ended
+        outputs = self.evaluate(
+            closed.jaxpr, closed.consts, list(map(Value, arrays)), TOP, (self._level,)
+        )
+        self._found, self._offsets = (
+            {},
+            {},
+        )  # custom derivatives refer to this object after the trace has ended
         return [as_array(y.x) for y in outputs], found
 
     def depends(self, at):
-        return None    # bodies without requested sites are rewritten alike in all scopes
+        return None  # bodies without requested sites are rewritten alike in all scopes
 
     def plan(self, jaxpr, wanted):
         level = wanted[0] if wanted else None
@@ -65,11 +76,27 @@ class Inspector(Interpreter):
 
     def equation(self, eqn, at, inputs, plan):
         found = tag_of(eqn)
-        made = [(k, site, leaf) for k, site, leaf in plan.made.get(id(eqn), ()) if site in self._wanted] if plan else ()
-        complete = [site for site in plan.complete.get(id(eqn), ()) if site in self._wanted] if plan else ()
+        made = (
+            [
+                (k, site, leaf)
+                for k, site, leaf in plan.made.get(id(eqn), ())
+                if site in self._wanted
+            ]
+            if plan
+            else ()
+        )
+        complete = (
+            [site for site in plan.complete.get(id(eqn), ()) if site in self._wanted]
+            if plan
+            else ()
+        )
         if found is not None:
             x = as_array(inputs[0].x)
-            outputs = [Value(tag_p.bind(x, call=found[0], index=found[1]) if self._keep and not made else x)]
+            outputs = [
+                Value(
+                    tag_p.bind(x, call=found[0], index=found[1]) if self._keep and not made else x
+                )
+            ]
         elif plan is None:
             return NotImplemented
         else:
@@ -81,7 +108,9 @@ class Inspector(Interpreter):
             else:
                 outputs = self._within(eqn, at, inputs, [site for site in complete if site.compute])
         if made:
-            outputs = [Value(y.x) for y in outputs]    # separate objects, whose arrays a change may replace
+            outputs = [
+                Value(y.x) for y in outputs
+            ]  # separate objects, whose arrays a change may replace
         for k, site, leaf in made:
             self._held.setdefault(site, {})[leaf] = outputs[k]
         for site in complete:
@@ -97,7 +126,11 @@ class Inspector(Interpreter):
             self._complete(site, values, None)
             if site in self._changes:
                 outputs = list(map(Value, site.replace(eqn, arrays, values[0].x)))
-        return self.default(eqn, at, inputs, (None,) * len(eqn.outvars)) if outputs is None else outputs
+        return (
+            self.default(eqn, at, inputs, (None,) * len(eqn.outvars))
+            if outputs is None
+            else outputs
+        )
 
     def _complete(self, site, values, found):
         leaves = [values[i].x for i in site.leaves]
@@ -107,11 +140,16 @@ class Inspector(Interpreter):
         if site in self._captured:
             self._found[site] = leaves
         for i, x in zip(site.leaves, leaves):
-            values[i].x = tag_p.bind(x, call=found[0], index=i) if self._keep and found is not None else x
+            values[i].x = (
+                tag_p.bind(x, call=found[0], index=i) if self._keep and found is not None else x
+            )
 
     def default(self, eqn, at, inputs, wanted):
-        return self._scan(eqn, at, inputs, None) if eqn.primitive.name == "scan" else super().default(
-            eqn, at, inputs, wanted)
+        return (
+            self._scan(eqn, at, inputs, None)
+            if eqn.primitive.name == "scan"
+            else super().default(eqn, at, inputs, wanted)
+        )
 
     # Bodies with requested sites. The values of captured sites become additional outputs of the equation.
 
@@ -121,7 +159,9 @@ class Inspector(Interpreter):
             return self._scan(eqn, at, inputs, level)
         if name in ("jit", "pjit", "remat2", "checkpoint"):
             return self._call(eqn, at, inputs, level)
-        if name in ENTER and ENTER[name] is not inline:    # a custom derivative: evaluated without changes
+        if (
+            name in ENTER and ENTER[name] is not inline
+        ):  # a custom derivative: evaluated without changes
             self._body(bodies(eqn)[0].closed, at, level)(*arrays_of(inputs))
             return super().default(eqn, at, inputs, (None,) * len(eqn.outvars))
         closed = bodies(eqn)[0].closed
@@ -129,8 +169,9 @@ class Inspector(Interpreter):
 
     def _body(self, closed, at, level):
         """Returns a function of arrays that evaluates the jaxpr `closed` and stores the captured values in `_found`."""
-        return lambda *arrays: arrays_of(self.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), at,
-                                                       (level,)))
+        return lambda *arrays: arrays_of(
+            self.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), at, (level,))
+        )
 
     def _apart(self, body, level):
         """Returns (run, collect, sites).
@@ -160,12 +201,14 @@ class Inspector(Interpreter):
         run, collect, sites = self._apart(self._body(body.closed, at, level), level)
         closed = jax.make_jaxpr(run)(*(jax.typeof(value.x) for value in inputs))
         if eqn.primitive.name in ("jit", "pjit"):
-            changes, consts = _jax.hoisted(eqn.params, closed, sum(len(site.leaves) for site in sites))
+            changes, consts = _jax.hoisted(
+                eqn.params, closed, sum(len(site.leaves) for site in sites)
+            )
         else:
             changes, consts = {"jaxpr": _jax.consts_as_inputs(closed)}, closed.consts
         outputs = bind(eqn, [*consts, *arrays_of(inputs)], **changes)
-        collect([y.x for y in outputs[len(eqn.outvars):]])
-        return outputs[:len(eqn.outvars)]
+        collect([y.x for y in outputs[len(eqn.outvars) :]])
+        return outputs[: len(eqn.outvars)]
 
     def _scan(self, eqn, at, inputs, level):
         """Evaluates a scan, and captures or replaces named values in its body.
@@ -181,34 +224,57 @@ class Inspector(Interpreter):
         picks = [self._pick(site, depth) for site in sites for _ in site.leaves]
         indexed = changed or any(pick is not None for pick in picks)
         counter = jnp.arange(parts.length, dtype=jnp.int32) if indexed else None
-        offsets = {number: self._offsets[site] for number, site in enumerate(changed) if site in self._offsets}
+        offsets = {
+            number: self._offsets[site]
+            for number, site in enumerate(changed)
+            if site in self._offsets
+        }
         count, place = len(eqn.outvars), []
 
         def step(carried, xs):
             (carried, picked), (sliced, index, offset) = carried, xs
             outer = self._indices, self._offsets, self._depth
             self._indices = self._indices if index is None else (*self._indices, index)
-            self._offsets = {**self._offsets, **{changed[number]: x for number, x in offset.items()}}
+            self._offsets = {
+                **self._offsets,
+                **{changed[number]: x for number, x in offset.items()},
+            }
             self._depth += 1
             try:
                 outputs = run(*consts, *carried, *sliced)
             finally:
                 self._indices, self._offsets, self._depth = outer
             found = outputs[count:]
-            picked = [jnp.where(index == i, x, old) for i, x, old in zip(
-                [i for i in picks if i is not None], [x for i, x in zip(picks, found) if i is not None], picked)]
-            stacked = [*outputs[parts.carry:count], *(x for i, x in zip(picks, found) if i is None)]
+            picked = [
+                jnp.where(index == i, x, old)
+                for i, x, old in zip(
+                    [i for i in picks if i is not None],
+                    [x for i, x in zip(picks, found) if i is not None],
+                    picked,
+                )
+            ]
+            stacked = [
+                *outputs[parts.carry : count],
+                *(x for i, x in zip(picks, found) if i is None),
+            ]
             different = {id(x): x for x in stacked}
             order = {key: number for number, key in enumerate(different)}
             place[:] = [order[id(x)] for x in stacked]
-            return (outputs[:parts.carry], picked), list(different.values())
+            return (outputs[: parts.carry], picked), list(different.values())
 
-        zeros = [zero for site in sites if self._pick(site, depth) is not None for zero in self._zeros(site, depth)]
-        (carried, picked), stacked = lax.scan(step, (carry, zeros), (slices, counter, offsets), **parts.options)
+        zeros = [
+            zero
+            for site in sites
+            if self._pick(site, depth) is not None
+            for zero in self._zeros(site, depth)
+        ]
+        (carried, picked), stacked = lax.scan(
+            step, (carry, zeros), (slices, counter, offsets), **parts.options
+        )
         stacked = [stacked[i] for i in place]
-        rest, chosen = iter(stacked[count - parts.carry:]), iter(picked)
+        rest, chosen = iter(stacked[count - parts.carry :]), iter(picked)
         collect([next(rest) if i is None else next(chosen) for i in picks])
-        return [*map(Value, carried), *map(Value, stacked[:count - parts.carry])]
+        return [*map(Value, carried), *map(Value, stacked[: count - parts.carry])]
 
     def _pick(self, site, depth):
         """Returns the index of the scan iteration in which a named value is captured, or None for all iterations.
@@ -219,6 +285,12 @@ class Inspector(Interpreter):
 
     def _zeros(self, site, depth):
         """Returns the initial carry (zeros) for a named value that is captured in only one iteration of a scan."""
-        lengths = [length for i, (_, length) in enumerate(site.scans) if i > depth and self._pick(site, i) is None]
-        return [_jax.zeros((*lengths, *t.shape), t.dtype, _jax.varies_over(t))
-                for t in (site.types[i] for i in site.leaves)]
+        lengths = [
+            length
+            for i, (_, length) in enumerate(site.scans)
+            if i > depth and self._pick(site, i) is None
+        ]
+        return [
+            _jax.zeros((*lengths, *t.shape), t.dtype, _jax.varies_over(t))
+            for t in (site.types[i] for i in site.leaves)
+        ]

@@ -52,18 +52,42 @@ class Row(NamedTuple):
         return many and (self.repaired is None or VERSION < self.repaired)
 
 
-GROUPED = Row("grouped_convolution_gradient", "the gradient of a grouped convolution's kernel",
-              "the batch is split over some axes of the mesh, and not over the others", axes=2)
-SPLIT_IMAGE = Row("split_image_convolution", "a convolution, and the gradients of its input and kernel",
-                  "an image or time axis is split over some axes of the mesh, and not over the others", axes=2)
-SPLIT_KERNEL = Row("split_kernel_convolution", "a convolution",
-                   "an image axis and the kernel are split over different axes of the mesh", axes=2)
-MAX_POOL = Row("overlapping_max_pool_gradient", "the gradient of max pooling with overlapping windows",
-               "an image axis is split", axes=1)
-PADDING = Row("interior_padding", "padding between elements, as in the gradient of a strided slice",
-              "the padded axis is split", axes=1)
-NEGATIVE = Row("negative_padding", "padding of negative width, as in the gradient of a cumulative product",
-               "the result is split along the padded axis, and the operand is not", axes=1)
+GROUPED = Row(
+    "grouped_convolution_gradient",
+    "the gradient of a grouped convolution's kernel",
+    "the batch is split over some axes of the mesh, and not over the others",
+    axes=2,
+)
+SPLIT_IMAGE = Row(
+    "split_image_convolution",
+    "a convolution, and the gradients of its input and kernel",
+    "an image or time axis is split over some axes of the mesh, and not over the others",
+    axes=2,
+)
+SPLIT_KERNEL = Row(
+    "split_kernel_convolution",
+    "a convolution",
+    "an image axis and the kernel are split over different axes of the mesh",
+    axes=2,
+)
+MAX_POOL = Row(
+    "overlapping_max_pool_gradient",
+    "the gradient of max pooling with overlapping windows",
+    "an image axis is split",
+    axes=1,
+)
+PADDING = Row(
+    "interior_padding",
+    "padding between elements, as in the gradient of a strided slice",
+    "the padded axis is split",
+    axes=1,
+)
+NEGATIVE = Row(
+    "negative_padding",
+    "padding of negative width, as in the gradient of a cumulative product",
+    "the result is split along the padded axis, and the operand is not",
+    axes=1,
+)
 TABLE = (GROUPED, SPLIT_IMAGE, SPLIT_KERNEL, MAX_POOL, PADDING, NEGATIVE)
 
 
@@ -109,9 +133,13 @@ def in_equation(eqn: Any, mesh: Any) -> Whole | None:
 def cropped(eqn: Any, x: jax.Array, value: jax.Array) -> jax.Array:
     """Computes a `lax.pad` that removes elements by a slice. XLA divides this rightly, without gathering an axis."""
     config = eqn.params["padding_config"]
-    padded = lax.pad(x, value, [(max(low, 0), max(high, 0), between) for low, high, between in config])
+    padded = lax.pad(
+        x, value, [(max(low, 0), max(high, 0), between) for low, high, between in config]
+    )
     starts = [max(-low, 0) for low, _, _ in config]
-    return lax.slice(padded, starts, [size - max(-high, 0) for size, (_, high, _) in zip(padded.shape, config)])
+    return lax.slice(
+        padded, starts, [size - max(-high, 0) for size, (_, high, _) in zip(padded.shape, config)]
+    )
 
 
 def overlapping(window: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
@@ -133,7 +161,9 @@ def mesh_of(*arrays: Any) -> Any:
 
 def automatic_axes(mesh: Any) -> tuple[str, ...]:
     """The mesh axes over which XLA divides arrays. Inside of shard_map, these are not the axes that it maps."""
-    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto)
+    return tuple(
+        name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto
+    )
 
 
 def unsplit(x: jax.Array, mesh: Any, axes: Iterable[int]) -> jax.Array:

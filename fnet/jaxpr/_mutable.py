@@ -44,8 +44,12 @@ class Modules:
 
 
 def _kinds() -> tuple:
-    nnx = sys.modules.get("flax.nnx")    # no nnx modules exist before flax.nnx is imported
-    return () if nnx is None else tuple(getattr(nnx, name) for name in ("Pytree", "Variable") if hasattr(nnx, name))
+    nnx = sys.modules.get("flax.nnx")  # no nnx modules exist before flax.nnx is imported
+    return (
+        ()
+        if nnx is None
+        else tuple(getattr(nnx, name) for name in ("Pytree", "Variable") if hasattr(nnx, name))
+    )
 
 
 def extract(tree: Any) -> tuple[Any, Modules | None, tuple]:
@@ -77,7 +81,9 @@ def insert(tree: Any, modules: Modules | None) -> tuple[Any, Any]:
     modules, the new modules)."""
     if modules is None:
         return tree, None
-    new = sys.modules["flax.nnx"].merge(modules.graph, jax.tree.unflatten(modules.structure, modules.arrays))
+    new = sys.modules["flax.nnx"].merge(
+        modules.graph, jax.tree.unflatten(modules.structure, modules.arrays)
+    )
     is_slot = lambda x: isinstance(x, _Slot)
     return jax.tree.map(lambda x: new[x.number] if is_slot(x) else x, tree, is_leaf=is_slot), new
 
@@ -93,9 +99,11 @@ def updates(new: Any, modules: Modules | None) -> Modules | None:
     graph, state = sys.modules["flax.nnx"].split(new)
     arrays, structure = jax.tree.flatten(state)
     if structure != modules.structure:
-        raise TypeError("a transformed function may update the variables of an nnx module, but not add or remove them: "
-                        f"before the call they were {modules.structure}, after it {structure}. Create all variables "
-                        "first, for example by calling the module once")
+        raise TypeError(
+            "a transformed function may update the variables of an nnx module, but not add or remove them: "
+            f"before the call they were {modules.structure}, after it {structure}. Create all variables "
+            "first, for example by calling the module once"
+        )
     written = tuple(new is not old for new, old in zip(arrays, modules.arrays))
     return Modules(arrays, structure, graph, graph != modules.graph, written)
 
@@ -105,8 +113,11 @@ def returned(result: Any, new: Any) -> Any:
     if not new:
         return result
     numbers = {id(module): number for number, module in enumerate(new)}
-    return jax.tree.map(lambda x: _Slot(numbers[id(x)]) if id(x) in numbers else x, result,
-                        is_leaf=lambda x: id(x) in numbers)
+    return jax.tree.map(
+        lambda x: _Slot(numbers[id(x)]) if id(x) in numbers else x,
+        result,
+        is_leaf=lambda x: id(x) in numbers,
+    )
 
 
 def apply(result: Any, found: tuple, updated: Modules | None) -> Any:
@@ -120,7 +131,12 @@ def apply(result: Any, found: tuple, updated: Modules | None) -> Any:
     written = nnx.to_flat_state(jax.tree.unflatten(updated.structure, updated.written))
     paths = {path for path, variable in written if any(jax.tree.leaves(variable))}
     if paths:
-        nnx.update(found, nnx.from_flat_state([(path, x) for path, x in nnx.to_flat_state(state) if path in paths]))
+        nnx.update(
+            found,
+            nnx.from_flat_state(
+                [(path, x) for path, x in nnx.to_flat_state(state) if path in paths]
+            ),
+        )
     if updated.changed:
         _copy_attributes(found, nnx.merge(updated.graph, state), _kinds()[0], set())
     is_slot = lambda x: isinstance(x, _Slot)
@@ -138,14 +154,18 @@ def _copy_attributes(old, new, kind, seen) -> None:
         if not is_module(b) or id(b) in seen:
             continue
         seen.add(id(b))
-        before, after = ({name: x for name, x in vars(module).items() if not name.startswith("_pytree__")}
-                         for module in (a, b))
+        before, after = (
+            {name: x for name, x in vars(module).items() if not name.startswith("_pytree__")}
+            for module in (a, b)
+        )
         for name in before.keys() - after.keys():
             delattr(a, name)
         for name, value in after.items():
             leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, _kinds()))
             has_state = any(isinstance(x, _kinds()) or hasattr(x, "shape") for x in leaves)
-            structures = [jax.tree.structure(x, is_leaf=is_module) for x in (before.get(name), value)]
+            structures = [
+                jax.tree.structure(x, is_leaf=is_module) for x in (before.get(name), value)
+            ]
             if has_state and structures[0] == structures[1]:
                 _copy_attributes(before[name], value, kind, seen)
             else:

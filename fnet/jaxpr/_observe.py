@@ -11,10 +11,10 @@ from fnet.jaxpr._resize import Resizer, TiedProgram
 from fnet.jaxpr._tags import tag
 from fnet.jaxpr._values import Value
 
-NAME = "activations of {}"    # the name of a tag, with the number of an atom
+NAME = "activations of {}"  # the name of a tag, with the number of an atom
 
 
-_WEIGHTS = "weights"    # the note on values that are computed only from parameters and constants
+_WEIGHTS = "weights"  # the note on values that are computed only from parameters and constants
 
 
 def observe(program: TiedProgram, arrays: list) -> list:
@@ -26,7 +26,9 @@ def observe(program: TiedProgram, arrays: list) -> list:
     Each array of mean squares is named by `tag`, so that `transforms.capture` can return it. The name of the array is
     `NAME.format(i)`, where the integer i is the id of the axis in `program.atoms`.
     """
-    values = [Value(x, _WEIGHTS if masked else None) for x, masked in zip(arrays, program.parameters)]
+    values = [
+        Value(x, _WEIGHTS if masked else None) for x, masked in zip(arrays, program.parameters)
+    ]
     return _Observer(program.atoms, {}).whole(program.closed, program.frame, values)
 
 
@@ -36,8 +38,11 @@ class _Observer(Resizer):
 
     def equation(self, eqn, at, inputs, plan):
         if plan is not None and (found := product(eqn)) is not None:
-            contracted = found.dimensions[0] if found.op.name == "dot_general" else (
-                (found.dimensions.lhs_spec[1],), (found.dimensions.rhs_spec[1],))
+            contracted = (
+                found.dimensions[0]
+                if found.op.name == "dot_general"
+                else ((found.dimensions.lhs_spec[1],), (found.dimensions.rhs_spec[1],))
+            )
             data = [value.note != _WEIGHTS for value in inputs[:2]]
             side = data.index(True) if sum(data) == 1 else None
             for i in () if side is None else contracted[side]:

@@ -97,8 +97,9 @@ def _read(table: str) -> tuple[dict[str, Traits], list[tuple[str, ...]]]:
 
 
 _TRAITS, _REQUIRED = _read(_TABLE)
-POINTWISE = frozenset(name for name, each in _TRAITS.items() if each.kind in ("elementwise", "transcendental", "cast")
-                      ) | {"copy", "stop_gradient"}
+POINTWISE = frozenset(
+    name for name, each in _TRAITS.items() if each.kind in ("elementwise", "transcendental", "cast")
+) | {"copy", "stop_gradient"}
 """Primitives whose output elements depend only on the input elements at the same position."""
 
 
@@ -117,15 +118,24 @@ def unsupported() -> tuple[str, ...]:
     """
 
     for platform in ("cuda", "tpu"):
-        _jax.kernels.unavailable(platform)    # adds the missing kernels to _jax.disabled()
-    known = {value.name for name, module in list(sys.modules.items()) if name.split(".")[0] == "jax"
-             for value in list(vars(module).values()) if isinstance(value, _jax.Primitive)}
-    lines = tuple(f"the rules for '{names[0]}' are disabled: JAX {jax.__version__} has no primitive of that name"
-                  for names in (*_REQUIRED, *CONTROL_NAMES) if known.isdisjoint(names))
+        _jax.kernels.unavailable(platform)  # adds the missing kernels to _jax.disabled()
+    known = {
+        value.name
+        for name, module in list(sys.modules.items())
+        if name.split(".")[0] == "jax"
+        for value in list(vars(module).values())
+        if isinstance(value, _jax.Primitive)
+    }
+    lines = tuple(
+        f"the rules for '{names[0]}' are disabled: JAX {jax.__version__} has no primitive of that name"
+        for names in (*_REQUIRED, *CONTROL_NAMES)
+        if known.isdisjoint(names)
+    )
     return (*_jax.disabled(), *lines)
 
 
 # Descriptions of fnet's own primitives.
+
 
 class Inside(NamedTuple):
     """An intermediate value of an equation of one of fnet's own primitives, such as the attention weights.

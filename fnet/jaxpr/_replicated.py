@@ -8,9 +8,11 @@ from typing import Any
 from fnet import _jax
 from fnet.jaxpr._calls import bodies, scan
 
-_JOINING = frozenset(("psum", "pmax", "pmin", "all_gather", "pbroadcast"))    # the same result on every device
-_UNCHANGED = frozenset(("pvary", "pcast", "mesh_cast"))         # no communication
-_MUTABLE = frozenset(("get", "swap"))                           # mutable arrays are not analyzed
+_JOINING = frozenset(
+    ("psum", "pmax", "pmin", "all_gather", "pbroadcast")
+)  # the same result on every device
+_UNCHANGED = frozenset(("pvary", "pcast", "mesh_cast"))  # no communication
+_MUTABLE = frozenset(("get", "swap"))  # mutable arrays are not analyzed
 
 
 def may_differ(jaxpr: Any, inputs: Sequence[bool], axis: Any, size: int) -> list[bool]:
@@ -56,14 +58,24 @@ def _outputs(eqn, inputs, axis, size) -> list[bool]:
         return _loop(inside[0].jaxpr, *scan(eqn).split(inputs), axis, size)
     if kinds == {"while_cond", "while_body"}:
         test, step = (body.jaxpr for body in inside)
-        tested, consts, carry = (len(test.invars) - count, len(step.invars) - count, inputs[len(inputs) - count:])
-        after = _loop(step, inputs[tested:tested + consts], carry, [], axis, size)
+        tested, consts, carry = (
+            len(test.invars) - count,
+            len(step.invars) - count,
+            inputs[len(inputs) - count :],
+        )
+        after = _loop(step, inputs[tested : tested + consts], carry, [], axis, size)
         # If devices may leave the loop at different iterations, everything that it carries may differ.
-        return [True] * count if any(may_differ(test, [*inputs[:tested], *after], axis, size)) else after
+        return (
+            [True] * count
+            if any(may_differ(test, [*inputs[:tested], *after], axis, size))
+            else after
+        )
     if kinds == {"branch"}:
         branches = [may_differ(body.jaxpr, inputs[1:], axis, size) for body in inside]
         return [inputs[0] or any(branch) for branch in zip(*branches)]
-    differ = (may_differ(body.jaxpr, [False] * len(body.jaxpr.invars), axis, size) for body in inside)
+    differ = (
+        may_differ(body.jaxpr, [False] * len(body.jaxpr.invars), axis, size) for body in inside
+    )
     return [any(inputs) or any(map(any, differ))] * count
 
 
@@ -72,7 +84,7 @@ def _collective_differs(name, params, inputs_differ, size) -> bool:
     groups = params.get("axis_index_groups")
     if name in _JOINING:
         return groups is not None and (inputs_differ or len(set(map(len, groups))) > 1)
-    if name == "ppermute":    # devices without a source get zeros
+    if name == "ppermute":  # devices without a source get zeros
         return inputs_differ or {target for _, target in params["perm"]} != set(range(size))
     return True
 
@@ -87,5 +99,5 @@ def _loop(jaxpr, consts, carry, slices, axis, size) -> list[bool]:
         outputs = may_differ(jaxpr, [*consts, *carry, *slices], axis, size)
         after = [before or now for before, now in zip(carry, outputs)]
         if after == carry:
-            return [*after, *outputs[len(carry):]]
+            return [*after, *outputs[len(carry) :]]
         carry = after

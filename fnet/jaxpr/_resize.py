@@ -43,9 +43,14 @@ class TiedProgram:
         frame: a `Frame`, which maps each variable of the jaxpr to the variable's axes.
     """
 
-    def __init__(self, closed: Any, changing: Sequence[bool], parameters: Sequence[bool],
-                 returned: Mapping[int, int] | None = None,
-                 factors: Mapping[int, Sequence[Sequence[int]]] | None = None):
+    def __init__(
+        self,
+        closed: Any,
+        changing: Sequence[bool],
+        parameters: Sequence[bool],
+        returned: Mapping[int, int] | None = None,
+        factors: Mapping[int, Sequence[Sequence[int]]] | None = None,
+    ):
         self.closed, self.atoms, self.parameters = closed, Atoms(), tuple(parameters)
         jaxpr, returned = closed.jaxpr, returned or {}
         self.inputs = [self.atoms.axes(getattr(v.aval, "shape", ())) for v in jaxpr.invars]
@@ -61,9 +66,15 @@ class TiedProgram:
         for i, sizes in (factors or {}).items():
             for axis, each in zip(self.inputs[i], sizes):
                 self.atoms.tie(axis, tuple(map(self.atoms.new, each)))
-        expanded = [frozenset(atom for axis in axes for atom in self.atoms.expand(axis)) for axes in self.inputs]
-        freeze_nonzero_sums(self.frame, [axes if masked else frozenset() for axes, masked in zip(expanded, parameters)],
-                            self.atoms)
+        expanded = [
+            frozenset(atom for axis in axes for atom in self.atoms.expand(axis))
+            for axes in self.inputs
+        ]
+        freeze_nonzero_sums(
+            self.frame,
+            [axes if masked else frozenset() for axes, masked in zip(expanded, parameters)],
+            self.atoms,
+        )
 
     def factors(self, i: int) -> tuple[Axis, ...]:
         """Returns, for each axis of input `i`, a tuple with the ids (see `Atoms`) of the smaller axes into which the
@@ -109,8 +120,10 @@ class Resizer(Interpreter):
         return [restore(y, v.aval) for y, v in zip(outputs, closed.jaxpr.outvars)]
 
     def size(self, axis: Axis) -> int:
-        return math.prod(len(self._kept[atom]) if atom in self._kept else self._atoms.size(atom)
-                         for atom in self._atoms.expand(axis))
+        return math.prod(
+            len(self._kept[atom]) if atom in self._kept else self._atoms.size(atom)
+            for atom in self._atoms.expand(axis)
+        )
 
     def shape(self, axes: Axes) -> tuple[int, ...]:
         return tuple(map(self.size, axes))
@@ -120,8 +133,14 @@ class Resizer(Interpreter):
         for i, axis in enumerate(axes):
             factors = self._atoms.expand(axis)
             if any(atom in self._kept for atom in factors):
-                chosen = indices(list(map(self._atoms.size, factors)), list(map(self._kept.get, factors)))
-                x = jnp.take(x, chosen, axis=i) if isinstance(x, jax.core.Tracer) else np.asarray(x).take(chosen, i)
+                chosen = indices(
+                    list(map(self._atoms.size, factors)), list(map(self._kept.get, factors))
+                )
+                x = (
+                    jnp.take(x, chosen, axis=i)
+                    if isinstance(x, jax.core.Tracer)
+                    else np.asarray(x).take(chosen, i)
+                )
         return x
 
     def plan(self, jaxpr, wanted):
@@ -138,7 +157,9 @@ class Resizer(Interpreter):
         return super().evaluate(jaxpr, consts, args, outer, wanted)
 
     def body(self, closed, at, wanted, notes, *, pin=None):
-        if self.plan(closed.jaxpr, wanted) is None and all(isinstance(note, tuple) for note in notes):
+        if self.plan(closed.jaxpr, wanted) is None and all(
+            isinstance(note, tuple) for note in notes
+        ):
             wanted = (self._derivative(closed.jaxpr, notes),), *wanted[1:]
         return super().body(closed, at, wanted, notes, pin=pin)
 
@@ -148,17 +169,29 @@ class Resizer(Interpreter):
     def equation(self, eqn, at, inputs, plan):
         if plan is None:
             return NotImplemented
-        name, shapes = eqn.primitive.name, [self.shape(plan.of(v)) for v in (*eqn.invars, *eqn.outvars)]
+        name, shapes = (
+            eqn.primitive.name,
+            [self.shape(plan.of(v)) for v in (*eqn.invars, *eqn.outvars)],
+        )
         if shapes == [getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)]:
             return NotImplemented
-        if name == "custom_jvp_call":    # its derivative is traced at the original sizes when it is needed
+        if (
+            name == "custom_jvp_call"
+        ):  # its derivative is traced at the original sizes when it is needed
             noted = [Value(value.x, plan.of(v)) for value, v in zip(inputs, eqn.invars)]
             return ENTER[name](self, eqn, at, noted, self.wanted(plan, eqn))
         if name == "iota":
-            return [Value(self.cut(y.x, plan.of(v))) for y, v in zip(bind(eqn, arrays_of(inputs)), eqn.outvars)]
-        if name == "random_bits":    # other shapes would give other numbers: draws all numbers, and removes some
+            return [
+                Value(self.cut(y.x, plan.of(v)))
+                for y, v in zip(bind(eqn, arrays_of(inputs)), eqn.outvars)
+            ]
+        if (
+            name == "random_bits"
+        ):  # other shapes would give other numbers: draws all numbers, and removes some
             keys, (axes,) = eqn.invars[0].aval.ndim, map(plan.of, eqn.outvars)
-            return [Value(self.cut(bind(eqn, arrays_of(inputs))[0].x, (*[()] * keys, *axes[keys:])))]
+            return [
+                Value(self.cut(bind(eqn, arrays_of(inputs))[0].x, (*[()] * keys, *axes[keys:])))
+            ]
         if name not in _CHANGES:
             return NotImplemented
         return bind(eqn, arrays_of(inputs), **_CHANGES[name](self, plan, eqn))
@@ -166,8 +199,10 @@ class Resizer(Interpreter):
     def _derivative(self, jaxpr, axes) -> Frame:
         frame = tie_axes(jaxpr, axes, self._atoms)
         if any(self._atoms.expand((atom,)) != (atom,) for atom in self._kept):
-            raise ValueError("shrink: the derivative of a custom_jvp splits an axis that the function itself does not "
-                             "split; exclude the axis with keep=")
+            raise ValueError(
+                "shrink: the derivative of a custom_jvp splits an axis that the function itself does not "
+                "split; exclude the axis with keep="
+            )
         return frame
 
 
@@ -177,8 +212,13 @@ def _new_shape(self, plan, eqn):
 
 def _slice(self, plan, eqn):
     params, before, after = eqn.params, eqn.invars[0].aval.shape, self.shape(plan.of(eqn.invars[0]))
-    scale = lambda values: tuple(value * n // m if m else value for value, m, n in zip(values, before, after))
-    return {"start_indices": scale(params["start_indices"]), "limit_indices": scale(params["limit_indices"])}
+    scale = lambda values: tuple(
+        value * n // m if m else value for value, m, n in zip(values, before, after)
+    )
+    return {
+        "start_indices": scale(params["start_indices"]),
+        "limit_indices": scale(params["limit_indices"]),
+    }
 
 
 def _split(self, plan, eqn):
@@ -188,8 +228,11 @@ def _split(self, plan, eqn):
 def _slice_sizes(self, plan, eqn):
     """Adapts `slice_sizes`: a slice that covers a whole axis also covers it after the size of the axis changed."""
     before, after = eqn.invars[0].aval.shape, self.shape(plan.of(eqn.invars[0]))
-    return {"slice_sizes": tuple(n if size == m else size
-                                 for size, m, n in zip(eqn.params["slice_sizes"], before, after))}
+    return {
+        "slice_sizes": tuple(
+            n if size == m else size for size, m, n in zip(eqn.params["slice_sizes"], before, after)
+        )
+    }
 
 
 def _convolution(self, plan, eqn):
@@ -198,8 +241,12 @@ def _convolution(self, plan, eqn):
 
 _CHANGES = {
     "broadcast_in_dim": lambda *where: {"shape": _new_shape(*where)},
-    "reshape": lambda *where: {"new_sizes": _new_shape(*where)}, "empty": lambda *where: {"shape": _new_shape(*where)},
-    "slice": _slice, "split": _split, "gather": _slice_sizes,
-    "dynamic_slice": _slice_sizes, "conv_general_dilated": _convolution,
+    "reshape": lambda *where: {"new_sizes": _new_shape(*where)},
+    "empty": lambda *where: {"shape": _new_shape(*where)},
+    "slice": _slice,
+    "split": _split,
+    "gather": _slice_sizes,
+    "dynamic_slice": _slice_sizes,
+    "conv_general_dilated": _convolution,
 }
 """{name of a primitive: a function that returns the parameters of an equation that change with the sizes}"""

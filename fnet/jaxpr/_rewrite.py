@@ -76,7 +76,10 @@ class Interpreter:
     """
 
     def __init__(self, rule: Callable | None = None):
-        self._bodies, self.rule = weakref.WeakKeyDictionary(), rule    # `rule`: for subclasses that apply one function
+        self._bodies, self.rule = (
+            weakref.WeakKeyDictionary(),
+            rule,
+        )  # `rule`: for subclasses that apply one function
 
     def equation(self, eqn, at: Scope, inputs: list[Value], plan) -> Any:
         """Returns the outputs of an equation, a list of `Value`s, or NotImplemented.
@@ -132,6 +135,7 @@ class Interpreter:
 
     def applied(self, f: Callable) -> Callable:
         """Returns the rewritten function f."""
+
         @wraps(f)
         def rewritten(*args, **kwargs):
             return self.run(f, args, kwargs)
@@ -147,12 +151,19 @@ class Interpreter:
         """Rewrites f for the given arguments, without computing anything. The arguments may contain
         `jax.ShapeDtypeStruct`s instead of arrays."""
         traced = Traced(f, args, kwargs)
-        jax.eval_shape(lambda arrays: self.outputs(self.opened(traced.closed), arrays), traced.arrays)
+        jax.eval_shape(
+            lambda arrays: self.outputs(self.opened(traced.closed), arrays), traced.arrays
+        )
 
     def outputs(self, closed, arrays) -> list:
         """Evaluates the rewritten jaxpr of a whole function, and returns the outputs."""
-        outputs = self.evaluate(closed.jaxpr, closed.consts, list(map(self.argument, arrays)), TOP,
-                                self.outer(closed.jaxpr))
+        outputs = self.evaluate(
+            closed.jaxpr,
+            closed.consts,
+            list(map(self.argument, arrays)),
+            TOP,
+            self.outer(closed.jaxpr),
+        )
         return [restore(y, v.aval) for y, v in zip(outputs, closed.jaxpr.outvars)]
 
     def argument(self, x) -> Value:
@@ -174,8 +185,9 @@ class Interpreter:
         """
         return (None,) * len(jaxpr.outvars)
 
-    def evaluate(self, jaxpr, consts, args: list[Value], outer: Scope = TOP, wanted: tuple | None = None
-                 ) -> list[Value]:
+    def evaluate(
+        self, jaxpr, consts, args: list[Value], outer: Scope = TOP, wanted: tuple | None = None
+    ) -> list[Value]:
         plan = self.plan(jaxpr, (None,) * len(jaxpr.outvars) if wanted is None else wanted)
         names = _jax.current_names()
         env = dict(zip(jaxpr.constvars, map(Value, consts)))
@@ -190,7 +202,10 @@ class Interpreter:
             with _jax.equation_context(group[0], names):
                 for eqn in group:
                     at = scope_of(eqn, stacks[stack])
-                    inputs = [self.literal(v) if isinstance(v, _jax.Literal) else env[v] for v in eqn.invars]
+                    inputs = [
+                        self.literal(v) if isinstance(v, _jax.Literal) else env[v]
+                        for v in eqn.invars
+                    ]
                     outputs = self.equation(eqn, at, inputs, plan)
                     if outputs is NotImplemented:
                         outputs = self.default(eqn, at, inputs, self.wanted(plan, eqn))
@@ -216,8 +231,10 @@ class Interpreter:
             values = [Value(x, note) for x, note in zip(arrays, notes)]
             outputs = self.evaluate(closed.jaxpr, closed.consts, values, at, wanted)
             call.notes = [y.note for y in outputs]
-            return [restore(y, v.aval) if pin is None or pin[i] else y.x
-                    for i, (y, v) in enumerate(zip(outputs, closed.jaxpr.outvars))]
+            return [
+                restore(y, v.aval) if pin is None or pin[i] else y.x
+                for i, (y, v) in enumerate(zip(outputs, closed.jaxpr.outvars))
+            ]
 
         call.notes = []
         return call
@@ -237,14 +254,18 @@ class Interpreter:
             call = self.body(closed, at, wanted, notes, pin=[False] * len(closed.jaxpr.outvars))
             rewritten = jax.make_jaxpr(call)(*types), call.notes
             if any(isinstance(c, jax.core.Tracer) for c in rewritten[0].consts):
-                return rewritten    # it closes over a value of an outer trace and cannot be used again
+                return (
+                    rewritten  # it closes over a value of an outer trace and cannot be used again
+                )
             cache[key] = rewritten
         return cache[key]
 
 
 class _Rewriter(Interpreter):
     def equation(self, eqn, at, inputs, plan):
-        outputs = self.rule(eqn.primitive.name, at.path, [as_array(value.x) for value in inputs], eqn)
+        outputs = self.rule(
+            eqn.primitive.name, at.path, [as_array(value.x) for value in inputs], eqn
+        )
         if outputs is NotImplemented:
             return outputs
         listed = isinstance(outputs, (list, tuple))
@@ -252,8 +273,10 @@ class _Rewriter(Interpreter):
         expected = [_described(v.aval) for v in eqn.outvars]
         if returned != expected or not listed:
             what = f"a list of {', '.join(returned) or 'nothing'}" if listed else returned[0]
-            raise TypeError(f"rewrite: for '{eqn.primitive.name}' at '{at.path}' the rule must return a list of "
-                            f"{', '.join(expected)}; it returned {what}")
+            raise TypeError(
+                f"rewrite: for '{eqn.primitive.name}' at '{at.path}' the rule must return a list of "
+                f"{', '.join(expected)}; it returned {what}"
+            )
         return [Value(y) for y in outputs]
 
 

@@ -17,12 +17,16 @@ from typing import Any, NamedTuple
 from fnet import _jax
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
-_RECOMPUTED = "rematted_computation"    # the scope in which jax.checkpoint computes values a second time
+_RECOMPUTED = (
+    "rematted_computation"  # the scope in which jax.checkpoint computes values a second time
+)
 _REMATS = frozenset(("remat2", "checkpoint"))
 _MARK = re.compile(r"(jvp|transpose|vmap|linearize|batched|pmap)\((.*)\)", re.DOTALL)
 # Names that compiled programs insert between scopes: calls, loops, branches and the body of jax.checkpoint.
-_STRUCTURE = re.compile(r"(jit|pjit|custom_\w+)\(.*\)|pjit|shard_map|while|body|cond|scan|closed_call|core_call|"
-                        r"eval_jaxpr|branch_\d+_fun|remat2?|checkpoint|custom_(jvp|vjp)_call(_jaxpr)?|vmapped_\w+")
+_STRUCTURE = re.compile(
+    r"(jit|pjit|custom_\w+)\(.*\)|pjit|shard_map|while|body|cond|scan|closed_call|core_call|"
+    r"eval_jaxpr|branch_\d+_fun|remat2?|checkpoint|custom_(jvp|vjp)_call(_jaxpr)?|vmapped_\w+"
+)
 
 
 class Scope(NamedTuple):
@@ -83,7 +87,9 @@ def _differentiates(eqn) -> bool:
 
 
 @functools.lru_cache(1 << 14)
-def _doubled(stack: str, differentiated: bool, transposes: int) -> dict[tuple[str, ...], tuple[str, ...]]:
+def _doubled(
+    stack: str, differentiated: bool, transposes: int
+) -> dict[tuple[str, ...], tuple[str, ...]]:
     """Returns {scope names with duplicates: scope names without duplicates}, such as {("a", "a"): ("a",)}.
 
     JAX may duplicate the scope names in the name stack of a jax.checkpoint, such as a/b/a/b in place of a/b. If the
@@ -95,7 +101,7 @@ def _doubled(stack: str, differentiated: bool, transposes: int) -> dict[tuple[st
     tokens = _tokens(stack)
     names = tuple(name for name, mark in tokens if not mark)
     if _RECOMPUTED in names:
-        names = names[:names.index(_RECOMPUTED)]
+        names = names[: names.index(_RECOMPUTED)]
     elif not differentiated:
         return {}
     once = _undoubled(names, transposes + tokens.count(("transpose", True)))
@@ -109,7 +115,11 @@ def _undoubled(names: tuple[str, ...], times: int) -> tuple[str, ...]:
     replacements.
     """
     half = len(names) // 2
-    return _undoubled(names[:half], times - 1) if times and half and names[:half] == names[half:] else names
+    return (
+        _undoubled(names[:half], times - 1)
+        if times and half and names[:half] == names[half:]
+        else names
+    )
 
 
 def marks(eqn: Any) -> frozenset[str]:
@@ -133,7 +143,7 @@ def of_operation(op_name: str) -> Scope:
     scope, part = TOP, []
     for name in parts:
         inner = name
-        while found := _MARK.fullmatch(inner):    # "transpose(jvp(jit(f)))"
+        while found := _MARK.fullmatch(inner):  # "transpose(jvp(jit(f)))"
             inner = found[2]
         if _STRUCTURE.fullmatch(inner):
             part.append(name.replace(inner, "", 1))
@@ -147,7 +157,9 @@ def of_operation(op_name: str) -> Scope:
 
 
 def _extended(scope: Scope, stack: str, differentiated: bool) -> Scope:
-    return scope.joined(_parsed(stack, tuple(_doubled(stack, differentiated, scope.transposes).items())))
+    return scope.joined(
+        _parsed(stack, tuple(_doubled(stack, differentiated, scope.transposes).items()))
+    )
 
 
 @functools.lru_cache(1 << 14)
@@ -163,8 +175,8 @@ def _parsed(stack: str, doubled: tuple = ()) -> Scope:
     transposes = written.count(("transpose", True))
     if tokens == written:
         for twice, once in doubled:
-            if names[:len(twice)] == twice:
-                names = once + names[len(twice):]
+            if names[: len(twice)] == twice:
+                names = once + names[len(twice) :]
                 break
     phase = RECOMPUTED if _RECOMPUTED in names else BACKWARD if transposes else FORWARD
     return Scope("/".join(name for name in names if name != _RECOMPUTED), phase, transposes)

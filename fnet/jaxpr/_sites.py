@@ -20,8 +20,13 @@ from fnet.jaxpr._primitives import description
 from fnet.jaxpr._scopes import FORWARD, TOP, Scope, in_jaxpr, marks
 from fnet.jaxpr._tags import BLOCK, tag_of
 
-_OBSTACLES = {"while_cond": "the condition of a while loop", "while_body": "a while loop", "branch": "a branch of cond",
-              "shard_map": "shard_map", "solve": "a linear solve"}
+_OBSTACLES = {
+    "while_cond": "the condition of a while loop",
+    "while_body": "a while loop",
+    "branch": "a branch of cond",
+    "shard_map": "shard_map",
+    "solve": "a linear solve",
+}
 _CUSTOM = frozenset(("custom_jvp_call", "custom_vjp_call"))
 
 
@@ -60,8 +65,13 @@ class Site:
     def value(self) -> Any:
         """The type of the captured value: a tree of `jax.ShapeDtypeStruct` with a leading axis for each scan."""
         lengths = tuple(length for _, length in self.scans)
-        return jax.tree.unflatten(self.structure, [
-            None if t is None else jax.ShapeDtypeStruct((*lengths, *t.shape), t.dtype) for t in self.types])
+        return jax.tree.unflatten(
+            self.structure,
+            [
+                None if t is None else jax.ShapeDtypeStruct((*lengths, *t.shape), t.dtype)
+                for t in self.types
+            ],
+        )
 
     @property
     def leaves(self) -> list[int]:
@@ -85,7 +95,11 @@ class Level:
     """
 
     def __init__(self):
-        self.made, self.complete, self.inner = collections.defaultdict(list), collections.defaultdict(list), {}
+        self.made, self.complete, self.inner = (
+            collections.defaultdict(list),
+            collections.defaultdict(list),
+            {},
+        )
         self.sites: list[Site] = []
 
 
@@ -101,7 +115,9 @@ class _Place:
 
     def site(self, path, structure, types, **options) -> Site:
         options.setdefault("differentiated", self.differentiated)
-        return Site(path, structure, types, self.scans, self.obstacle, custom=self.custom, **options)
+        return Site(
+            path, structure, types, self.scans, self.obstacle, custom=self.custom, **options
+        )
 
 
 def find(jaxpr: Any) -> Level:
@@ -153,9 +169,15 @@ def _tagged(level, jaxpr, place, scopes, forward) -> dict[int, list[Site]]:
             continue
         call, index = found
         path = _below(scopes[i].path, call.name)
-        if call not in current or current[call][0].types[index] is not None:    # an inlined jaxpr repeats its tags
-            site = place.site(path, call.structure, [None] * call.structure.num_leaves,
-                              differentiated=place.differentiated or _differentiated(eqn))
+        if (
+            call not in current or current[call][0].types[index] is not None
+        ):  # an inlined jaxpr repeats its tags
+            site = place.site(
+                path,
+                call.structure,
+                [None] * call.structure.num_leaves,
+                differentiated=place.differentiated or _differentiated(eqn),
+            )
             current[call] = site, []
             groups.append(current[call])
         site, members = current[call]
@@ -174,7 +196,15 @@ def _tagged(level, jaxpr, place, scopes, forward) -> dict[int, list[Site]]:
 
 
 def _below(path, name):
-    return path if name is None else path + name if name == BLOCK else f"{path}/{name}" if path else name
+    return (
+        path
+        if name is None
+        else path + name
+        if name == BLOCK
+        else f"{path}/{name}"
+        if path
+        else name
+    )
 
 
 @dataclasses.dataclass
@@ -197,7 +227,9 @@ def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int
     runs, open_runs = [], []
     for i in forward:
         entries = _entries(jaxpr.eqns[i], scopes[i].path, place.at.path)
-        while open_runs and (len(open_runs) > len(entries) or open_runs[-1].key != entries[len(open_runs) - 1][1]):
+        while open_runs and (
+            len(open_runs) > len(entries) or open_runs[-1].key != entries[len(open_runs) - 1][1]
+        ):
             open_runs.pop()
         while len(open_runs) < len(entries):
             path, key = entries[len(open_runs)]
@@ -208,17 +240,23 @@ def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int
         if open_runs and (found := tag_of(jaxpr.eqns[i])) is not None and found[0].name is None:
             open_runs[-1].tagged = True
     complete = collections.defaultdict(list)
-    for run in reversed(runs):    # inner scopes before outer ones
+    for run in reversed(runs):  # inner scopes before outer ones
         if run.tagged:
             continue
-        leaving = [(i, k, v) for i in sorted(run.members) for k, v in enumerate(jaxpr.eqns[i].outvars)
-                   if readers.get(v, frozenset()) - run.members]
+        leaving = [
+            (i, k, v)
+            for i in sorted(run.members)
+            for k, v in enumerate(jaxpr.eqns[i].outvars)
+            if readers.get(v, frozenset()) - run.members
+        ]
         if not leaving:
             continue
         last = leaving[-1][0]
         structure = jax.tree.structure(0 if len(leaving) == 1 else (0,) * len(leaving))
         differentiated = place.differentiated or _differentiated(jaxpr.eqns[last])
-        site = place.site(run.path, structure, [v.aval for _, _, v in leaving], differentiated=differentiated)
+        site = place.site(
+            run.path, structure, [v.aval for _, _, v in leaving], differentiated=differentiated
+        )
         for leaf, (i, k, _) in enumerate(leaving):
             level.made[id(jaxpr.eqns[i])].append((k, site, leaf))
         level.complete[id(jaxpr.eqns[last])].append(site)
@@ -232,12 +270,16 @@ def _entries(eqn, path, outer) -> list[tuple[str, tuple]]:
     The key identifies one execution of a `with jax.named_scope(name)` block: equations that were traced in the same
     execution of the block have equal keys.
     """
-    relative = path[len(outer):].lstrip("/") if outer else path
+    relative = path[len(outer) :].lstrip("/") if outer else path
     if not relative:
         return []
-    entries = [entry for entry in _jax.scope_entries(eqn) if entry[0] and entry[0] != "rematted_computation"]
+    entries = [
+        entry
+        for entry in _jax.scope_entries(eqn)
+        if entry[0] and entry[0] != "rematted_computation"
+    ]
     if "/".join(name for name, _ in entries) != relative:
-        entries = [(name, 0) for name in relative.split("/")]    # only the text is known
+        entries = [(name, 0) for name in relative.split("/")]  # only the text is known
     found, key = [], ()
     for name, identity in entries:
         outer, key = f"{outer}/{name}" if outer else name, (*key, name, identity)
@@ -248,11 +290,18 @@ def _entries(eqn, path, outer) -> list[tuple[str, tuple]]:
 def _inside(level, eqn, place, scope) -> None:
     for name, inside in description(eqn.primitive).inside.items():
         avals = [v.aval for v in eqn.invars]
-        types = jax.eval_shape(lambda *arrays, of=inside.compute: of(eqn, arrays),
-                               *(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in avals))
-        site = place.site(f"{scope.path}/{name}" if scope.path else name, jax.tree.structure(0), [types],
-                          differentiated=place.differentiated or _differentiated(eqn),
-                          compute=inside.compute, replace=inside.replace)
+        types = jax.eval_shape(
+            lambda *arrays, of=inside.compute: of(eqn, arrays),
+            *(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in avals),
+        )
+        site = place.site(
+            f"{scope.path}/{name}" if scope.path else name,
+            jax.tree.structure(0),
+            [types],
+            differentiated=place.differentiated or _differentiated(eqn),
+            compute=inside.compute,
+            replace=inside.replace,
+        )
         level.complete[id(eqn)].append(site)
         level.sites.append(site)
 
@@ -267,8 +316,12 @@ def _enter(level, eqn, place, scope, readers) -> None:
         if name == "custom_vmap_call":
             obstacle = "a function with custom batching"
         within = dataclasses.replace(
-            place, at=scope, obstacle=place.obstacle or obstacle, custom=place.custom or name in _CUSTOM,
-            differentiated=place.differentiated or _differentiated(eqn))
+            place,
+            at=scope,
+            obstacle=place.obstacle or obstacle,
+            custom=place.custom or name in _CUSTOM,
+            differentiated=place.differentiated or _differentiated(eqn),
+        )
         live = [True] * len(body.jaxpr.outvars)
         if body.kind in ("call", "scan"):
             carry = scan(eqn).carry if body.kind == "scan" else 0

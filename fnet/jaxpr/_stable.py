@@ -33,8 +33,10 @@ class Unsupported(NotImplementedError):
 
     def __init__(self, primitive: str, path: str, why: str = ""):
         self.primitive, self.path = primitive, path
-        super().__init__(f"the operation {primitive!r} at {path or 'the top level'!r} has no form that is independent "
-                         f"of JAX{f' ({why})' if why else ''}; write this part of the model with other operations")
+        super().__init__(
+            f"the operation {primitive!r} at {path or 'the top level'!r} has no form that is independent "
+            f"of JAX{f' ({why})' if why else ''}; write this part of the model with other operations"
+        )
 
 
 def stable(closed: Any) -> tuple[dict, list[np.ndarray]]:
@@ -92,15 +94,18 @@ def _check_all_read(eqn, at) -> None:
     states why results do not depend on it. A later version of JAX may add such a parameter."""
     unknown = [name for name in eqn.unread() if name not in _IRRELEVANT]
     if unknown:
-        raise Unsupported(eqn.primitive.name, at.path, f"its parameter {unknown[0]!r} is unknown to this version of "
-                                                       "fnet")
+        raise Unsupported(
+            eqn.primitive.name,
+            at.path,
+            f"its parameter {unknown[0]!r} is unknown to this version of fnet",
+        )
 
 
 class _Writer:
     def __init__(self):
         self.values: list = []
         self.arrays: list[np.ndarray] = []
-        self.more: list[int] = []      # constants of bodies
+        self.more: list[int] = []  # constants of bodies
         self.ids: dict = {}
 
     def value(self, v) -> int:
@@ -127,17 +132,30 @@ class _Writer:
             at = scope_of(eqn)
             if eqn.primitive.name not in _OPTIONS:
                 raise Unsupported(eqn.primitive.name, at.path)
-            if any(jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in (*eqn.invars, *eqn.outvars)):
+            if any(
+                jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
+                for v in (*eqn.invars, *eqn.outvars)
+            ):
                 raise Unsupported(eqn.primitive.name, at.path, "random keys")
             name, options = _OPTIONS[eqn.primitive.name]
             equation = _Equation(eqn)
             inputs = [self.atom(a) for a in eqn.invars]
             filled = options(self, equation, at) if options else {}
             _check_all_read(equation, at)
-            equations.append([filled.pop("operation", name or eqn.primitive.name), inputs,
-                              [self.value(v) for v in eqn.outvars], filled, at.path])
-        return {"inputs": [self.value(v) for v in jaxpr.invars], "equations": equations,
-                "outputs": [self.atom(a) for a in jaxpr.outvars]}
+            equations.append(
+                [
+                    filled.pop("operation", name or eqn.primitive.name),
+                    inputs,
+                    [self.value(v) for v in eqn.outvars],
+                    filled,
+                    at.path,
+                ]
+            )
+        return {
+            "inputs": [self.value(v) for v in jaxpr.invars],
+            "equations": equations,
+            "outputs": [self.atom(a) for a in jaxpr.outvars],
+        }
 
     def closed(self, closed, at) -> dict:
         """Returns the body of a loop or branch. The constants of the body become constants of the whole program."""
@@ -156,24 +174,39 @@ def _number(x) -> int | float | bool | str:
 
 def _scan(self, eqn, at):
     parts = scan(eqn)
-    return {"body": self.closed(parts.closed, at), "consts": parts.consts, "carry": parts.carry,
-            "length": size(parts.length), "reverse": bool(parts.options.get("reverse"))}
+    return {
+        "body": self.closed(parts.closed, at),
+        "consts": parts.consts,
+        "carry": parts.carry,
+        "length": size(parts.length),
+        "reverse": bool(parts.options.get("reverse")),
+    }
 
 
 def _while(self, eqn, at):
     params = eqn.params
-    return {"test": self.closed(params["cond_jaxpr"], at), "test_consts": params["cond_nconsts"],
-            "body": self.closed(params["body_jaxpr"], at), "body_consts": params["body_nconsts"]}
+    return {
+        "test": self.closed(params["cond_jaxpr"], at),
+        "test_consts": params["cond_nconsts"],
+        "body": self.closed(params["body_jaxpr"], at),
+        "body_consts": params["body_nconsts"],
+    }
 
 
 def _gather(self, eqn, at):
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     mode = _mode(eqn, at)
     fill = params["fill_value"]
-    return {"offset": _ints(numbers.offset_dims), "collapsed": _ints(numbers.collapsed_slice_dims),
-            "indexed": _ints(numbers.start_index_map), "batch": _ints(numbers.operand_batching_dims),
-            "index_batch": _ints(numbers.start_indices_batching_dims), "sizes": list(map(size, params["slice_sizes"])),
-            "fill": _filling(eqn, fill) if mode == lax.GatherScatterMode.FILL_OR_DROP else None, **_promises(eqn)}
+    return {
+        "offset": _ints(numbers.offset_dims),
+        "collapsed": _ints(numbers.collapsed_slice_dims),
+        "indexed": _ints(numbers.start_index_map),
+        "batch": _ints(numbers.operand_batching_dims),
+        "index_batch": _ints(numbers.start_indices_batching_dims),
+        "sizes": list(map(size, params["slice_sizes"])),
+        "fill": _filling(eqn, fill) if mode == lax.GatherScatterMode.FILL_OR_DROP else None,
+        **_promises(eqn),
+    }
 
 
 def _mode(eqn, at):
@@ -200,23 +233,31 @@ def _filling(eqn, fill):
         return "nan"
     if jnp.issubdtype(dtype, jnp.bool_):
         return True
-    return int(jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.iinfo(dtype).max)
+    return int(
+        jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.iinfo(dtype).max
+    )
 
 
 def _scatter(kind):
     def options(self, eqn, at):
         params, numbers = eqn.params, eqn.params["dimension_numbers"]
-        return {"kind": kind, "window": _ints(numbers.update_window_dims),
-                "inserted": _ints(numbers.inserted_window_dims), "indexed": _ints(numbers.scatter_dims_to_operand_dims),
-                "batch": _ints(numbers.operand_batching_dims),
-                "index_batch": _ints(numbers.scatter_indices_batching_dims),
-                "clip": _mode(eqn, at) == lax.GatherScatterMode.CLIP, **_promises(eqn),
-                **(_applied(self, eqn, at) if kind == "replace" else _reduced(params))}
+        return {
+            "kind": kind,
+            "window": _ints(numbers.update_window_dims),
+            "inserted": _ints(numbers.inserted_window_dims),
+            "indexed": _ints(numbers.scatter_dims_to_operand_dims),
+            "batch": _ints(numbers.operand_batching_dims),
+            "index_batch": _ints(numbers.scatter_indices_batching_dims),
+            "clip": _mode(eqn, at) == lax.GatherScatterMode.CLIP,
+            **_promises(eqn),
+            **(_applied(self, eqn, at) if kind == "replace" else _reduced(params)),
+        }
+
     return options
 
 
 def _reduced(params) -> dict:
-    params["update_jaxpr"], params["update_consts"]    # the primitive's name says what they compute
+    params["update_jaxpr"], params["update_consts"]  # the primitive's name says what they compute
     return {}
 
 
@@ -237,17 +278,29 @@ def _applied(self, eqn, at) -> dict:
 
 def _convolution(self, eqn, at):
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
-    return {"strides": _ints(params["window_strides"]), "padding": _pairs(params["padding"]),
-            "input_dilation": _ints(params["lhs_dilation"]), "dilation": _ints(params["rhs_dilation"]),
-            "input": _ints(numbers.lhs_spec), "kernel": _ints(numbers.rhs_spec), "output": _ints(numbers.out_spec),
-            "groups": params["feature_group_count"], "batch_groups": params["batch_group_count"], **_precision(eqn)}
+    return {
+        "strides": _ints(params["window_strides"]),
+        "padding": _pairs(params["padding"]),
+        "input_dilation": _ints(params["lhs_dilation"]),
+        "dilation": _ints(params["rhs_dilation"]),
+        "input": _ints(numbers.lhs_spec),
+        "kernel": _ints(numbers.rhs_spec),
+        "output": _ints(numbers.out_spec),
+        "groups": params["feature_group_count"],
+        "batch_groups": params["batch_group_count"],
+        **_precision(eqn),
+    }
 
 
 def _window(self, eqn, at):
     params, rank = eqn.params, len(eqn.params["window_dimensions"])
-    return {"window": _ints(params["window_dimensions"]), "strides": _ints(params["window_strides"]),
-            "padding": _pairs(params["padding"]), "input_dilation": _ints(params.get("base_dilation") or (1,) * rank),
-            "dilation": _ints(params.get("window_dilation") or (1,) * rank)}
+    return {
+        "window": _ints(params["window_dimensions"]),
+        "strides": _ints(params["window_strides"]),
+        "padding": _pairs(params["padding"]),
+        "input_dilation": _ints(params.get("base_dilation") or (1,) * rank),
+        "dilation": _ints(params.get("window_dilation") or (1,) * rank),
+    }
 
 
 def _select_window(self, eqn, at):
@@ -259,8 +312,11 @@ def _select_window(self, eqn, at):
 
 def _dot(self, eqn, at):
     contract, batch = eqn.params["dimension_numbers"]
-    return {"contract": [_ints(axes) for axes in contract], "batch": [_ints(axes) for axes in batch],
-            **_precision(eqn)}
+    return {
+        "contract": [_ints(axes) for axes in contract],
+        "batch": [_ints(axes) for axes in batch],
+        **_precision(eqn),
+    }
 
 
 def _precision(eqn) -> dict:
@@ -309,8 +365,10 @@ def _of(**names):
     """Returns a function that reads the options of an operation, such as strides, from the parameters of a jaxpr
     equation. For example, `_of(step="strides")` returns a function that reads the option `step` from the parameter
     `strides`."""
+
     def options(self, eqn, at):
         return {name: _plain(eqn.params[source]) for name, source in names.items()}
+
     return options
 
 
@@ -340,44 +398,77 @@ def _iota(self, eqn, at):
 
 # Parameters on which the results do not depend, or which only repeat the type of an output.
 _IRRELEVANT: dict[str, str] = {
-    **dict.fromkeys(("dtype", "new_dtype", "preferred_element_type", "index_dtype", "shape", "new_sizes"),
-                    "the type of an output, which the stable form states"),
+    **dict.fromkeys(
+        ("dtype", "new_dtype", "preferred_element_type", "index_dtype", "shape", "new_sizes"),
+        "the type of an output, which the stable form states",
+    ),
     **dict.fromkeys(("sharding", "out_sharding"), "the devices of an output"),
     "weak_type": "all types in the stable form are explicit",
     "dimensions": "flatten has replaced it by a transpose",
     "out_dtype": "flatten has replaced it by casts of the operands",
     "is_stable": "readers of the stable form always sort stably",
-    **dict.fromkeys(("linear", "unroll", "_split_transpose"), "how a loop is differentiated or compiled"),
+    **dict.fromkeys(
+        ("linear", "unroll", "_split_transpose"), "how a loop is differentiated or compiled"
+    ),
     "ft_out": "the outputs of a loop, which the stable form counts",
     "branches_platforms": "the index of the branch is an operand",
 }
 _FUNCTIONS = """exp exp2 expm1 log log1p tanh logistic sin cos tan asin acos atan sinh cosh asinh acosh atanh sqrt rsqrt
-cbrt erf erfc erf_inv lgamma""".split()    # with an accuracy, or without, depending on the version of JAX
+cbrt erf erfc erf_inv lgamma""".split()  # with an accuracy, or without, depending on the version of JAX
 _SAME_NAME = """
 neg sign floor ceil is_finite abs not add sub mul div rem max min pow atan2 and or xor eq ne lt le gt ge nextafter
 shift_left shift_right_logical shift_right_arithmetic clamp population_count real imag
 """.split()
-_AXES = ("reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor")
+_AXES = (
+    "reduce_sum",
+    "reduce_prod",
+    "reduce_max",
+    "reduce_min",
+    "reduce_and",
+    "reduce_or",
+    "reduce_xor",
+)
 # The name of the operation (None: that of the primitive), and the function that reads its options.
 _OPTIONS: dict[str, tuple] = {
-    **{name: (None, None) for name in _SAME_NAME}, **{name: (None, _accuracy) for name in _FUNCTIONS},
+    **{name: (None, None) for name in _SAME_NAME},
+    **{name: (None, _accuracy) for name in _FUNCTIONS},
     **{name: (None, _of(axes="axes")) for name in _AXES},
     **{name: (None, _of(axes="axes")) for name in ("argmax", "argmin")},
-    **{name: (None, _of(axis="axis", reverse="reverse")) for name in ("cumsum", "cumprod", "cummax", "cummin")},
-    "select_n": ("select", None), "integer_pow": ("power", _of(exponent="y")), "round": ("round", _round),
-    "convert_element_type": ("convert", None), "reduce_precision": (None, _of(exponent="exponent_bits",
-                                                                            mantissa="mantissa_bits")),
-    "broadcast_in_dim": ("broadcast", _broadcast), "reshape": (None, _shape), "iota": (None, _iota),
-    "transpose": (None, _of(axes="permutation")), "rev": ("reverse", _of(axes="dimensions")),
-    "concatenate": (None, _of(axis="dimension")), "pad": (None, _of(padding="padding_config")),
+    **{
+        name: (None, _of(axis="axis", reverse="reverse"))
+        for name in ("cumsum", "cumprod", "cummax", "cummin")
+    },
+    "select_n": ("select", None),
+    "integer_pow": ("power", _of(exponent="y")),
+    "round": ("round", _round),
+    "convert_element_type": ("convert", None),
+    "reduce_precision": (None, _of(exponent="exponent_bits", mantissa="mantissa_bits")),
+    "broadcast_in_dim": ("broadcast", _broadcast),
+    "reshape": (None, _shape),
+    "iota": (None, _iota),
+    "transpose": (None, _of(axes="permutation")),
+    "rev": ("reverse", _of(axes="dimensions")),
+    "concatenate": (None, _of(axis="dimension")),
+    "pad": (None, _of(padding="padding_config")),
     "slice": (None, _of(start="start_indices", stop="limit_indices", step="strides")),
-    "dynamic_slice": (None, _of(sizes="slice_sizes")), "dynamic_update_slice": (None, None),
-    "gather": (None, _gather), "scatter": (None, _scatter("replace")), "scatter-add": ("scatter", _scatter("add")),
-    "scatter-mul": ("scatter", _scatter("mul")), "scatter-min": ("scatter", _scatter("min")),
+    "dynamic_slice": (None, _of(sizes="slice_sizes")),
+    "dynamic_update_slice": (None, None),
+    "gather": (None, _gather),
+    "scatter": (None, _scatter("replace")),
+    "scatter-add": ("scatter", _scatter("add")),
+    "scatter-mul": ("scatter", _scatter("mul")),
+    "scatter-min": ("scatter", _scatter("min")),
     "scatter-max": ("scatter", _scatter("max")),
-    "sort": (None, _of(axis="dimension", keys="num_keys")), "top_k": (None, _largest),
-    "dot_general": ("dot", _dot), "conv_general_dilated": ("convolution", _convolution),
-    "reduce_window_max": ("window_max", _window), "reduce_window_min": ("window_min", _window),
-    "reduce_window_sum": ("window_sum", _window), "select_and_scatter_add": ("window_select_add", _select_window),
-    "dim_as_value": ("size", _of(value="dim")), "scan": (None, _scan), "while": (None, _while), "cond": (None, _cond),
+    "sort": (None, _of(axis="dimension", keys="num_keys")),
+    "top_k": (None, _largest),
+    "dot_general": ("dot", _dot),
+    "conv_general_dilated": ("convolution", _convolution),
+    "reduce_window_max": ("window_max", _window),
+    "reduce_window_min": ("window_min", _window),
+    "reduce_window_sum": ("window_sum", _window),
+    "select_and_scatter_add": ("window_select_add", _select_window),
+    "dim_as_value": ("size", _of(value="dim")),
+    "scan": (None, _scan),
+    "while": (None, _while),
+    "cond": (None, _cond),
 }

@@ -80,7 +80,11 @@ class Structure:
         self._nodes = _nodes(self._structure)
 
     def __eq__(self, other):
-        return isinstance(other, Structure) and self._structure == other._structure and alike(self._nodes, other._nodes)
+        return (
+            isinstance(other, Structure)
+            and self._structure == other._structure
+            and alike(self._nodes, other._nodes)
+        )
 
     def __hash__(self):
         return hash(self._structure)
@@ -110,10 +114,16 @@ def results_boxed(tree: Any, arguments: Any = ()) -> Any:
     `arguments` (the arguments of the function) contains a `Static` with the same number in an attribute `rate`. JAX
     does not convert a number in a `Static` to an array, so an unchanged option stays a Python number.
     """
-    given = {(_field(path), x) for path, x in jax.tree.leaves_with_path(arguments, is_leaf=_static) if _static(x)}
+    given = {
+        (_field(path), x)
+        for path, x in jax.tree.leaves_with_path(arguments, is_leaf=_static)
+        if _static(x)
+    }
 
     def box(path, x):
-        if is_array(x) or (_number(x) and (not _inside(path) or (_field(path), Static(x)) not in given)):
+        if is_array(x) or (
+            _number(x) and (not _inside(path) or (_field(path), Static(x)) not in given)
+        ):
             return x
         return _box(path, x)
 
@@ -127,8 +137,11 @@ def unboxed(tree: Any) -> Any:
 
 def statics(tree: Any) -> list:
     """Returns the (path, value) of each `Static` in a tree."""
-    return [(jax.tree_util.keystr(path), x.value) for path, x in jax.tree.leaves_with_path(tree, is_leaf=_static)
-            if _static(x)]
+    return [
+        (jax.tree_util.keystr(path), x.value)
+        for path, x in jax.tree.leaves_with_path(tree, is_leaf=_static)
+        if _static(x)
+    ]
 
 
 def is_array(x: Any) -> bool:
@@ -136,7 +149,9 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def array_leaves(tree: Any, wanted: Callable[[Any], bool] = is_array) -> tuple[list, Callable[[Iterable], Any]]:
+def array_leaves(
+    tree: Any, wanted: Callable[[Any], bool] = is_array
+) -> tuple[list, Callable[[Iterable], Any]]:
     """Returns a list of the leaves for which `wanted(leaf)` is true, and a function that rebuilds the tree from a list.
 
     Leaves for which `wanted(leaf)` is false, such as bools, strings and functions, stay Python values, so that a traced
@@ -176,7 +191,12 @@ def _field(path) -> tuple:
 
     If the key path contains no `GetAttrKey`, the complete key path is returned.
     """
-    return path[max((i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)), default=0):]
+    return path[
+        max(
+            (i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)),
+            default=0,
+        ) :
+    ]
 
 
 def _box(path, x):
@@ -188,5 +208,7 @@ def static(x: Any, name: str) -> Static:
     try:
         hash(x)
     except TypeError:
-        raise TypeError(f"{name} is a {type(x).__name__}, which is neither an array nor hashable") from None
+        raise TypeError(
+            f"{name} is a {type(x).__name__}, which is neither an array nor hashable"
+        ) from None
     return Static(x)

@@ -19,7 +19,7 @@ from fnet.jaxpr._primitives import Description, Traits, describe
 tagging = jax.make_user_context(False)
 """Whether `tag` marks values. Set this with `with tagging(True): ...`, and read it as `tagging.value`."""
 
-BLOCK = "[:]"    # the name of the output of each block of a stack
+BLOCK = "[:]"  # the name of the output of each block of a stack
 
 
 class Tagged:
@@ -62,11 +62,16 @@ def tag(value: Any, name: str | None = None) -> Any:
     if not tagging.value:
         return value
     leaves, structure = jax.tree.flatten(value)
-    is_array = [isinstance(x, jax.Array) for x in leaves]    # False for a traced jax.Ref
-    call = Tagged(name, jax.tree.structure(jax.tree.unflatten(structure, [0 if a else None for a in is_array])))
+    is_array = [isinstance(x, jax.Array) for x in leaves]  # False for a traced jax.Ref
+    call = Tagged(
+        name,
+        jax.tree.structure(jax.tree.unflatten(structure, [0 if a else None for a in is_array])),
+    )
     index = iter(range(len(leaves)))
-    return jax.tree.unflatten(structure, [tag_p.bind(x, call=call, index=next(index)) if a else x
-                                          for x, a in zip(leaves, is_array)])
+    return jax.tree.unflatten(
+        structure,
+        [tag_p.bind(x, call=call, index=next(index)) if a else x for x, a in zip(leaves, is_array)],
+    )
 
 
 def tag_of(eqn: Any) -> tuple[Tagged, int] | None:
@@ -88,7 +93,9 @@ def _jvp(primals, tangents, **params):
 
 
 def _batch(args, axes, **params):
-    return tag_p.bind(jnp.moveaxis(args[0], axes[0], 0), **params), 0    # captured values have the batch axis first
+    return tag_p.bind(
+        jnp.moveaxis(args[0], axes[0], 0), **params
+    ), 0  # captured values have the batch axis first
 
 
 tag_p.def_impl(lambda x, **_: x)

@@ -12,7 +12,10 @@ from fnet.jaxpr import _mutable
 from fnet.jaxpr._static_leaves import array_leaves, is_array
 from fnet.jaxpr._values import as_array
 
-_TRACED = jax.Array, jax.core.Tracer    # a traced jax.Ref is a Tracer, but not an Array: JAX rejects it
+_TRACED = (
+    jax.Array,
+    jax.core.Tracer,
+)  # a traced jax.Ref is a Tracer, but not an Array: JAX rejects it
 
 
 class Traced:
@@ -33,13 +36,19 @@ class Traced:
             (args, kwargs), new = _mutable.insert(tree, modules)
             result = f(*args, **kwargs)
             results, self._structure = jax.tree.flatten(
-                (_mutable.returned(result, new), _mutable.updates(new, modules)))
-            self._results = [None if isinstance(x, _TRACED) else (x,) for x in results]    # constants in tuples
+                (_mutable.returned(result, new), _mutable.updates(new, modules))
+            )
+            self._results = [
+                None if isinstance(x, _TRACED) else (x,) for x in results
+            ]  # constants in tuples
             for x in results:
                 _check(x)
             return [x for x in results if isinstance(x, _TRACED)]
 
-        flat.__signature__, flat.__wrapped__ = inspect.signature(flat), f    # JAX's errors name f and its line
+        flat.__signature__, flat.__wrapped__ = (
+            inspect.signature(flat),
+            f,
+        )  # JAX's errors name f and its line
         self.closed = jax.make_jaxpr(flat)(*self.arrays)
 
     def result(self, arrays: Iterable) -> Any:
@@ -62,7 +71,13 @@ def _check(x: Any) -> None:
     if function := inspect.isfunction(x):
         inside += inspect.getclosurevars(x).nonlocals.values()
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(inside)):
-        what = f"the function {x.__qualname__!r}, which closes over" if function else f"a {type(x).__name__} with"
-        raise TypeError(f"a transformed function must return arrays, or pytrees of arrays; it returned {what} "
-                        "arrays that were computed inside. Return the arrays themselves, or register the class with "
-                        "jax.tree_util.register_dataclass")
+        what = (
+            f"the function {x.__qualname__!r}, which closes over"
+            if function
+            else f"a {type(x).__name__} with"
+        )
+        raise TypeError(
+            f"a transformed function must return arrays, or pytrees of arrays; it returned {what} "
+            "arrays that were computed inside. Return the arrays themselves, or register the class with "
+            "jax.tree_util.register_dataclass"
+        )

@@ -43,13 +43,20 @@ def restore(value: Value, aval: Any) -> Any:
 
 def bind(eqn: Any, arrays: list, **changes: Any) -> list[Value]:
     """Applies the equation's primitive to other inputs, with some of its parameters changed."""
-    outputs = _jax.bind(eqn.primitive, arrays, {**eqn.primitive.get_bind_params(eqn.params), **changes})
+    outputs = _jax.bind(
+        eqn.primitive, arrays, {**eqn.primitive.get_bind_params(eqn.params), **changes}
+    )
     return [Value(y) for y in outputs]
 
 
 def plain(eqn: Any, inputs: list[Value]) -> list[Value]:
     """Evaluates an equation in the dtypes with which it was traced: inputs of other dtypes are converted first."""
-    return [Value(y) for y in _jax.bind_again(eqn, [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)])]
+    return [
+        Value(y)
+        for y in _jax.bind_again(
+            eqn, [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)]
+        )
+    ]
 
 
 def as_array(x: Any) -> Any:

@@ -13,8 +13,10 @@ _NAMES = ("__module__", "__name__", "__qualname__", "__doc__", "__type_params__"
 def check_function(who: str, f: Any) -> None:
     """Raises a TypeError if the argument `f` of the transform `who` is not a function."""
     if not callable(f):
-        raise TypeError(f"{who}: expected a function, got {'None' if f is None else f'a {type(f).__name__}'}; pass the "
-                        "function itself, not its result")
+        raise TypeError(
+            f"{who}: expected a function, got {'None' if f is None else f'a {type(f).__name__}'}; pass the "
+            "function itself, not its result"
+        )
 
 
 def wraps(f: Callable, who: str = "", *, signature: bool = True) -> Callable:

@@ -18,15 +18,17 @@ from fnet.jaxpr._calls import scan
 from fnet.jaxpr._equations import product
 from fnet.jaxpr._primitives import POINTWISE
 
-ALWAYS = None    # the value is zero everywhere
+ALWAYS = None  # the value is zero everywhere
 Zero = frozenset | None
 
-_LIKE_FIRST = frozenset("""
+_LIKE_FIRST = frozenset(
+    """
     neg abs sign floor ceil round tanh erf sin tan asin atan sinh asinh atanh sqrt cbrt square expm1 log1p
     convert_element_type copy copy_p stop_gradient reduce_precision real imag conj name pvary device_put site div
     rem transpose reshape squeeze expand_dims slice split unstack tile gather dynamic_slice reduce_max reduce_min
     reduce_window_sum reduce_window_max reduce_window_min cumsum
-""".split())
+""".split()
+)
 _EITHER = frozenset(("mul", "and"))
 _BOTH = frozenset(("add", "sub", "add_any", "or", "concatenate", "stack", "dynamic_update_slice"))
 
@@ -50,10 +52,15 @@ def freeze_nonzero_sums(frame: Frame, inputs: Sequence[Zero], atoms: Atoms) -> l
     jaxpr = frame.jaxpr
     zero: dict[Any, Zero] = dict(zip(jaxpr.invars, inputs))
     zero.update(dict.fromkeys(jaxpr.constvars, frozenset()))
-    read = lambda v: (ALWAYS if v.val == 0 else frozenset()) if isinstance(v, _jax.Literal) else zero[v]
+    read = lambda v: (
+        (ALWAYS if v.val == 0 else frozenset()) if isinstance(v, _jax.Literal) else zero[v]
+    )
     for eqn in jaxpr.eqns:
         found = _zero(frame, eqn, list(map(read, eqn.invars)), atoms)
-        zero.update((v, x if x is ALWAYS else x & _atoms_of(frame.of(v), atoms)) for v, x in zip(eqn.outvars, found))
+        zero.update(
+            (v, x if x is ALWAYS else x & _atoms_of(frame.of(v), atoms))
+            for v, x in zip(eqn.outvars, found)
+        )
     return list(map(read, jaxpr.outvars))
 
 
@@ -95,11 +102,20 @@ def _zero(frame, eqn, ins, atoms) -> list[Zero]:
     if name in ("max", "min", "clamp"):
         return [_bounded(eqn, name, ins)]
     if name == "broadcast_in_dim":
-        new = [axis for i, axis in enumerate(frame.of(eqn.outvars[0])) if i not in eqn.params["broadcast_dimensions"]]
+        new = [
+            axis
+            for i, axis in enumerate(frame.of(eqn.outvars[0]))
+            if i not in eqn.params["broadcast_dimensions"]
+        ]
         return [ALWAYS if ins[0] is ALWAYS else ins[0] - _atoms_of(new, atoms)]
     if name == "reduce_sum":
         axes = [frame.of(eqn.invars[0])[i] for i in eqn.params["axes"]]
-        _summed(axes, ins[0], atoms, "summed over where it is not zero, as in the mean of a normalization")
+        _summed(
+            axes,
+            ins[0],
+            atoms,
+            "summed over where it is not zero, as in the mean of a normalization",
+        )
         return [ins[0]]
     if (found := product(eqn)) is not None:
         return [_multiplied(frame, eqn, found, ins, atoms)]
@@ -146,9 +162,14 @@ def _multiplied(frame, eqn, found, ins, atoms) -> Zero:
     if found.op.name == "dot_general":
         summed = [lhs[i] for i in found.dimensions[0][0]]
         batch = [lhs[i] for i in found.dimensions[1][0]]
-        own = [[axis for i, axis in enumerate(axes)
-                if i not in (*found.dimensions[0][side], *found.dimensions[1][side])]
-               for side, axes in enumerate((lhs, rhs))]
+        own = [
+            [
+                axis
+                for i, axis in enumerate(axes)
+                if i not in (*found.dimensions[0][side], *found.dimensions[1][side])
+            ]
+            for side, axes in enumerate((lhs, rhs))
+        ]
     else:
         spec = found.dimensions
         summed, batch = [rhs[spec.rhs_spec[1]]], [frame.groups.get(id(eqn), ())]
@@ -158,8 +179,12 @@ def _multiplied(frame, eqn, found, ins, atoms) -> Zero:
     if either is ALWAYS:
         return ALWAYS
     shared, only = _atoms_of(batch, atoms), [_atoms_of(axes, atoms) for axes in own]
-    return frozenset(atom for atom in either if atom in shared | only[0] | only[1]
-                     and all(atom in ins[side] for side in (0, 1) if atom in only[side]))
+    return frozenset(
+        atom
+        for atom in either
+        if atom in shared | only[0] | only[1]
+        and all(atom in ins[side] for side in (0, 1) if atom in only[side])
+    )
 
 
 def _scanned(inner, eqn, ins, atoms):
@@ -169,5 +194,5 @@ def _scanned(inner, eqn, ins, atoms):
         outs = freeze_nonzero_sums(inner, [*consts, *carry, *slices], atoms)
         joined = [_both(pair) for pair in zip(carry, outs)]
         if joined == carry:
-            return [*carry, *outs[parts.carry:]]
+            return [*carry, *outs[parts.carry :]]
         carry = joined

@@ -22,7 +22,15 @@ from fnet.layers._cross_entropy import linear_cross_entropy
 from fnet.layers._dropout import Dropout
 from fnet.layers._embed import Embed
 from fnet.layers._experts import MixtureOfExperts, load_balancing_loss, router_z_loss
-from fnet.layers._interop import from_linen, from_nnx, linen_variables, nnx_variables, to_linen, to_nnx, update_nnx
+from fnet.layers._interop import (
+    from_linen,
+    from_nnx,
+    linen_variables,
+    nnx_variables,
+    to_linen,
+    to_nnx,
+    update_nnx,
+)
 from fnet.layers._linear import Dense, Maxout
 from fnet.layers._norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from fnet.layers._partition import combine, partition
@@ -32,12 +40,52 @@ from fnet.layers._scope import Scope
 from fnet.layers._spec import ParamSpec, Spec, count_parameters
 
 __all__ = [
-    "GRU", "LSTM", "RNN", "Attention", "AvgPool", "BatchNorm", "Conv", "ConvTranspose", "Dense", "DepthwiseConv",
-    "Dropout", "Embed", "Flatten", "GlobalAvgPool", "GroupNorm", "Layer", "LayerNorm", "MaxPool", "Maxout",
-    "MixtureOfExperts", "Parallel", "ParamSpec", "RMSNorm", "Remat", "Residual", "Rotary", "Scope", "Sequential",
-    "Spec", "Stack", "combine", "count_parameters", "dot_product_attention", "from_linen", "from_nnx", "layer",
-    "linear_cross_entropy", "linen_variables", "load_balancing_loss", "method", "nnx_variables", "partition",
-    "router_z_loss", "to_linen", "to_nnx", "update_nnx",
+    "GRU",
+    "LSTM",
+    "RNN",
+    "Attention",
+    "AvgPool",
+    "BatchNorm",
+    "Conv",
+    "ConvTranspose",
+    "Dense",
+    "DepthwiseConv",
+    "Dropout",
+    "Embed",
+    "Flatten",
+    "GlobalAvgPool",
+    "GroupNorm",
+    "Layer",
+    "LayerNorm",
+    "MaxPool",
+    "Maxout",
+    "MixtureOfExperts",
+    "Parallel",
+    "ParamSpec",
+    "RMSNorm",
+    "Remat",
+    "Residual",
+    "Rotary",
+    "Scope",
+    "Sequential",
+    "Spec",
+    "Stack",
+    "combine",
+    "count_parameters",
+    "dot_product_attention",
+    "from_linen",
+    "from_nnx",
+    "layer",
+    "linear_cross_entropy",
+    "linen_variables",
+    "load_balancing_loss",
+    "method",
+    "nnx_variables",
+    "partition",
+    "router_z_loss",
+    "to_linen",
+    "to_nnx",
+    "update_nnx",
 ]
 
 

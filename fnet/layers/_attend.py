@@ -27,10 +27,19 @@ from fnet.layers._explicit import automatic, like
 from fnet.layers._sizes import integers, sized
 
 
-def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, mask: jax.Array | None = None,
-                          lengths: jax.Array | None = None, starts: jax.Array | None = None, causal: bool = False,
-                          window: int | None = None, scale: float | None = None,
-                          softcap: float | None = None) -> jax.Array:
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    starts: jax.Array | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
     """Scaled dot-product attention.
 
         out[t, h] = sum_s softmax_s(scale query[t, h] . key[s, g] + mask[t, s]) value[s, g],  g = h // (heads / groups)
@@ -84,52 +93,98 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
     (b, t, h, _), s = query.shape, key.shape[1]
     if mask is not None:
         mask = mask_of(mask, (b, h, t, s), "dot_product_attention: mask")
-    lengths, starts = (None if x is None else integers(x, b, f"dot_product_attention: {name}")
-                       for x, name in ((lengths, "lengths"), (starts, "starts")))
+    lengths, starts = (
+        None if x is None else integers(x, b, f"dot_product_attention: {name}")
+        for x, name in ((lengths, "lengths"), (starts, "starts"))
+    )
     if window is not None and window < 1:
         raise ValueError(f"dot_product_attention: window must be >= 1; got {window}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"dot_product_attention: softcap must be above 0; got {softcap}")
-    return attend(query, key, value, mask=mask, lengths=lengths, starts=starts, causal=causal, window=window,
-                  scale=scale, softcap=softcap)
+    return attend(
+        query,
+        key,
+        value,
+        mask=mask,
+        lengths=lengths,
+        starts=starts,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+    )
 
 
-def attend(query, key, value, *, mask=None, lengths=None, starts=None, causal, window, scale=None,
-           softcap=None) -> jax.Array:
+def attend(
+    query,
+    key,
+    value,
+    *,
+    mask=None,
+    lengths=None,
+    starts=None,
+    causal,
+    window,
+    scale=None,
+    softcap=None,
+) -> jax.Array:
     """Computes `dot_product_attention` for arguments that are already validated; the mask has four axes."""
     where = {"mask": mask, "lengths": lengths, "starts": starts}
     given = tuple(name for name, x in where.items() if x is not None)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    form = Form(bool(causal), window, scale, given, jax.config.jax_default_matmul_precision,
-                None if softcap is None else float(softcap))
+    form = Form(
+        bool(causal),
+        window,
+        scale,
+        given,
+        jax.config.jax_default_matmul_precision,
+        None if softcap is None else float(softcap),
+    )
     _jax.kernels.tell_devices(attention_p, backward_p)
     arrays = _jax.vary_alike(query, key, value, *(where[name] for name in given))
-    return attention_p.bind(*arrays, form=form, compute=query.dtype, outs=(query.dtype,), residuals=False)[0]
+    return attention_p.bind(
+        *arrays, form=form, compute=query.dtype, outs=(query.dtype,), residuals=False
+    )[0]
 
 
 def mask_of(mask, shape, what) -> jax.Array:
     """Checks a mask, and returns it with four axes. `what` is the beginning of the error message."""
     mask = jnp.asarray(mask)
-    full = (mask.shape[0], 1, *mask.shape[1:]) if mask.ndim == 3 else (1,) * (4 - mask.ndim) + mask.shape
+    full = (
+        (mask.shape[0], 1, *mask.shape[1:])
+        if mask.ndim == 3
+        else (1,) * (4 - mask.ndim) + mask.shape
+    )
     fits = 2 <= mask.ndim <= 4 and all(have in (1, need) for have, need in zip(full, shape))
     if not fits or mask.dtype != jnp.bool_:
-        raise ValueError(f"{what} must be boolean (True: attend) with shape [t, s], [b, t, s] or [b, h, t, s] of "
-                         f"{shape}; got {mask.dtype}{list(mask.shape)}")
+        raise ValueError(
+            f"{what} must be boolean (True: attend) with shape [t, s], [b, t, s] or [b, h, t, s] of "
+            f"{shape}; got {mask.dtype}{list(mask.shape)}"
+        )
     return mask.reshape(full)
 
 
 def _check(query, key, value):
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
-    if not all(x.ndim == 4 for x in (query, key, value)) or key.shape != value.shape or (
-            query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
-        raise ValueError("dot_product_attention: expected query [batch, time, heads, head_dim], and key and value "
-                         f"[batch, keys, key/value heads, head_dim] with equal batch and head_dim; got {shapes}")
+    if (
+        not all(x.ndim == 4 for x in (query, key, value))
+        or key.shape != value.shape
+        or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3])
+    ):
+        raise ValueError(
+            "dot_product_attention: expected query [batch, time, heads, head_dim], and key and value "
+            f"[batch, keys, key/value heads, head_dim] with equal batch and head_dim; got {shapes}"
+        )
     if not key.shape[2] or query.shape[2] % key.shape[2]:
-        raise ValueError(f"dot_product_attention: {query.shape[2]} heads must be a multiple of {key.shape[2]} "
-                         "key/value heads")
+        raise ValueError(
+            f"dot_product_attention: {query.shape[2]} heads must be a multiple of {key.shape[2]} "
+            "key/value heads"
+        )
     if not query.dtype == key.dtype == value.dtype or not jnp.issubdtype(query.dtype, jnp.floating):
-        raise TypeError("dot_product_attention: query, key and value must have one floating-point dtype; got "
-                        f"{query.dtype}, {key.dtype} and {value.dtype}")
+        raise TypeError(
+            "dot_product_attention: query, key and value must have one floating-point dtype; got "
+            f"{query.dtype}, {key.dtype} and {value.dtype}"
+        )
 
 
 # The primitives. The operands are query, key and value, then the arrays named in `form.given`, then the operands listed
@@ -160,7 +215,7 @@ def _attention(blocks, products, *args, form, compute, outs, residuals):
 
 def _tangent(blocks, products, *args, form, compute, outs, moving):
     run = functools.partial(xla.tangent, form, products, blocks, moving)
-    where, tangents = args[3:3 + len(form.given)], args[6 + len(form.given):]
+    where, tangents = args[3 : 3 + len(form.given)], args[6 + len(form.given) :]
     return [automatic(run, like(args[0], 0, 1, 2, 3))(*args[:3], *where, *tangents).astype(outs[0])]
 
 
@@ -198,6 +253,7 @@ def _on_cpu(f, *args, **params):
 
 def _by_kernel(platform, primitive, f):
     """Returns the lowering rule for a platform that has attention kernels."""
+
     def rule(ctx, *values, form, compute, outs, **params):
         partitioning = _jax.kernels.partitioning(ctx)
         run = functools.partial(_by_xla, f, form=form, compute=compute, outs=outs, **params)
@@ -206,7 +262,10 @@ def _by_kernel(platform, primitive, f):
 
             def run(*args):
                 results = kernel(platform, form, compute, *params.values(), partitioning, *args)
-                return [*(x.astype(dtype) for x, dtype in zip(results, outs)), *results[len(outs):]]
+                return [
+                    *(x.astype(dtype) for x, dtype in zip(results, outs)),
+                    *results[len(outs) :],
+                ]
 
         return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
 
@@ -223,12 +282,18 @@ def _explain(primitive, query, key, *_, form, compute, **params) -> str:
             return "plain XLA, because no key is hidden from all queries"
         if not sized(query.shape[1], key.shape[1]):
             return "plain XLA, because symbolic times cannot be split into blocks"
-        return "plain XLA, because " + ("the hidden keys are only known at run time" if "starts" in form.given
-                                        else "so few queries fit into one block")
+        return "plain XLA, because " + (
+            "the hidden keys are only known at run time"
+            if "starts" in form.given
+            else "so few queries fit into one block"
+        )
     if platform == "gpu":
         platform = "rocm" if "rocm" in jax.devices()[0].client.platform_version else "cuda"
-    refused = ("there is no kernel for tangents" if primitive is tangent_p
-               else flash.refusal(platform, form, compute, query, key))
+    refused = (
+        "there is no kernel for tangents"
+        if primitive is tangent_p
+        else flash.refusal(platform, form, compute, query, key)
+    )
     if refused:
         return f"plain XLA, because {refused}"
     if platform == "cuda":
@@ -250,8 +315,10 @@ def _form(*, form, compute, **_):
 def _weights(eqn, arrays):
     """Recomputes the attention weights [b, h, t, s], which no implementation stores."""
     form, compute = _form(**eqn.params)
-    where = arrays[3:3 + len(form.given)]
-    return xla.weights(form, Products(compute, xla.widened(compute), form.precision), *arrays[:2], *where)
+    where = arrays[3 : 3 + len(form.given)]
+    return xla.weights(
+        form, Products(compute, xla.widened(compute), form.precision), *arrays[:2], *where
+    )
 
 
 def _reweighted(eqn, arrays, weights):
@@ -273,8 +340,15 @@ def _axes(eqn):
     names = {"lengths": "b", "starts": "b"}
     if "mask" in (given := _form(**eqn.params)[0].given):
         shape = eqn.invars[3 + given.index("mask")].aval.shape
-        names["mask"] = " ".join(name if n > 1 else "o" for name, n in zip(("b", "gr", "t", "s"), shape))
-    return sizes, "gr", ["b t gr d", "b s g d", "b s g d", *(names[name] for name in given)], ["b t gr d"]
+        names["mask"] = " ".join(
+            name if n > 1 else "o" for name, n in zip(("b", "gr", "t", "s"), shape)
+        )
+    return (
+        sizes,
+        "gr",
+        ["b t gr d", "b s g d", "b s g d", *(names[name] for name in given)],
+        ["b t gr d"],
+    )
 
 
 def _lower(params, compute, out) -> dict | None:
@@ -296,18 +370,36 @@ def _types(f, types, params):
 
 def _define(primitive, f):
     primitive.multiple_results = True
-    run = jax.jit(lambda *args, params: primitive.bind(*args, **dict(params)), static_argnames="params")
+    run = jax.jit(
+        lambda *args, params: primitive.bind(*args, **dict(params)), static_argnames="params"
+    )
     primitive.def_impl(lambda *args, **params: run(*args, params=tuple(params.items())))
-    primitive.def_abstract_eval(lambda *types, **params: list(_types(f, types, tuple(params.items()))))
-    jaxpr.describe(primitive, jaxpr.Description(
-        jaxpr.Traits("product", memory="heavy"), lower=_lower, explain=functools.partial(_explain, primitive),
-        plain=lambda eqn: jax.make_jaxpr(functools.partial(_by_xla, f, **eqn.params))(
-            *(v.aval for v in eqn.invars)).jaxpr,
-        refusal=functools.partial(_refusal, primitive), batch_first=True,
-        inside={"weights": jaxpr.Inside(_weights, _reweighted)} if primitive is attention_p else {},
-        axes=_axes if primitive is attention_p else None))
+    primitive.def_abstract_eval(
+        lambda *types, **params: list(_types(f, types, tuple(params.items())))
+    )
+    jaxpr.describe(
+        primitive,
+        jaxpr.Description(
+            jaxpr.Traits("product", memory="heavy"),
+            lower=_lower,
+            explain=functools.partial(_explain, primitive),
+            plain=lambda eqn: (
+                jax.make_jaxpr(functools.partial(_by_xla, f, **eqn.params))(
+                    *(v.aval for v in eqn.invars)
+                ).jaxpr
+            ),
+            refusal=functools.partial(_refusal, primitive),
+            batch_first=True,
+            inside={"weights": jaxpr.Inside(_weights, _reweighted)}
+            if primitive is attention_p
+            else {},
+            axes=_axes if primitive is attention_p else None,
+        ),
+    )
     for platform, form in ((None, _by_xla), ("cpu", _on_cpu)):
-        mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(form, f), multiple_results=True), platform)
+        mlir.register_lowering(
+            primitive, mlir.lower_fun(functools.partial(form, f), multiple_results=True), platform
+        )
     if primitive is not tangent_p:
         for platform in ("cuda", "tpu"):
             mlir.register_lowering(primitive, _by_kernel(platform, primitive, f), platform)
@@ -328,7 +420,7 @@ def _batch(primitive, args, axes, *, form, **params):
             continue
         else:
             x = jnp.broadcast_to(x[None], (size, *x.shape))
-        if x.shape[1] != batch:    # a mask shared by all examples
+        if x.shape[1] != batch:  # a mask shared by all examples
             x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
         folded.append(x.reshape(size * batch, *x.shape[2:]))
     results = primitive.bind(*folded, form=form, **params)
@@ -374,16 +466,25 @@ def _backward_transpose(cotangents, *args, form, compute, outs):
     moving = tuple(not isinstance(x, ad.Zero) for x in cotangents)
     if not any(moving):
         return [None] * len(args)
-    out_tangent = tangent_p.bind(*args[:-1], *itertools.compress(cotangents, moving), form=form, compute=compute,
-                                 outs=(args[-1].aval.dtype,), moving=moving)
+    out_tangent = tangent_p.bind(
+        *args[:-1],
+        *itertools.compress(cotangents, moving),
+        form=form,
+        compute=compute,
+        outs=(args[-1].aval.dtype,),
+        moving=moving,
+    )
     return [None] * (len(args) - 1) + out_tangent
 
 
 def _backward_by_definition(blocks, products, *args, form, compute, outs):
     """Computes the same cotangents of query, key and value as `_backward`, but with `jax.vjp` of the forward pass."""
-    where = args[3:3 + len(form.given)]
+    where = args[3 : 3 + len(form.given)]
+
     def run(q, k, v, cotangent, *where):
-        return jax.vjp(lambda q, k, v: xla.forward(form, products, blocks, q, k, v, *where)[0], q, k, v)[1](cotangent)
+        return jax.vjp(
+            lambda q, k, v: xla.forward(form, products, blocks, q, k, v, *where)[0], q, k, v
+        )[1](cotangent)
 
     gradients = automatic(run, _cotangents(args))(*args[:3], args[-1].astype(products.wide), *where)
     return [x.astype(dtype) for x, dtype in zip(gradients, outs)]

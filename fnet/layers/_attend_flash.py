@@ -97,7 +97,9 @@ def _nvidia() -> tuple[float, int]:
     return float(device.compute_capability), _jax.kernels.cudnn_version() or 0
 
 
-def forward(platform: str, form: Form, compute, residuals: bool, partitioning: str, q, k, v, *where):
+def forward(
+    platform: str, form: Form, compute, residuals: bool, partitioning: str, q, k, v, *where
+):
     """Returns [out], where `out` is the output of the attention.
 
     If `residuals` is True, returns [out, peak, total]. The arrays `peak` and `total` [b, h, t] define the attention
@@ -118,9 +120,12 @@ def backward(platform: str, form: Form, compute, partitioning: str, q, k, v, *re
     arrays, kinds, (mask, lengths) = _operands(form, compute, q, k, v, where)
     blind = _blind(form, mask, lengths)
     kinds = (*kinds, "bht", "bthd", "bthd")
-    of_q, of_k, of_v = _split(_KERNELS[platform][1], form, kinds, ("bthd", "bsgd", "bsgd"), partitioning)(
-        *arrays, peak, _cast(out, compute), _cast(_silent(blind, gradient), compute))
-    if lengths is not None:    # the cotangents of padding keys are 0, but kernels return arbitrary values
+    of_q, of_k, of_v = _split(
+        _KERNELS[platform][1], form, kinds, ("bthd", "bsgd", "bsgd"), partitioning
+    )(*arrays, peak, _cast(out, compute), _cast(_silent(blind, gradient), compute))
+    if (
+        lengths is not None
+    ):  # the cotangents of padding keys are 0, but kernels return arbitrary values
         real = _real(lengths, k)[:, :, None, None]
         of_k, of_v = (jnp.where(real, x, 0) for x in (of_k, of_v))
     return [_silent(blind, of_q), of_k, of_v]
@@ -162,13 +167,19 @@ def _blind(form, mask, lengths):
     """
     if mask is not None:
         t, s = mask.shape[2:]
-        return ~(mask & jnp.tril(jnp.ones((t, s), bool))[None, None] if form.causal else mask).any(-1)
+        return ~(mask & jnp.tril(jnp.ones((t, s), bool))[None, None] if form.causal else mask).any(
+            -1
+        )
     return None if lengths is None else (lengths <= 0)[:, None, None]
 
 
 def _silent(blind, x):
     """Returns x [b, t, h, d], set to 0 for queries that attend to no key."""
-    return x if blind is None else jnp.where(blind.swapaxes(1, 2)[..., None], jnp.zeros((), x.dtype), x)
+    return (
+        x
+        if blind is None
+        else jnp.where(blind.swapaxes(1, 2)[..., None], jnp.zeros((), x.dtype), x)
+    )
 
 
 def _named(kinds, arrays):
@@ -184,26 +195,46 @@ def _named(kinds, arrays):
 
 def _cudnn_attention(form, kinds, results, q, k, v, *rest):
     bias, lengths, rest = _named(kinds, rest)
-    return tuple(_jax.kernels.cudnn_attention(q, k, v, bias, lengths, *rest, scale=form.scale, causal=form.causal,
-                                              window=form.window, residuals=len(results) > 1))
+    return tuple(
+        _jax.kernels.cudnn_attention(
+            q,
+            k,
+            v,
+            bias,
+            lengths,
+            *rest,
+            scale=form.scale,
+            causal=form.causal,
+            window=form.window,
+            residuals=len(results) > 1,
+        )
+    )
 
 
 def _splash_forward(form, kinds, results, q, k, v, *rest):
     _, lengths, _ = _named(kinds, rest)
-    how = dict(causal=form.causal, window=form.window, block=_block(q, k), residuals=len(results) > 1)
+    how = dict(
+        causal=form.causal, window=form.window, block=_block(q, k), residuals=len(results) > 1
+    )
     kernel = lambda q, k, v, *n: _jax.kernels.splash_attention(q, k, v, n[0] if n else None, **how)
     q = _cast(q.astype(jnp.float32) * form.scale, q.dtype)
-    out, *sums = jax.vmap(kernel)(*map(_heads_first, (q, k, v)), *([] if lengths is None else [lengths]))
+    out, *sums = jax.vmap(kernel)(
+        *map(_heads_first, (q, k, v)), *([] if lengths is None else [lengths])
+    )
     return _heads_first(out), *sums
 
 
 def _splash_backward(form, kinds, results, q, k, v, *rest):
     _, lengths, (peak, out, gradient) = _named(kinds, rest)
     how = dict(causal=form.causal, window=form.window, block=_block(q, k))
-    kernel = lambda q, k, v, p, o, g, *n: _jax.kernels.splash_attention(q, k, v, n[0] if n else None, o, p, g, **how)
+    kernel = lambda q, k, v, p, o, g, *n: _jax.kernels.splash_attention(
+        q, k, v, n[0] if n else None, o, p, g, **how
+    )
     q = _cast(q.astype(jnp.float32) * form.scale, q.dtype)
     q, k, v, out, gradient = map(_heads_first, (q, k, v, out, gradient))
-    gradients = jax.vmap(kernel)(q, k, v, peak, out, gradient, *([] if lengths is None else [lengths]))
+    gradients = jax.vmap(kernel)(
+        q, k, v, peak, out, gradient, *([] if lengths is None else [lengths])
+    )
     of_q, of_k, of_v = map(_heads_first, gradients)
     return _cast(of_q.astype(jnp.float32) * form.scale, of_q.dtype), of_k, of_v
 
@@ -216,7 +247,10 @@ def _block(q, k):
     return next(n for n in (512, 256, 128) if q.shape[1] % n == k.shape[1] % n == 0)
 
 
-_KERNELS = {"cuda": (_cudnn_attention, _cudnn_attention), "tpu": (_splash_forward, _splash_backward)}
+_KERNELS = {
+    "cuda": (_cudnn_attention, _cudnn_attention),
+    "tpu": (_splash_forward, _splash_backward),
+}
 
 
 def _split(kernel, form, operands, results, partitioning):
@@ -232,7 +266,11 @@ def _split(kernel, form, operands, results, partitioning):
         partitioning: as in `refusal`. If `partitioning` is "whole", XLA does not partition the program.
     """
     whole = partitioning == "whole"
-    return functools.partial(kernel, form, operands, results) if whole else _splitting(kernel, form, operands, results)
+    return (
+        functools.partial(kernel, form, operands, results)
+        if whole
+        else _splitting(kernel, form, operands, results)
+    )
 
 
 @functools.lru_cache(256)
@@ -258,9 +296,15 @@ def _splitting(kernel, form, operands, results):
         return mesh, f, given, taken
 
     rule = f"{', '.join(map(_letters, operands))} -> {', '.join(map(_letters, results))}"
-    gathered = tuple(c for c in dict.fromkeys("".join(operands)) if c in "tsd")    # in the order of the sharding rule
-    split.def_partition(partition, infer_sharding_from_operands=lambda mesh, args, _: places(mesh, args)[1],
-                        sharding_rule=rule, need_replication_factors=gathered)
+    gathered = tuple(
+        c for c in dict.fromkeys("".join(operands)) if c in "tsd"
+    )  # in the order of the sharding rule
+    split.def_partition(
+        partition,
+        infer_sharding_from_operands=lambda mesh, args, _: places(mesh, args)[1],
+        sharding_rule=rule,
+        need_replication_factors=gathered,
+    )
     return split
 
 
@@ -269,7 +313,9 @@ def _letters(axes):
 
 
 def _parts(mesh, axes) -> int:
-    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+    return math.prod(
+        mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ())
+    )
 
 
 def _cast(x, dtype):

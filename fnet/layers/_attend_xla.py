@@ -101,7 +101,9 @@ class Products(NamedTuple):
     def read(self, x):
         if self.compute == self.operand:
             return _cast(x, self.compute)
-        x = _cast(x, self.operand)    # rounds the value but not the derivative; x + (rounded - x) is exact
+        x = _cast(
+            x, self.operand
+        )  # rounds the value but not the derivative; x + (rounded - x) is exact
         return x + lax.stop_gradient(_cast(_cast(x, self.compute), self.operand) - x)
 
     def rows(self, x, y):
@@ -121,11 +123,18 @@ class Products(NamedTuple):
     def _dot(self, x, y, i, j):
         x, y = self.read(x), self.read(y)
         if not self.barred:
-            return lax.dot_general(x, y, (((i,), (j,)), ((0, 1), (0, 1))), precision=self.precision,
-                                   preferred_element_type=self.wide)
+            return lax.dot_general(
+                x,
+                y,
+                (((i,), (j,)), ((0, 1), (0, 1))),
+                precision=self.precision,
+                preferred_element_type=self.wide,
+            )
         shape = (*x.shape[:2], x.shape[2], y.shape[5 - j])
         x, y = (lax.optimization_barrier(a).reshape(-1, *a.shape[2:]) for a in (x, y))
-        z = lax.dot_general(x, y, (((2,), (j - 1,)), ((0,), (0,))), preferred_element_type=self.wide)
+        z = lax.dot_general(
+            x, y, (((2,), (j - 1,)), ((0,), (0,))), preferred_element_type=self.wide
+        )
         return lax.optimization_barrier(z).reshape(shape)
 
 
@@ -140,21 +149,27 @@ def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where)
     """
     b, t, h, _ = q.shape
     g = k.shape[2]
-    q, k, v = _split(q, g), _split(k, g), _split(v, g)                 # [b, g, r, t, d], [b, g, 1, s, d]
+    q, k, v = _split(q, g), _split(k, g), _split(v, g)  # [b, g, r, t, d], [b, g, 1, s, d]
     k, v = k[:, :, 0], v[:, :, 0]
     parts = []
     for at in blocks:
         if at.low == at.high:
             zeros = jnp.zeros((b, h, at.stop - at.start), products.wide)
-            parts.append((jnp.zeros((b, g, h // g, at.stop - at.start, v.shape[-1]), products.wide), zeros, zeros + 1))
+            parts.append(
+                (
+                    jnp.zeros((b, g, h // g, at.stop - at.start, v.shape[-1]), products.wide),
+                    zeros,
+                    zeros + 1,
+                )
+            )
             continue
-        logits, seen = _logits(form, products, at, q, k, where)        # [b, h, t, s]
+        logits, seen = _logits(form, products, at, q, k, where)  # [b, h, t, s]
         peak = lax.stop_gradient(logits.max(-1))
         weights = jnp.exp(logits - peak[..., None])
         total = weights.sum(-1)
         if seen is not None and form.blind(t, k.shape[2]):
             weights = jnp.where(seen, weights, 0)
-        y = products.mix(_grouped(weights, g), v[:, :, at.low:at.high])
+        y = products.mix(_grouped(weights, g), v[:, :, at.low : at.high])
         y = y.reshape(b, g, h // g, -1, v.shape[-1]) / total.reshape(b, g, h // g, -1, 1)
         parts.append((y, peak, total))
     y, peak, total = zip(*parts)
@@ -167,7 +182,11 @@ def weights(form: Form, products: Products, q, k, *where):
     at = Span(0, q.shape[1], 0, k.shape[1])
     logits, seen = _logits(form, products, at, _split(q, g), _split(k, g)[:, :, 0], where)
     weights = jax.nn.softmax(logits)
-    return jnp.where(seen, weights, 0) if seen is not None and form.blind(q.shape[1], k.shape[1]) else weights
+    return (
+        jnp.where(seen, weights, 0)
+        if seen is not None and form.blind(q.shape[1], k.shape[1])
+        else weights
+    )
 
 
 def mixed(products: Products, weights, v):
@@ -216,38 +235,45 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
         if at.low == at.high:
             of_q.append(jnp.zeros((b, g, h // g, at.stop - at.start, d), products.wide))
             continue
-        with jax.named_scope("rematted_computation"):    # jax.checkpoint's name for recomputation
+        with jax.named_scope("rematted_computation"):  # jax.checkpoint's name for recomputation
             logits, seen = _logits(form, products, at, q, k, where)
             weights = jnp.exp(logits - peak[:, :, rows, None].astype(products.wide))
         if early:
             weights = weights * inverse[:, :, rows, None]
         if seen is not None and form.blind(t, s):
             weights = jnp.where(seen, weights, 0)
-        part = _merged(y[:, :, :, rows])                               # [b, g, r t, d]
+        part = _merged(y[:, :, :, rows])  # [b, g, r t, d]
         cotangent = products.rows(part, v[:, :, keys]).reshape(weights.shape)
         mean = (weights * cotangent).sum(-1, keepdims=True)
         if not early:
             mean = mean * inverse[:, :, rows, None]
         cotangent = weights * (cotangent - mean)
-        if form.softcap is not None:    # hidden logits have weight 0
+        if form.softcap is not None:  # hidden logits have weight 0
             cotangent = cotangent * (1 - jnp.square(jnp.clip(logits / form.softcap, -1, 1)))
         cotangent = _grouped(cotangent * form.scale, g)
         of_q.append(products.mix(cotangent, k[:, :, keys]).reshape(b, g, h // g, -1, d))
         pad = ((0, 0), (0, 0), (at.low, s - at.high), (0, 0))
         of_k.append(jnp.pad(products.sums(cotangent, _merged(q[:, :, :, rows])), pad))
         of_v.append(jnp.pad(products.sums(_grouped(weights, g), part), pad))
-    of_k, of_v = (functools.reduce(jnp.add, parts) if parts else jnp.zeros((b, g, s, d), products.wide)
-                  for parts in (of_k, of_v))
+    of_k, of_v = (
+        functools.reduce(jnp.add, parts) if parts else jnp.zeros((b, g, s, d), products.wide)
+        for parts in (of_k, of_v)
+    )
     return _join(_concatenate(of_q, 3)), of_k.swapaxes(1, 2), of_v.swapaxes(1, 2)
 
 
 def tangent(form: Form, products: Products, blocks: list[Span], moving, q, k, v, *rest):
     """Returns the tangent of the output. `moving` contains three booleans, which state whether q, k and v have
     tangents. The tangents of q, k and v are at the end of `rest`."""
-    tangents = iter(rest[len(form.given):])
-    return jax.jvp(lambda q, k, v: forward(form, products, blocks, q, k, v, *rest[:len(form.given)])[0], (q, k, v),
-                   tuple(_cast(next(tangents), x.dtype) if moves else jnp.zeros_like(x)
-                         for x, moves in zip((q, k, v), moving)))[1]
+    tangents = iter(rest[len(form.given) :])
+    return jax.jvp(
+        lambda q, k, v: forward(form, products, blocks, q, k, v, *rest[: len(form.given)])[0],
+        (q, k, v),
+        tuple(
+            _cast(next(tangents), x.dtype) if moves else jnp.zeros_like(x)
+            for x, moves in zip((q, k, v), moving)
+        ),
+    )[1]
 
 
 def seen(form: Form, at: Span, shape, where):
@@ -274,10 +300,15 @@ def seen(form: Form, at: Span, shape, where):
         if form.window is not None:
             found.append(ahead < form.window if form.causal else jnp.abs(ahead) < form.window)
     if "lengths" in given:
-        found.append(keys[None, None, None] < lax.expand_dims(given["lengths"].astype(jnp.int32), (1, 2, 3)))
+        found.append(
+            keys[None, None, None] < lax.expand_dims(given["lengths"].astype(jnp.int32), (1, 2, 3))
+        )
     if "mask" in given:
         mask = given["mask"]
-        for axis, size, low, high in (2, shape[0], at.start, at.stop), (3, shape[1], at.low, at.high):
+        for axis, size, low, high in (
+            (2, shape[0], at.start, at.stop),
+            (3, shape[1], at.low, at.high),
+        ):
             if mask.shape[axis] == size:
                 mask = lax.slice_in_dim(mask, low, high, axis=axis)
         found.append(mask)
@@ -288,7 +319,12 @@ def _logits(form, products, at, q, k, where):
     """Returns (the logits [b, h, t, s] of a block of queries and its keys, the result of `seen` for this block)."""
     b, g, r, t, _ = q.shape
     shape = b, g * r, at.stop - at.start, at.high - at.low
-    logits = products.rows(_merged(q[:, :, :, at.start:at.stop]), k[:, :, at.low:at.high]).reshape(shape) * form.scale
+    logits = (
+        products.rows(_merged(q[:, :, :, at.start : at.stop]), k[:, :, at.low : at.high]).reshape(
+            shape
+        )
+        * form.scale
+    )
     if form.softcap is not None:
         logits = form.softcap * jnp.tanh(logits / form.softcap)
     mask = seen(form, at, (t, k.shape[2]), where)

@@ -72,26 +72,37 @@ class Rotary:
         """Whether the angles depend on the length of the text."""
         return getattr(self.scaling, "by_length", False)
 
-    def __call__(self, x: jax.Array, positions: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
+    ) -> jax.Array:
         dim = x.shape[-1] if self.features is None else self.features
         if dim % 2 or not 0 < dim <= x.shape[-1]:
-            raise ValueError(f"Rotary: head_dim must be even; got {dim}" if self.features is None else
-                             f"Rotary: features must be even, from 2 to head_dim={x.shape[-1]}; got {dim}")
+            raise ValueError(
+                f"Rotary: head_dim must be even; got {dim}"
+                if self.features is None
+                else f"Rotary: features must be even, from 2 to head_dim={x.shape[-1]}; got {dim}"
+            )
         if dim < x.shape[-1]:
             head, rest = x[..., :dim], x[..., dim:]
-            return jnp.concatenate([dataclasses.replace(self, features=None)(head, positions, lengths), rest], -1)
+            return jnp.concatenate(
+                [dataclasses.replace(self, features=None)(head, positions, lengths), rest], -1
+            )
         rates = np.float32(self.base) ** (-np.arange(0, dim, 2, dtype=np.float32) / dim)
         if self.by_length:
             lengths = positions.max(1) + 1 if lengths is None else lengths
-            rates = lax.expand_dims(self.scaling(rates, lengths), (1, 2))                        # [b, 1, 1, dim/2]
+            rates = lax.expand_dims(self.scaling(rates, lengths), (1, 2))  # [b, 1, 1, dim/2]
         else:
             rates = (rates if self.scaling is None else self.scaling(rates))[None, None, None]
-        angles = lax.expand_dims(positions.astype(jnp.float32), (2, 3)) * rates                  # [b, t, 1, dim/2]
+        angles = lax.expand_dims(positions.astype(jnp.float32), (2, 3)) * rates  # [b, t, 1, dim/2]
         sin, cos = jnp.sin(angles), jnp.cos(angles)
         if (amplitude := getattr(self.scaling, "amplitude", 1.0)) != 1:
             sin, cos = sin * amplitude, cos * amplitude
         y = wide(x)
-        pairs = y.reshape(*y.shape[:-1], dim // 2, 2) if self.interleaved else y.reshape(*y.shape[:-1], 2, dim // 2)
+        pairs = (
+            y.reshape(*y.shape[:-1], dim // 2, 2)
+            if self.interleaved
+            else y.reshape(*y.shape[:-1], 2, dim // 2)
+        )
         axis = -1 if self.interleaved else -2
         a, b = (lax.index_in_dim(pairs, i, axis % pairs.ndim, keepdims=False) for i in (0, 1))
         sin, cos = sin.astype(y.dtype), cos.astype(y.dtype)
@@ -181,60 +192,103 @@ class Attention(Layer):
     kernel_init: Callable = lecun_normal
     out_init: Callable | None = None
 
-    def forward(self, scope: Scope, x: jax.Array, context: jax.Array | None = None, *, mask: jax.Array | None = None,
-                lengths: jax.Array | None = None, positions: jax.Array | None = None) -> jax.Array:
+    def forward(
+        self,
+        scope: Scope,
+        x: jax.Array,
+        context: jax.Array | None = None,
+        *,
+        mask: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
         x = floating(x, scope, "Attention")
         source = x if context is None else floating(context, scope, "Attention")
         groups, dim = self._sizes(scope, x, source)
         if lengths is not None:
             lengths = integers(lengths, x.shape[0], f"Attention at {scope}: lengths")
-        q = self._project(scope, "query", x, self.heads, dim, self.qk_norm)            # [b, t, h, d]
-        k = self._project(scope, "key", source, groups, dim, self.qk_norm)             # [b, s, g, d]
+        q = self._project(scope, "query", x, self.heads, dim, self.qk_norm)  # [b, t, h, d]
+        k = self._project(scope, "key", source, groups, dim, self.qk_norm)  # [b, s, g, d]
         v = self._project(scope, "value", source, groups, dim)
         cache = self._cache(scope, k) if self.causal and context is None else None
         start = jnp.zeros(x.shape[0], jnp.int32) if cache is None else cache[2]
-        order = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]      # [b, t]
+        order = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]  # [b, t]
         if self.rotary is not None:
             if context is not None:
-                raise ValueError(f"Attention at {scope}: rotary= needs self-attention; call it without context=")
+                raise ValueError(
+                    f"Attention at {scope}: rotary= needs self-attention; call it without context="
+                )
             turn = order if positions is None else self._positions(scope, positions, x)
-            if late := self.rotary.by_length and cache is not None:    # the keys are rotated after the cache
+            if (
+                late := self.rotary.by_length and cache is not None
+            ):  # the keys are rotated after the cache
                 if positions is not None:
-                    raise ValueError(f"Attention at {scope}: positions= with a cache needs a rotary= whose scaling "
-                                     "does not depend on the length")
-            texts = None if positions is not None or (lengths is None and not late) else (
-                start + (x.shape[1] if lengths is None else lengths.astype(jnp.int32)))
+                    raise ValueError(
+                        f"Attention at {scope}: positions= with a cache needs a rotary= whose scaling "
+                        "does not depend on the length"
+                    )
+            texts = (
+                None
+                if positions is not None or (lengths is None and not late)
+                else (start + (x.shape[1] if lengths is None else lengths.astype(jnp.int32)))
+            )
             q, k = self.rotary(q, turn, texts), k if late else self.rotary(k, turn, texts)
         if cache is not None:
             k, v, fits = self._append(scope, cache, k, v, lengths)
             lengths = None
             if self.rotary is not None and late:
-                k = self.rotary(k, jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.int32)[None], k.shape[:2]), texts)
+                k = self.rotary(
+                    k,
+                    jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.int32)[None], k.shape[:2]),
+                    texts,
+                )
         if mask is not None:
-            mask = mask_of(mask, (x.shape[0], self.heads, x.shape[1], k.shape[1]), f"Attention at {scope}: mask")
+            mask = mask_of(
+                mask,
+                (x.shape[0], self.heads, x.shape[1], k.shape[1]),
+                f"Attention at {scope}: mask",
+            )
         where = {"mask": mask, "lengths": lengths, "starts": None if cache is None else start}
         if self.dropout and scope.train:
             y = self._dropped(scope, q, k, v, where)
         else:
-            y = attend(q, k, v, **where, causal=self.causal, window=self.window, scale=self.scale,
-                       softcap=self.softcap)                             # [b, t, h, d]
+            y = attend(
+                q,
+                k,
+                v,
+                **where,
+                causal=self.causal,
+                window=self.window,
+                scale=self.scale,
+                softcap=self.softcap,
+            )  # [b, t, h, d]
         if cache is not None:
             y = jnp.where(fits[:, None, None, None], y, jnp.nan)
         y = y.reshape(*x.shape[:2], self.heads * dim)
         bias = self.use_bias if self.out_bias is None else self.out_bias
-        return Dense(x.shape[-1], use_bias=bias, kernel_init=self.out_init or self.kernel_init,
-                     axes=("heads", "embed"))(scope["out"], y)
+        return Dense(
+            x.shape[-1],
+            use_bias=bias,
+            kernel_init=self.out_init or self.kernel_init,
+            axes=("heads", "embed"),
+        )(scope["out"], y)
 
     def _sizes(self, scope, x, source):
         if x.ndim != 3 or source.ndim != 3 or x.shape[0] != source.shape[0]:
-            raise ValueError(f"Attention at {scope}: expected [batch, time, features]; got {x.shape}"
-                             + ("" if source is x else f" with context {source.shape}"))
+            raise ValueError(
+                f"Attention at {scope}: expected [batch, time, features]; got {x.shape}"
+                + ("" if source is x else f" with context {source.shape}")
+            )
         groups = self.kv_heads or self.heads
         if self.heads % groups:
-            raise ValueError(f"Attention at {scope}: heads={self.heads} must be a multiple of kv_heads={groups}")
+            raise ValueError(
+                f"Attention at {scope}: heads={self.heads} must be a multiple of kv_heads={groups}"
+            )
         if self.head_dim is None and x.shape[-1] % self.heads:
-            raise ValueError(f"Attention at {scope}: the {x.shape[-1]} features must be a multiple of "
-                             f"heads={self.heads}; or set head_dim")
+            raise ValueError(
+                f"Attention at {scope}: the {x.shape[-1]} features must be a multiple of "
+                f"heads={self.heads}; or set head_dim"
+            )
         if self.window is not None and self.window < 1:
             raise ValueError(f"Attention at {scope}: window must be >= 1; got {self.window}")
         dim = self.head_dim or x.shape[-1] // self.heads
@@ -243,8 +297,12 @@ class Attention(Layer):
         return groups, dim
 
     def _project(self, scope, name, x, heads, dim, norm=None):
-        y = Dense(heads * dim, use_bias=self.use_bias, kernel_init=self.kernel_init,
-                  axes=("embed", "heads"))(scope[name], x)
+        y = Dense(
+            heads * dim,
+            use_bias=self.use_bias,
+            kernel_init=self.kernel_init,
+            axes=("embed", "heads"),
+        )(scope[name], x)
         if norm is not None and not self.norm_heads:
             y = norm(scope[f"{name}_norm"], y)
         y = y.reshape(*x.shape[:2], heads, dim)
@@ -253,22 +311,30 @@ class Attention(Layer):
     def _positions(self, scope, positions, x):
         positions = jnp.asarray(positions)
         if positions.shape not in (x.shape[:2], x.shape[1:2]):
-            raise ValueError(f"Attention at {scope}: positions must be [batch, time] {x.shape[:2]} or [time]; got "
-                             f"{positions.shape}")
+            raise ValueError(
+                f"Attention at {scope}: positions must be [batch, time] {x.shape[:2]} or [time]; got "
+                f"{positions.shape}"
+            )
         return jnp.broadcast_to(positions if positions.ndim == 2 else positions[None], x.shape[:2])
 
     def _cache(self, scope, k):
         """Returns (keys, values, index) of the cache, or None if the caller passed none."""
-        batch, time, groups, dim = k.shape    # products read keys and values with the heads before the time
-        cache = (scope.state("cached_key", (batch, groups, time, dim), zeros, "cache", dtype=k.dtype),
-                 scope.state("cached_value", (batch, groups, time, dim), zeros, "cache", dtype=k.dtype),
-                 scope.state("index", (batch,), zeros, "cache", dtype=jnp.int32))
+        batch, time, groups, dim = (
+            k.shape
+        )  # products read keys and values with the heads before the time
+        cache = (
+            scope.state("cached_key", (batch, groups, time, dim), zeros, "cache", dtype=k.dtype),
+            scope.state("cached_value", (batch, groups, time, dim), zeros, "cache", dtype=k.dtype),
+            scope.state("index", (batch,), zeros, "cache", dtype=jnp.int32),
+        )
         if cache[0] is None:
             return None
         held = cache[0].shape
         if len(held) != 4 or held[:2] != (batch, groups) or held[3] != dim:
-            raise ValueError(f"Attention at {scope}: keys {k.shape} do not match the cache {held}; create it with "
-                             "model.cache for inputs of this batch size")
+            raise ValueError(
+                f"Attention at {scope}: keys {k.shape} do not match the cache {held}; create it with "
+                "model.cache for inputs of this batch size"
+            )
         return cache
 
     def _append(self, scope, cache, k, v, lengths):
@@ -278,17 +344,28 @@ class Attention(Layer):
             (all cached keys, all cached values, booleans [b] that are True for examples that fit into the cache).
         """
         keys, values, index = cache
-        new = jnp.full(index.shape, k.shape[1], jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+        new = (
+            jnp.full(index.shape, k.shape[1], jnp.int32)
+            if lengths is None
+            else jnp.asarray(lengths, jnp.int32)
+        )
         rows = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None]
         columns = index[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
-        put = automatic(lambda held, rows, columns, new: held.at[rows, :, columns].set(new.astype(held.dtype),
-                                                                                       mode="drop"), like(k, 0))
+        put = automatic(
+            lambda held, rows, columns, new: held.at[rows, :, columns].set(
+                new.astype(held.dtype), mode="drop"
+            ),
+            like(k, 0),
+        )
         keys, values = put(keys, rows, columns, k), put(values, rows, columns, v)
         for name, value in ("cached_key", keys), ("cached_value", values), ("index", index + new):
             scope.update(name, value)
         # Attention transposes keys and values back, so that XLA reads them without a copy.
-        return (keys.swapaxes(1, 2).astype(k.dtype), values.swapaxes(1, 2).astype(v.dtype),
-                index + new <= keys.shape[2])
+        return (
+            keys.swapaxes(1, 2).astype(k.dtype),
+            values.swapaxes(1, 2).astype(v.dtype),
+            index + new <= keys.shape[2],
+        )
 
     def _dropped(self, scope, q, k, v, where):
         """Returns the attention output, an array [b, t, h, d], with dropout applied to the attention weights."""
@@ -296,8 +373,12 @@ class Attention(Layer):
         where = {name: x for name, x in where.items() if x is not None}
         scale = 1 / math.sqrt(dim) if self.scale is None else self.scale
         form = Form(self.causal, self.window, scale, tuple(where), softcap=self.softcap)
-        weights = attention_weights(form, Products(q.dtype, q.dtype, None), q, k, *where.values())    # [b, h, t, s]
+        weights = attention_weights(
+            form, Products(q.dtype, q.dtype, None), q, k, *where.values()
+        )  # [b, h, t, s]
         weights = Dropout(self.dropout)(scope["dropout"], tag(weights, "weights"))
         weights = weights.astype(v.dtype).reshape(b, k.shape[2], -1, k.shape[1])
-        y = lax.dot_general(weights, v.transpose(0, 2, 1, 3), (((3,), (2,)), ((0, 1), (0, 1))))    # [b, g, h/g t, d]
+        y = lax.dot_general(
+            weights, v.transpose(0, 2, 1, 3), (((3,), (2,)), ((0, 1), (0, 1)))
+        )  # [b, g, h/g t, d]
         return y.reshape(b, heads, t, dim).transpose(0, 2, 1, 3)

@@ -28,15 +28,19 @@ class _Children(Layer):
         object.__setattr__(self, "names", (*map(str, range(len(layers))), *named))
         for name, child in zip(self.names, self.layers):
             if not callable(child):
-                raise TypeError(f"{type(self).__name__}: child {name!r} must be a layer or a function; "
-                                f"got {describe(child)}")
+                raise TypeError(
+                    f"{type(self).__name__}: child {name!r} must be a layer or a function; "
+                    f"got {describe(child)}"
+                )
 
     def __repr__(self):
         return f"{type(self).__name__}({', '.join(self._shown())})"
 
     def _shown(self):
         for number, (name, child) in enumerate(zip(self.names, self.layers)):
-            shown = repr(child) if isinstance(child, Layer) else getattr(child, "__name__", repr(child))
+            shown = (
+                repr(child) if isinstance(child, Layer) else getattr(child, "__name__", repr(child))
+            )
             yield shown if name == str(number) else f"{name}={shown}"
 
     def _each(self, scope):
@@ -60,7 +64,8 @@ class Sequential(_Children):
     ['0', 'head']
     """
 
-    if TYPE_CHECKING:    # type checkers would take the fields for the arguments of a dataclass
+    if TYPE_CHECKING:  # type checkers would take the fields for the arguments of a dataclass
+
         def __init__(self, *layers: Callable, **named: Callable): ...
 
     def forward(self, scope: Scope, *inputs: Any) -> Any:
@@ -97,7 +102,9 @@ class Residual(_Children):
         super().__init__(*layers, **named)
         object.__setattr__(self, "shortcut", shortcut)
         if shortcut is not None and not callable(shortcut):
-            raise TypeError(f"Residual: shortcut must be a layer or a function; got {describe(shortcut)}")
+            raise TypeError(
+                f"Residual: shortcut must be a layer or a function; got {describe(shortcut)}"
+            )
 
     def _shown(self):
         yield from super()._shown()
@@ -109,10 +116,16 @@ class Residual(_Children):
         for child in self._each(scope):
             y = child(y)
         if self.shortcut is not None:
-            x = self.shortcut(scope["shortcut"], x) if isinstance(self.shortcut, Layer) else self.shortcut(x)
+            x = (
+                self.shortcut(scope["shortcut"], x)
+                if isinstance(self.shortcut, Layer)
+                else self.shortcut(x)
+            )
         if y.shape != x.shape:
-            raise ValueError(f"Residual at {scope}: the output {y.shape} and the input {x.shape} must have one shape; "
-                             "pass a shortcut that maps the input to the output's shape")
+            raise ValueError(
+                f"Residual at {scope}: the output {y.shape} and the input {x.shape} must have one shape; "
+                "pass a shortcut that maps the input to the output's shape"
+            )
         return x + y
 
 
@@ -235,5 +248,7 @@ def _same(scope, block, x, y):
     """Checks that the output of a stacked block has the same shape and dtype as the first input of the block."""
     taken, given = (jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", tree) for tree in (x, y))
     if taken != given:
-        raise ValueError(f"Stack at {scope}: a block's output must have the shape and dtype of its first input; "
-                         f"{type(block).__name__} maps {taken} to {given}")
+        raise ValueError(
+            f"Stack at {scope}: a block's output must have the shape and dtype of its first input; "
+            f"{type(block).__name__} maps {taken} to {given}"
+        )

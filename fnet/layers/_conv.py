@@ -64,12 +64,16 @@ class Conv(Layer):
 
     def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "Conv")
-        window, strides, dilation = geometry("Conv", scope, x, self.kernel_size, self.strides, self.dilation)
+        window, strides, dilation = geometry(
+            "Conv", scope, x, self.kernel_size, self.strides, self.dilation
+        )
         kernel = _kernel("Conv", self, scope, x, window).astype(x.dtype)
         padding = pads("Conv", scope, self.padding, window, dilation)
         y = _convolved(self, scope, x, kernel, strides, padding, rhs_dilation=dilation)
         if 0 in y.shape[1:-1]:
-            raise ValueError(f"Conv at {scope}: the window {window} is larger than the input {x.shape[1:-1]}")
+            raise ValueError(
+                f"Conv at {scope}: the window {window} is larger than the input {x.shape[1:-1]}"
+            )
         return y
 
 
@@ -102,9 +106,17 @@ class DepthwiseConv(Layer):
 
     def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         inputs = floating(x, scope, "DepthwiseConv").shape[-1]
-        conv = Conv(inputs * self.multiplier, self.kernel_size, self.strides, padding=self.padding,
-                    dilation=self.dilation, groups=inputs, use_bias=self.use_bias, kernel_init=self.kernel_init,
-                    bias_init=self.bias_init)
+        conv = Conv(
+            inputs * self.multiplier,
+            self.kernel_size,
+            self.strides,
+            padding=self.padding,
+            dilation=self.dilation,
+            groups=inputs,
+            use_bias=self.use_bias,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+        )
         return conv.forward(scope, x)
 
 
@@ -154,45 +166,80 @@ class ConvTranspose(Layer):
 
     def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "ConvTranspose")
-        window, strides, dilation = geometry("ConvTranspose", scope, x, self.kernel_size, self.strides, self.dilation)
+        window, strides, dilation = geometry(
+            "ConvTranspose", scope, x, self.kernel_size, self.strides, self.dilation
+        )
         if self.padding == "CAUSAL":
-            raise ValueError(f"ConvTranspose at {scope}: padding must be 'SAME', 'VALID' or explicit; got 'CAUSAL'")
-        kernel = jnp.flip(_kernel("ConvTranspose", self, scope, x, window), range(len(window))).astype(x.dtype)
+            raise ValueError(
+                f"ConvTranspose at {scope}: padding must be 'SAME', 'VALID' or explicit; got 'CAUSAL'"
+            )
+        kernel = jnp.flip(
+            _kernel("ConvTranspose", self, scope, x, window), range(len(window))
+        ).astype(x.dtype)
         extra = numbers("output_padding", self.output_padding, len(window), "ConvTranspose", scope)
         reach = [d * (k - 1) + 1 for k, d in zip(window, dilation)]
         explicit = pads("ConvTranspose", scope, self.padding, window, dilation)
         if explicit == "VALID":
             explicit = [(0, 0)] * len(window)
-        elif explicit == "SAME":    # the padding of the convolution that maps size * stride to size
-            explicit = [(total // 2, total - total // 2) for total in (max(r - s, 0) for r, s in zip(reach, strides))]
+        elif explicit == "SAME":  # the padding of the convolution that maps size * stride to size
+            explicit = [
+                (total // 2, total - total // 2)
+                for total in (max(r - s, 0) for r, s in zip(reach, strides))
+            ]
             # If the stride is larger than the window, the convolution skips positions at the end.
             extra = [e + max(s - r, 0) for e, r, s in zip(extra, reach, strides)]
-        padding = [(r - 1 - low, r - 1 - high + e) for r, (low, high), e in zip(reach, explicit, extra)]
-        return _convolved(self, scope, x, kernel, (1,) * len(window), padding, lhs_dilation=strides,
-                          rhs_dilation=dilation)
+        padding = [
+            (r - 1 - low, r - 1 - high + e) for r, (low, high), e in zip(reach, explicit, extra)
+        ]
+        return _convolved(
+            self,
+            scope,
+            x,
+            kernel,
+            (1,) * len(window),
+            padding,
+            lhs_dilation=strides,
+            rhs_dilation=dilation,
+        )
 
 
 def _kernel(who, layer, scope, x, window) -> jax.Array:
     """Returns the kernel of a convolution, [*window, in // groups, features]."""
     inputs, groups = x.shape[-1], layer.groups
     if inputs % groups or layer.features % groups:
-        raise ValueError(f"{who} at {scope}: the input's {inputs} channels and features={layer.features} must be "
-                         f"multiples of groups={groups}")
+        raise ValueError(
+            f"{who} at {scope}: the input's {inputs} channels and features={layer.features} must be "
+            f"multiples of groups={groups}"
+        )
     out = "out" if groups == 1 else f"{groups}*out"
-    return scope.param("kernel", (*window, inputs // groups, layer.features), layer.kernel_init,
-                       (*[None] * len(window), "in", "out"), roles=(*["in"] * len(window), "in", out))
+    return scope.param(
+        "kernel",
+        (*window, inputs // groups, layer.features),
+        layer.kernel_init,
+        (*[None] * len(window), "in", "out"),
+        roles=(*["in"] * len(window), "in", out),
+    )
 
 
 def _convolved(layer, scope, x, kernel, strides, padding, **dilations) -> jax.Array:
     """Convolves the input, and adds the bias."""
     padding = padding if isinstance(padding, str) else tuple(map(tuple, padding))
-    options = dict(window_strides=strides, padding=padding, dimension_numbers=layout(x.ndim),
-                   feature_group_count=layer.groups, **dilations)
+    options = dict(
+        window_strides=strides,
+        padding=padding,
+        dimension_numbers=layout(x.ndim),
+        feature_group_count=layer.groups,
+        **dilations,
+    )
     bias = None
     if layer.use_bias:
         bias = scope.param("bias", (layer.features,), layer.bias_init, ("out",), roles=("out",))
     mesh = misdivided.mesh_of(x, kernel)
-    rows = [misdivided.GROUPED] if layer.groups > 1 else [misdivided.SPLIT_IMAGE, misdivided.SPLIT_KERNEL]
+    rows = (
+        [misdivided.GROUPED]
+        if layer.groups > 1
+        else [misdivided.SPLIT_IMAGE, misdivided.SPLIT_KERNEL]
+    )
     if any(row.applies(mesh) for row in rows):
         return _divided(x, kernel, bias, mesh, tuple(options.items()))
     return _affine(x, kernel, bias, options)
@@ -229,7 +276,9 @@ def numbers(name, value, dims, who, scope) -> tuple[int, ...]:
     """Returns `value` as a tuple with one number for each dimension."""
     value = (value,) * dims if isinstance(value, int) else tuple(value)
     if len(value) != dims:
-        raise ValueError(f"{who} at {scope}: expected {dims} numbers for {name}, one for each dimension; got {value}")
+        raise ValueError(
+            f"{who} at {scope}: expected {dims} numbers for {name}, one for each dimension; got {value}"
+        )
     return value
 
 
@@ -237,9 +286,15 @@ def geometry(who, scope, x, window, strides, dilation=1):
     """Returns window, strides and dilation with one number for each spatial dimension of the input."""
     dims = x.ndim - 2 if isinstance(window, int) else len(window)
     if x.ndim != dims + 2 or dims < 1:
-        needed = "[batch, *space, channels]" if isinstance(window, int) else f"{dims + 2} axes for window {window}"
-        raise ValueError(f"{who} at {scope}: expected {needed}; got shape {x.shape}"
-                         + ("; add a batch axis: x[None]" if x.ndim == dims + 1 else ""))
+        needed = (
+            "[batch, *space, channels]"
+            if isinstance(window, int)
+            else f"{dims + 2} axes for window {window}"
+        )
+        raise ValueError(
+            f"{who} at {scope}: expected {needed}; got shape {x.shape}"
+            + ("; add a batch axis: x[None]" if x.ndim == dims + 1 else "")
+        )
     given = ("kernel_size", window), ("strides", strides), ("dilation", dilation)
     return tuple(numbers(name, value, dims, who, scope) for name, value in given)
 
@@ -252,12 +307,16 @@ def pads(who, scope, padding, window, dilation=None):
             return padding
         if padding == "CAUSAL" and dims == 1:
             return [((dilation[0] if dilation else 1) * (window[0] - 1), 0)]
-        raise ValueError(f"{who} at {scope}: padding must be 'SAME', 'VALID', 'CAUSAL' (one dimension) or explicit; "
-                         f"got {padding!r} for {dims} dimensions")
+        raise ValueError(
+            f"{who} at {scope}: padding must be 'SAME', 'VALID', 'CAUSAL' (one dimension) or explicit; "
+            f"got {padding!r} for {dims} dimensions"
+        )
     if isinstance(padding, int):
         return [(padding, padding)] * dims
     pairs = [(pad, pad) if isinstance(pad, int) else tuple(pad) for pad in padding]
     if len(pairs) != dims or any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"{who} at {scope}: explicit padding must be a number or a (before, after) pair for each of "
-                         f"{dims} dimensions; got {padding}")
+        raise ValueError(
+            f"{who} at {scope}: explicit padding must be a number or a (before, after) pair for each of "
+            f"{dims} dimensions; got {padding}"
+        )
     return pairs

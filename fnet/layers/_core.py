@@ -42,14 +42,18 @@ class Layer:
     `jax.jit` traces a model again for a new function, and each evaluation of a lambda creates a new function.
     """
 
-    _varargs: typing.ClassVar[bool] = False    # whether the class or one of its bases defines __init__
+    _varargs: typing.ClassVar[bool] = (
+        False  # whether the class or one of its bases defines __init__
+    )
     _alike, _hash = object.__eq__, object.__hash__
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
         for name in inspect.get_annotations(cls):
             if name in _METHODS:
-                raise TypeError(f"{cls.__name__}.{name}: a field cannot have the name of a Layer's method; rename it")
+                raise TypeError(
+                    f"{cls.__name__}.{name}: a field cannot have the name of a Layer's method; rename it"
+                )
         for name, function in vars(cls).items():
             if name == "forward" or getattr(function, "is_layer_method", False):
                 _check_inputs(f"{cls.__name__}.{name}", function)
@@ -108,7 +112,9 @@ class Layer:
         record = self._record(inputs, options, train)
         return Spec(record["params"], record["state"])
 
-    def init(self, key: jax.Array, *inputs: Any, train: bool = False, **options: Any) -> tuple[dict, dict]:
+    def init(
+        self, key: jax.Array, *inputs: Any, train: bool = False, **options: Any
+    ) -> tuple[dict, dict]:
         """Creates `(params, state)`, plain nested dicts, without running the model.
 
         The random key of each array is derived from `key` and the array's path, so adding a layer does not change the
@@ -124,8 +130,10 @@ class Layer:
         """
         _check_key("init", key)
         record = self._record(inputs, options, train)
-        return (_spec.make(record["params"], _spec.fold(key, "params")),
-                _spec.make(record["state"], _spec.fold(key, "state")))
+        return (
+            _spec.make(record["params"], _spec.fold(key, "params")),
+            _spec.make(record["state"], _spec.fold(key, "state")),
+        )
 
     def cache(self, *inputs: Any, **options: Any) -> dict:
         """Creates empty key/value caches for inputs of shape [batch, max_length, ...].
@@ -136,7 +144,9 @@ class Layer:
         """
         cache = self._record(inputs, options, False)["cache"]
         if not cache:
-            raise ValueError(f"{type(self).__name__} has no cache, because none of its layers is a causal Attention")
+            raise ValueError(
+                f"{type(self).__name__} has no cache, because none of its layers is a causal Attention"
+            )
         return _spec.make(cache, jax.random.key(0))
 
     def check(self, params: dict, *inputs: Any, state: dict | None = None, **options: Any) -> None:
@@ -150,7 +160,9 @@ class Layer:
         if state is not None:
             wrong += _differences("state", record["state"], state)
         if wrong:
-            raise ValueError(f"{type(self).__name__}: arrays do not match the model: {'; '.join(wrong)}")
+            raise ValueError(
+                f"{type(self).__name__}: arrays do not match the model: {'; '.join(wrong)}"
+            )
 
     def _record(self, inputs, options, train, path=()):
         """Returns a dict of `ParamSpec` trees: "params", "state" and "cache". Paths in errors begin with `path`."""
@@ -161,7 +173,9 @@ class Layer:
         def trace(arrays):
             inputs, options = rebuild(arrays)
             run = Run(stateful=True, train=train, record=record, base=path)
-            return self.forward(Scope(Place(run, None, path, None, None), type(self)), *inputs, **options)
+            return self.forward(
+                Scope(Place(run, None, path, None, None), type(self)), *inputs, **options
+            )
 
         jax.eval_shape(trace, arrays)
         return record
@@ -177,17 +191,25 @@ class Layer:
 
     def __setattr__(self, name, value):
         raise dataclasses.FrozenInstanceError(
-            _hints.assigned(self, name, [field.name for field in dataclasses.fields(self)]))
+            _hints.assigned(self, name, [field.name for field in dataclasses.fields(self)])
+        )
 
     def __delattr__(self, name):
-        raise dataclasses.FrozenInstanceError(f"cannot delete {name!r}: {type(self).__name__} is immutable")
+        raise dataclasses.FrozenInstanceError(
+            f"cannot delete {name!r}: {type(self).__name__} is immutable"
+        )
 
     def __repr__(self):
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in _options(self).items())})"
+        return (
+            f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in _options(self).items())})"
+        )
 
     def __reduce__(self):
         # Stores only fields that differ from their defaults: JAX's initializers are closures, which pickle rejects.
-        return _restore, (type(self), {name: _portable(value) for name, value in _options(self).items()})
+        return _restore, (
+            type(self),
+            {name: _portable(value) for name, value in _options(self).items()},
+        )
 
 
 _METHODS = {name for name in vars(Layer) if not name.startswith("__")}
@@ -229,29 +251,41 @@ def layer(function: Callable[..., Any]) -> Callable[..., Layer]:
     parameters = list(inspect.signature(function).parameters.values())
     name = function.__name__
     if not parameters or parameters[0].kind is parameters[0].KEYWORD_ONLY:
-        raise TypeError(f"@layer: the first parameter of {name} must be a scope: def {name}(scope, x, *, ...)")
+        raise TypeError(
+            f"@layer: the first parameter of {name} must be a scope: def {name}(scope, x, *, ...)"
+        )
     _check_inputs(name, function, first=0)
     fields = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
 
     @functools.wraps(function)
     def forward(self, scope, *inputs, **options):
-        return function(scope, *inputs, **options, **{f.name: getattr(self, f.name) for f in fields})
+        return function(
+            scope, *inputs, **options, **{f.name: getattr(self, f.name) for f in fields}
+        )
 
     namespace = {
-        "__doc__": function.__doc__, "__module__": function.__module__, "__qualname__": function.__qualname__,
-        "__annotations__": {f.name: typing.Any if f.annotation is f.empty else f.annotation for f in fields},
+        "__doc__": function.__doc__,
+        "__module__": function.__module__,
+        "__qualname__": function.__qualname__,
+        "__annotations__": {
+            f.name: typing.Any if f.annotation is f.empty else f.annotation for f in fields
+        },
         "forward": forward,
     }
     for f in fields:
-        namespace[f.name] = dataclasses.field(kw_only=True, **({} if f.default is f.empty else {"default": f.default}))
+        namespace[f.name] = dataclasses.field(
+            kw_only=True, **({} if f.default is f.empty else {"default": f.default})
+        )
     made = type(name, (Layer,), namespace)
     construct = made.__init__
 
     @functools.wraps(construct)
     def __init__(self, *args, **options):
         if args:
-            raise TypeError(f"{name}: expected options by keyword, because this constructs a layer; to call it, write "
-                            f"{name}(...)(scope, x)")
+            raise TypeError(
+                f"{name}: expected options by keyword, because this constructs a layer; to call it, write "
+                f"{name}(...)(scope, x)"
+            )
         construct(self, **options)
 
     made.__init__ = __init__
@@ -262,12 +296,14 @@ def _call(layer, function, where, inputs, options):
     name = type(layer).__name__
     if isinstance(where, Scope):
         if options and any(word in options for word in _RESERVED):
-            raise TypeError(f"{name} at {quote(where._place.path)}: inside a model, the scope provides state, key and "
-                            "train; omit them")
+            raise TypeError(
+                f"{name} at {quote(where._place.path)}: inside a model, the scope provides state, key and "
+                "train; omit them"
+            )
         place, run = where._place, where._place.run
         outer, path = run.here, place.path
         # Named scopes can only be nested, so a shared scope from elsewhere in the tree enters its complete path.
-        new = path[len(outer):] if path[:len(outer)] == outer else path
+        new = path[len(outer) :] if path[: len(outer)] == outer else path
         run.here = path
         try:
             if new:
@@ -277,17 +313,29 @@ def _call(layer, function, where, inputs, options):
         finally:
             run.here = outer
     if not isinstance(where, Mapping):
-        hint = "; unpack the result of init: params, state = model.init(...)" if isinstance(where, tuple) else ""
+        hint = (
+            "; unpack the result of init: params, state = model.init(...)"
+            if isinstance(where, tuple)
+            else ""
+        )
         what = f"an array {where.shape}" if hasattr(where, "shape") else describe(where)
-        raise TypeError(f"{name}: the first argument must be a Scope (inside a model) or a dict of parameters "
-                        f"(outside); got {what}{hint}")
-    state, key, train = options.pop("state", None), options.pop("key", None), options.pop("train", False)
+        raise TypeError(
+            f"{name}: the first argument must be a Scope (inside a model) or a dict of parameters "
+            f"(outside); got {what}{hint}"
+        )
+    state, key, train = (
+        options.pop("state", None),
+        options.pop("key", None),
+        options.pop("train", False),
+    )
     _check_train(train)
     if key is not None:
         _check_key(name, key)
         key = _spec.fold(key, "draws")
     if state is not None and not isinstance(state, Mapping):
-        raise TypeError(f"{name}: state= must be a dict, the second result of model.init; got {describe(state)}")
+        raise TypeError(
+            f"{name}: state= must be a dict, the second result of model.init; got {describe(state)}"
+        )
     _hints.check_inputs(name, inputs)
     run = Run(stateful=state is not None, key=key, train=train)
     root = Place(run, None, (), where, state)
@@ -306,8 +354,10 @@ def _freeze(layer):
             object.__setattr__(layer, field.name, value)
         what = _unhashable(value)
         if what:
-            raise TypeError(f"{type(layer).__name__}.{field.name}: a layer's fields must be numbers, strings, "
-                            f"functions, layers or tuples of them, and arrays belong in params; got {what}")
+            raise TypeError(
+                f"{type(layer).__name__}.{field.name}: a layer's fields must be numbers, strings, "
+                f"functions, layers or tuples of them, and arrays belong in params; got {what}"
+            )
 
 
 def _tuples(value):
@@ -336,7 +386,11 @@ def _options(layer):
     options = {}
     for field in dataclasses.fields(layer):
         value = getattr(layer, field.name)
-        if field.default is dataclasses.MISSING or value != field.default or type(value) is not type(field.default):
+        if (
+            field.default is dataclasses.MISSING
+            or value != field.default
+            or type(value) is not type(field.default)
+        ):
             options[field.name] = value
     return options
 
@@ -374,20 +428,26 @@ def _restore(cls, options):
 def _check_inputs(name, function, first=1):
     for parameter in list(inspect.signature(function).parameters)[first:]:
         if parameter in _RESERVED:
-            raise TypeError(f"{name}: {parameter!r} is a reserved name and cannot be an input; rename it, or use "
-                            "scope.key(), scope.state(...) or scope.train")
+            raise TypeError(
+                f"{name}: {parameter!r} is a reserved name and cannot be an input; rename it, or use "
+                "scope.key(), scope.state(...) or scope.train"
+            )
 
 
 def _check_train(train):
     if not isinstance(train, (bool, np.bool_)):
         given = f"an array {train.shape}" if hasattr(train, "shape") else describe(train)
-        raise TypeError(f"train= must be True or False when the model is traced; got {given} (with jax.jit, use "
-                        "static_argnames='train')")
+        raise TypeError(
+            f"train= must be True or False when the model is traced; got {given} (with jax.jit, use "
+            "static_argnames='train')"
+        )
 
 
 def _check_key(who, key):
     dtype = getattr(key, "dtype", None)
-    if dtype is None or not (jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32):
+    if dtype is None or not (
+        jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32
+    ):
         given = repr(key) if dtype is None else f"an array {key.shape} of {dtype}"
         raise TypeError(f"{who}: expected a key from jax.random.key(seed); got {given}")
 
@@ -401,6 +461,8 @@ def _differences(kind, spec, held):
         if path not in found:
             wrong.append(f"{quote(path)} {leaf.shape} is missing")
         elif np.shape(found[path]) != leaf.shape:
-            wrong.append(f"{quote(path)}: expected shape {leaf.shape}, got {np.shape(found[path])} in {kind}")
+            wrong.append(
+                f"{quote(path)}: expected shape {leaf.shape}, got {np.shape(found[path])} in {kind}"
+            )
     unused = [path for path in found if path not in needed]
     return wrong + [f"{quote(path)} {np.shape(found[path])} is not used" for path in unused]

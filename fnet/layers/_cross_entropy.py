@@ -10,12 +10,21 @@ from jax import lax
 
 from fnet.layers._sizes import sized
 
-LOGITS = 1 << 29    # the maximum number of logits in a chunk: 2 GiB in float32
-POSITIONS = 64    # the minimum length of a chunk, which matters if a batch is divided among many devices
+LOGITS = 1 << 29  # the maximum number of logits in a chunk: 2 GiB in float32
+POSITIONS = (
+    64  # the minimum length of a chunk, which matters if a batch is divided among many devices
+)
 
 
-def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, bias: jax.Array | None = None,
-                         softcap: float | None = None, chunk_size: int | None = None) -> jax.Array:
+def linear_cross_entropy(
+    x: jax.Array,
+    kernel: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+) -> jax.Array:
     """Computes `optax.softmax_cross_entropy_with_integer_labels(x @ kernel + bias, labels)` in chunks of positions.
 
     The logits [batch, time, vocab_size] are the largest array in a training step of a language model. For example, for
@@ -57,7 +66,9 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
     """
     x, kernel, labels = (jnp.asarray(array) for array in (x, kernel, labels))
     _check(x, kernel, labels, bias, chunk_size)
-    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels    # int32 can represent every label
+    labels = (
+        labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
+    )  # int32 can represent every label
     time, vocab_size = x.shape[-2], kernel.shape[1]
     rows = math.prod(x.shape[:-2])
     if chunk_size is None and sized(rows, time):
@@ -72,17 +83,22 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
     x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, padding), (0, 0)])
     labels = jnp.pad(labels, [*[(0, 0)] * (labels.ndim - 1), (0, padding)])
     axis = x.ndim - 2
-    chunks = (jnp.moveaxis(x.reshape(*x.shape[:axis], count, size, x.shape[-1]), axis, 0),
-              jnp.moveaxis(labels.reshape(*labels.shape[:axis], count, size), axis, 0))
-    chunk = jax.checkpoint(lambda x, labels: _losses(x, kernel, labels, bias, softcap),
-                           prevent_cse=False)    # scan already prevents common-subexpression elimination
-    losses = lax.map(lambda pair: chunk(*pair), chunks)                        # [count, ..., size]
+    chunks = (
+        jnp.moveaxis(x.reshape(*x.shape[:axis], count, size, x.shape[-1]), axis, 0),
+        jnp.moveaxis(labels.reshape(*labels.shape[:axis], count, size), axis, 0),
+    )
+    chunk = jax.checkpoint(
+        lambda x, labels: _losses(x, kernel, labels, bias, softcap), prevent_cse=False
+    )  # scan already prevents common-subexpression elimination
+    losses = lax.map(lambda pair: chunk(*pair), chunks)  # [count, ..., size]
     losses = jnp.moveaxis(losses, 0, axis).reshape(*labels.shape[:-1], count * size)
     return lax.slice_in_dim(losses, 0, time, axis=axis)
 
 
 def _losses(x, kernel, labels, bias, softcap):
-    logits = lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    logits = lax.dot_general(
+        x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+    )
     if bias is not None:
         logits = logits + lax.expand_dims(bias, range(logits.ndim - 1))
     if softcap is not None:
@@ -101,21 +117,40 @@ def _count(time, chunk_size):
     (which avoids padding), or n if there is no such number.
     """
     fewest = -(-time // chunk_size)
-    return next((count for count in range(fewest, min(fewest + fewest // 2, time) + 1) if time % count == 0), fewest)
+    return next(
+        (
+            count
+            for count in range(fewest, min(fewest + fewest // 2, time) + 1)
+            if time % count == 0
+        ),
+        fewest,
+    )
 
 
 def _check(x, kernel, labels, bias, chunk_size):
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"linear_cross_entropy: expected floating-point x [..., time, features]; got {x.dtype}"
-                         f"{list(x.shape)}")
-    if kernel.ndim != 2 or kernel.shape[0] != x.shape[-1] or not jnp.issubdtype(kernel.dtype, jnp.floating):
-        raise ValueError(f"linear_cross_entropy: expected a floating-point kernel [{x.shape[-1]}, vocab_size] for x of "
-                         f"shape {list(x.shape)}; got {kernel.dtype}{list(kernel.shape)}")
+        raise ValueError(
+            f"linear_cross_entropy: expected floating-point x [..., time, features]; got {x.dtype}"
+            f"{list(x.shape)}"
+        )
+    if (
+        kernel.ndim != 2
+        or kernel.shape[0] != x.shape[-1]
+        or not jnp.issubdtype(kernel.dtype, jnp.floating)
+    ):
+        raise ValueError(
+            f"linear_cross_entropy: expected a floating-point kernel [{x.shape[-1]}, vocab_size] for x of "
+            f"shape {list(x.shape)}; got {kernel.dtype}{list(kernel.shape)}"
+        )
     if labels.shape != x.shape[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise ValueError(f"linear_cross_entropy: expected integer labels {list(x.shape[:-1])} for x of shape "
-                         f"{list(x.shape)}; got {labels.dtype}{list(labels.shape)}")
+        raise ValueError(
+            f"linear_cross_entropy: expected integer labels {list(x.shape[:-1])} for x of shape "
+            f"{list(x.shape)}; got {labels.dtype}{list(labels.shape)}"
+        )
     if bias is not None and jnp.shape(bias) != kernel.shape[1:]:
-        raise ValueError(f"linear_cross_entropy: expected a bias [{kernel.shape[1]}] for a kernel of shape "
-                         f"{list(kernel.shape)}; got {list(jnp.shape(bias))}")
+        raise ValueError(
+            f"linear_cross_entropy: expected a bias [{kernel.shape[1]}] for a kernel of shape "
+            f"{list(kernel.shape)}; got {list(jnp.shape(bias))}"
+        )
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"linear_cross_entropy: chunk_size must be >= 1; got {chunk_size}")

@@ -17,13 +17,19 @@ import jax
 
 from fnet import _jax, jaxpr
 
-_SIZES = tuple(1 << power for power in (12, 16, 18, 20, 22))    # numbers of 32-bit words for which programs exist
+_SIZES = tuple(
+    1 << power for power in (12, 16, 18, 20, 22)
+)  # numbers of 32-bit words for which programs exist
 
 
 def compiled(init, key, shape, dtype):
     """Computes `jax.jit(init)(key, shape, dtype)`. The key must not be traced, except by vmap."""
     typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
-    shared = typed and jax.random.key_impl(key) == "threefry2x32" and jax.config.jax_threefry_partitionable
+    shared = (
+        typed
+        and jax.random.key_impl(key) == "threefry2x32"
+        and jax.config.jax_threefry_partitionable
+    )
     size = _size(init, shape, dtype, jax.config.jax_enable_x64) if shared else None
     if size is None:
         return jax.jit(init, static_argnums=(1, 2))(key, shape, dtype)
@@ -40,8 +46,12 @@ def _size(init, shape, dtype, x64):
     than drawing 32-bit integers, for example for `jax.random.split`.
     """
     uses = list(_uses(jax.make_jaxpr(init, static_argnums=(1, 2))(jax.random.key(0), shape, dtype)))
-    if not uses or any(eqn.primitive.name != "random_bits" or jaxpr.random_bits(eqn)[0] != 32
-                       or eqn.invars[0].aval.shape for eqn in uses):
+    if not uses or any(
+        eqn.primitive.name != "random_bits"
+        or jaxpr.random_bits(eqn)[0] != 32
+        or eqn.invars[0].aval.shape
+        for eqn in uses
+    ):
         return None
     most = max(jaxpr.random_bits(eqn)[1] for eqn in uses)
     return next((size for size in _SIZES if most <= size), None)
@@ -50,7 +60,9 @@ def _size(init, shape, dtype, x64):
 def _uses(program):
     """Yields every operation that takes a key, at any depth of the program."""
     for eqn in jaxpr.equations(program):
-        if not jaxpr.bodies(eqn) and any(jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key) for v in eqn.invars):
+        if not jaxpr.bodies(eqn) and any(
+            jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key) for v in eqn.invars
+        ):
             yield eqn
 
 
@@ -68,11 +80,19 @@ def _numbers(init, shape, dtype, bits):
 def _drawn(size):
     """Returns a PRNG implementation that reads random bits from the key instead of generating them. A key is an array
     of `size` random 32-bit integers. `jax.random.bits(key, shape)` returns the first integers of this array."""
+
     def draw(bits, width, shape):
-        return bits[:math.prod(shape)].reshape(shape)
+        return bits[: math.prod(shape)].reshape(shape)
 
     def never(*_):
         raise AssertionError("`_size` should have excluded this initializer")
 
-    return _jax.prng_impl(key_shape=(size,), seed=never, split=never, random_bits=draw, fold_in=never,
-                          name=f"fnet_drawn_{size}", tag="drawn")
+    return _jax.prng_impl(
+        key_shape=(size,),
+        seed=never,
+        split=never,
+        random_bits=draw,
+        fold_in=never,
+        name=f"fnet_drawn_{size}",
+        tag="drawn",
+    )

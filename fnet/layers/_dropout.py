@@ -40,10 +40,14 @@ class Dropout(Layer):
     _: KW_ONLY
     broadcast: tuple[int, ...] = ()
 
-    def forward(self, scope: Scope, x: jax.Array, rate: float | jax.Array | None = None) -> jax.Array:
+    def forward(
+        self, scope: Scope, x: jax.Array, rate: float | jax.Array | None = None
+    ) -> jax.Array:
         rate = self.rate if rate is None else rate
         if rate is None:
-            raise ValueError(f"Dropout at {scope}: expected a rate, got none: Dropout(0.1), or rate=0.1 in the call")
+            raise ValueError(
+                f"Dropout at {scope}: expected a rate, got none: Dropout(0.1), or rate=0.1 in the call"
+            )
         if jnp.ndim(rate):
             raise ValueError(f"Dropout at {scope}: expected one rate, got shape {jnp.shape(rate)}")
         known = not isinstance(rate, jax.Array)
@@ -59,7 +63,9 @@ class Dropout(Layer):
 
         def drop(x, key, rate=rate):
             keep = jnp.broadcast_to(jax.random.bernoulli(key, 1 - rate, shape), x.shape)
-            scale = 1 - rate if known else jnp.where(rate < 1, 1 - rate, 1).astype(x.dtype)  # rate 1 keeps nothing
+            scale = (
+                1 - rate if known else jnp.where(rate < 1, 1 - rate, 1).astype(x.dtype)
+            )  # rate 1 keeps nothing
             return jnp.where(keep, x / scale, jnp.zeros_like(x))
 
         arrays = (x, scope.key()) if known else (x, scope.key(), rate)

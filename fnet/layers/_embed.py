@@ -55,9 +55,13 @@ class Embed(Layer):
     def forward(self, scope: Scope, tokens: jax.Array) -> jax.Array:
         tokens = jnp.asarray(tokens)
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise TypeError(f"Embed at {scope}: expected integer tokens; got {tokens.dtype}{list(tokens.shape)}")
-        table = jnp.asarray(self._table(scope))    # params may contain NumPy arrays
-        lookup = lambda table, tokens: table.at[tokens].get(mode="fill", wrap_negative_indices=False)
+            raise TypeError(
+                f"Embed at {scope}: expected integer tokens; got {tokens.dtype}{list(tokens.shape)}"
+            )
+        table = jnp.asarray(self._table(scope))  # params may contain NumPy arrays
+        lookup = lambda table, tokens: table.at[tokens].get(
+            mode="fill", wrap_negative_indices=False
+        )
         return automatic(lookup, like(tokens, *range(tokens.ndim)))(table, tokens)
 
     @method
@@ -74,11 +78,15 @@ class Embed(Layer):
         """
         x = floating(x, scope, "Embed.attend")
         if x.shape[-1] != self.features:
-            raise ValueError(f"Embed.attend at {scope}: expected [..., {self.features}]; got shape {x.shape}")
+            raise ValueError(
+                f"Embed.attend at {scope}: expected [..., {self.features}]; got shape {x.shape}"
+            )
         return linear(x, self._table(scope).T)
 
     @method
-    def cross_entropy(self, scope: Scope, x: jax.Array, labels: jax.Array, softcap: float | None = None) -> jax.Array:
+    def cross_entropy(
+        self, scope: Scope, x: jax.Array, labels: jax.Array, softcap: float | None = None
+    ) -> jax.Array:
         """Computes the cross-entropy loss of the logits that `attend` returns, by `nn.linear_cross_entropy`.
 
         The shape of x is [..., time, features]. Labels and losses have the shape [..., time]. The losses are in nats.
@@ -87,5 +95,10 @@ class Embed(Layer):
         return linear_cross_entropy(x, self._table(scope).T, labels, softcap=softcap)
 
     def _table(self, scope):
-        return scope.param("embedding", (self.vocab_size, self.features), self.embedding_init, ("vocab", "embed"),
-                           roles=("vocab", "out"))
+        return scope.param(
+            "embedding",
+            (self.vocab_size, self.features),
+            self.embedding_init,
+            ("vocab", "embed"),
+            roles=("vocab", "out"),
+        )

@@ -81,55 +81,81 @@ class MixtureOfExperts(Layer):
 
     def forward(self, scope: Scope, x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
         if not 1 <= self.top_k <= self.experts:
-            raise ValueError(f"MixtureOfExperts at {scope}: expected 1 <= top_k <= experts, got top_k={self.top_k} and "
-                             f"{self.experts} experts")
+            raise ValueError(
+                f"MixtureOfExperts at {scope}: expected 1 <= top_k <= experts, got top_k={self.top_k} and "
+                f"{self.experts} experts"
+            )
         if self.capacity is not None and not self.capacity > 0:
-            raise ValueError(f"MixtureOfExperts at {scope}: expected a capacity > 0 or None, got {self.capacity}")
+            raise ValueError(
+                f"MixtureOfExperts at {scope}: expected a capacity > 0 or None, got {self.capacity}"
+            )
         x = floating(x, scope, "MixtureOfExperts")
         if valid is not None and jnp.shape(valid) != x.shape[:-1]:
-            raise ValueError(f"MixtureOfExperts at {scope}: expected valid {list(x.shape[:-1])} for x "
-                             f"{list(x.shape)}, got {list(jnp.shape(valid))}")
+            raise ValueError(
+                f"MixtureOfExperts at {scope}: expected valid {list(x.shape[:-1])} for x "
+                f"{list(x.shape)}, got {list(jnp.shape(valid))}"
+            )
         width = x.shape[-1]
         up_shape, up_axes = (self.experts, width, self.hidden), ("expert", "embed", "mlp")
         down_shape, roles = (self.experts, self.hidden, width), ("layers", "in", "out")
-        gate, up = (scope.param(name, up_shape, self.kernel_init, up_axes, roles=roles) for name in ("gate", "up"))
-        down = scope.param("down", down_shape, self.kernel_init, ("expert", "mlp", "embed"), roles=roles)
-        logits = Dense(self.experts, use_bias=False, kernel_init=lecun_normal, axes=("embed", None))(scope["router"], x)
+        gate, up = (
+            scope.param(name, up_shape, self.kernel_init, up_axes, roles=roles)
+            for name in ("gate", "up")
+        )
+        down = scope.param(
+            "down", down_shape, self.kernel_init, ("expert", "mlp", "embed"), roles=roles
+        )
+        logits = Dense(
+            self.experts, use_bias=False, kernel_init=lecun_normal, axes=("embed", None)
+        )(scope["router"], x)
 
         arrays = x, logits, gate, up, down, *(() if valid is None else (valid,))
         return automatic(self._mix, like(x, *range(x.ndim)))(*arrays)
 
     def _mix(self, x, logits, gate, up, down, valid=None):
         width, shape = x.shape[-1], x.shape
-        x, logits = x.reshape(-1, width), logits.reshape(-1, self.experts)      # [tokens, f], [tokens, E]
-        weights, chosen = lax.top_k(jax.nn.softmax(wide(logits)), self.top_k)   # [tokens, top_k]
+        x, logits = (
+            x.reshape(-1, width),
+            logits.reshape(-1, self.experts),
+        )  # [tokens, f], [tokens, E]
+        weights, chosen = lax.top_k(jax.nn.softmax(wide(logits)), self.top_k)  # [tokens, top_k]
         if self.normalize:
             weights = weights / weights.sum(-1, keepdims=True)
         # The order in which a capacity is filled: the first choices of all tokens, then the second choices, ...
-        chosen, weights = chosen.T.reshape(-1), weights.T.reshape(-1)           # [pairs]
+        chosen, weights = chosen.T.reshape(-1), weights.T.reshape(-1)  # [pairs]
         if valid is not None:
             chosen = jnp.where(jnp.tile(valid.reshape(-1), self.top_k), chosen, self.experts)
-        order = jnp.argsort(chosen)                                             # pairs sorted by expert
-        sizes = jnp.bincount(chosen, length=self.experts)                       # pairs of each expert
+        order = jnp.argsort(chosen)  # pairs sorted by expert
+        sizes = jnp.bincount(chosen, length=self.experts)  # pairs of each expert
         starts = jnp.cumsum(sizes) - sizes
         if self.capacity is None:
-            expert, rows = _tiles(starts, sizes, order.shape[0])                # [tiles], [tiles, rows]
+            expert, rows = _tiles(starts, sizes, order.shape[0])  # [tiles], [tiles, rows]
             product = functools.partial(tile_dot, expert=expert)
         else:
             slots = jnp.arange(math.ceil(self.capacity * order.shape[0] / self.experts))[None]
-            rows = jnp.where(slots < sizes[:, None], starts[:, None] + slots, order.shape[0])    # [E, slots]
+            rows = jnp.where(
+                slots < sizes[:, None], starts[:, None] + slots, order.shape[0]
+            )  # [E, slots]
             product = _batched_dot
-        pairs = order.at[rows].get(mode="fill", fill_value=-1)                  # -1 in empty rows
+        pairs = order.at[rows].get(mode="fill", fill_value=-1)  # -1 in empty rows
         tokens = jnp.where(pairs < 0, x.shape[0], pairs % x.shape[0])
         pairs = jnp.where(pairs < 0, order.shape[0], pairs)
-        y = x.at[tokens].get(mode="fill", fill_value=0)                         # [tiles or E, rows, f]
+        y = x.at[tokens].get(mode="fill", fill_value=0)  # [tiles or E, rows, f]
         y = self.activation(product(y, gate.astype(x.dtype))) * product(y, up.astype(x.dtype))
         y = product(y, down.astype(x.dtype))
         y = wide(y) * weights.at[pairs].get(mode="fill", fill_value=0)[..., None]
-        return jnp.zeros(x.shape, y.dtype).at[tokens].add(y, mode="drop").astype(x.dtype).reshape(shape)
+        return (
+            jnp.zeros(x.shape, y.dtype)
+            .at[tokens]
+            .add(y, mode="drop")
+            .astype(x.dtype)
+            .reshape(shape)
+        )
 
 
-def load_balancing_loss(logits: jax.Array, top_k: int, *, valid: jax.Array | None = None) -> jax.Array:
+def load_balancing_loss(
+    logits: jax.Array, top_k: int, *, valid: jax.Array | None = None
+) -> jax.Array:
     """Computes a loss that has its minimum if all experts receive the same number of tokens.
 
         E * sum over experts e of  f[e] * P[e]
@@ -157,7 +183,7 @@ def load_balancing_loss(logits: jax.Array, top_k: int, *, valid: jax.Array | Non
     experts = logits.shape[-1]
     _, chosen = lax.top_k(logits, top_k)
     mean = _masked_mean(valid, logits.shape[:-1])
-    fraction = mean(jax.nn.one_hot(chosen, experts, dtype=logits.dtype).sum(-2))     # [E]
+    fraction = mean(jax.nn.one_hot(chosen, experts, dtype=logits.dtype).sum(-2))  # [E]
     return experts * (fraction * mean(jax.nn.softmax(logits))).sum()
 
 
@@ -179,7 +205,9 @@ def router_z_loss(logits: jax.Array, *, valid: jax.Array | None = None) -> jax.A
     >>> round(float(nn.router_z_loss(jnp.zeros((6, 4)))), 4)    # log(4)^2
     1.9218
     """
-    return _masked_mean(valid, logits.shape[:-1])(jax.nn.logsumexp(wide(logits), -1, keepdims=True) ** 2)[0]
+    return _masked_mean(valid, logits.shape[:-1])(
+        jax.nn.logsumexp(wide(logits), -1, keepdims=True) ** 2
+    )[0]
 
 
 def _masked_mean(valid, shape):
@@ -189,7 +217,9 @@ def _masked_mean(valid, shape):
     valid = jnp.broadcast_to(valid, shape).reshape(-1, 1)
 
     def mean(x):
-        return jnp.where(valid, x.reshape(-1, x.shape[-1]), 0).sum(0) / jnp.maximum(valid.sum(), 1).astype(x.dtype)
+        return jnp.where(valid, x.reshape(-1, x.shape[-1]), 0).sum(0) / jnp.maximum(
+            valid.sum(), 1
+        ).astype(x.dtype)
 
     return mean
 
@@ -214,11 +244,11 @@ def _tiles(starts, sizes, pairs):
     if isinstance(pairs, int):
         rows = min(256, 2 ** math.ceil(math.log2(max(pairs / (2 * experts), 1))))
         tiles = pairs if rows == 1 else pairs // rows + min(experts, pairs)
-    else:                                                                       # a symbolic batch
+    else:  # a symbolic batch
         rows, tiles = 16, pairs // 16 + experts
-    ends = jnp.cumsum(-(-sizes // rows))                                        # the last tile of each expert, plus 1
+    ends = jnp.cumsum(-(-sizes // rows))  # the last tile of each expert, plus 1
     tile = jnp.arange(tiles)
-    expert = jnp.minimum((tile[:, None] >= ends[None]).sum(-1), experts - 1)          # [tiles]
+    expert = jnp.minimum((tile[:, None] >= ends[None]).sum(-1), experts - 1)  # [tiles]
     within = (tile - (ends - -(-sizes // rows))[expert])[:, None] * rows + jnp.arange(rows)[None]
     used = (within < sizes[expert][:, None]) & (tile < ends[-1])[:, None]
     return expert, jnp.where(used, starts[expert][:, None] + within, pairs)

@@ -24,7 +24,9 @@ def like(x: Any, *axes: int | None) -> NamedSharding | None:
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return None
-    return NamedSharding(sharding.mesh, P(*(None if axis is None else sharding.spec[axis] for axis in axes)))
+    return NamedSharding(
+        sharding.mesh, P(*(None if axis is None else sharding.spec[axis] for axis in axes))
+    )
 
 
 def resharded(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
@@ -53,5 +55,7 @@ def by_rows(f: Callable, x: jax.Array, *shared: jax.Array) -> jax.Array:
     if rows is None or rows.spec[0] is None:
         return f(x, *shared)
     whole = NamedSharding(rows.mesh, P())
-    mapped = jax.shard_map(f, mesh=rows.mesh, in_specs=(rows.spec, *(P(),) * len(shared)), out_specs=rows.spec)
+    mapped = jax.shard_map(
+        f, mesh=rows.mesh, in_specs=(rows.spec, *(P(),) * len(shared)), out_specs=rows.spec
+    )
     return jax.jit(mapped)(resharded(x, rows), *(resharded(array, whole) for array in shared))

@@ -131,8 +131,11 @@ def from_nnx(constructor: Callable[..., nnx.Module], *args: Any, **kwargs: Any) 
     """
     from fnet.layers import _interop_nnx
 
-    return _interop_nnx.from_nnx(constructor, tuple(map(_tuples, args)),
-                                 tuple((name, _tuples(value)) for name, value in kwargs.items()))
+    return _interop_nnx.from_nnx(
+        constructor,
+        tuple(map(_tuples, args)),
+        tuple((name, _tuples(value)) for name, value in kwargs.items()),
+    )
 
 
 def to_nnx(layer: Layer, *inputs: Any, rngs: nnx.Rngs, **options: Any) -> nnx.Module:

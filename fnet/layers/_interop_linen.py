@@ -24,12 +24,20 @@ _NOT_TRAINING = ("deterministic", "use_running_average", "inference")
 
 def from_linen(module, train):
     if not isinstance(module, linen.Module):
-        what = f"the class {module.__name__}: call it" if isinstance(module, type) else describe(module)
-        raise TypeError(f"from_linen: expected a flax.linen module, e.g. linen.Dense(10); got {what}")
+        what = (
+            f"the class {module.__name__}: call it"
+            if isinstance(module, type)
+            else describe(module)
+        )
+        raise TypeError(
+            f"from_linen: expected a flax.linen module, e.g. linen.Dense(10); got {what}"
+        )
     if module.scope is not None:
-        raise ValueError(f"from_linen: expected a module that is not bound to variables; got a bound "
-                         f"{type(module).__name__}; pass module.unbind()[0], and its variables as params and state "
-                         "(inside another linen module, construct it with parent=None)")
+        raise ValueError(
+            f"from_linen: expected a module that is not bound to variables; got a bound "
+            f"{type(module).__name__}; pass module.unbind()[0], and its variables as params and state "
+            "(inside another linen module, construct it with parent=None)"
+        )
     return LinenLayer(_hashable(module), train=train)
 
 
@@ -56,17 +64,30 @@ class LinenLayer(Layer):
             rngs = {"dropout": key, "params": _spec.fold(key, "params")}
         try:
             y, after = self.module.apply(
-                {"params": params, **(state or {})}, *inputs, rngs=rngs, mutable=list(state or ()),
-                **self._mode(inputs, options, scope.train), **options)
+                {"params": params, **(state or {})},
+                *inputs,
+                rngs=rngs,
+                mutable=list(state or ()),
+                **self._mode(inputs, options, scope.train),
+                **options,
+            )
         except errors.FlaxError as error:
-            hold(scope, self._record(inputs, options, scope.train, scope._place.path), params, state, repr(self))
+            hold(
+                scope,
+                self._record(inputs, options, scope.train, scope._place.path),
+                params,
+                state,
+                repr(self),
+            )
             if isinstance(error, errors.InvalidRngError) and key is None:
                 scope.key()
             raise
         for name, before in (state or {}).items():
             new = core.unfreeze(core.meta.unbox(after.get(name, before)))
             moves = name != "batch_stats" or scope.train
-            if moves and any(a is not b for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(before))):
+            if moves and any(
+                a is not b for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(before))
+            ):
                 scope.update(name, new)
         return y
 
@@ -75,27 +96,39 @@ class LinenLayer(Layer):
 
     def _record(self, inputs, options, train, path=()):
         # The specs come from Flax's init, which creates all arrays at once. `scope.pure` calls this method.
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf,
-                              (inputs, options))
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf,
+            (inputs, options),
+        )
         arrays, rebuild = array_leaves(shapes)
 
         def made(key, leaves):
             inputs, options = rebuild(leaves)
-            made = self.module.init({"params": key}, *inputs, **self._mode(inputs, options, train), **options)
+            made = self.module.init(
+                {"params": key}, *inputs, **self._mode(inputs, options, train), **options
+            )
             params, state = dict(core.unfreeze(made)), {}
             for name in [name for name in params if name != "params"]:
                 collection = params.pop(name)
-                if _all_dicts(collection):    # sown values are in tuples
+                if _all_dicts(collection):  # sown values are in tuples
                     state[name] = collection
             return params.get("params", {}), state
 
         @functools.cache
         def variables():
             self._check_independent(made, arrays)
-            return jax.jit(lambda key: made(key, [jnp.zeros(leaf.shape, leaf.dtype) for leaf in arrays]))
+            return jax.jit(
+                lambda key: made(key, [jnp.zeros(leaf.shape, leaf.dtype) for leaf in arrays])
+            )
 
-        return {**record_of(*jax.eval_shape(made, jax.random.key(0), arrays),
-                            lambda key: core.meta.unbox(variables()(key)), path), "cache": {}}
+        return {
+            **record_of(
+                *jax.eval_shape(made, jax.random.key(0), arrays),
+                lambda key: core.meta.unbox(variables()(key)),
+                path,
+            ),
+            "cache": {},
+        }
 
     def _check_independent(self, made, arrays):
         """Checks that no array that the module creates depends on the values of its inputs, which are not known here:
@@ -108,9 +141,11 @@ class LinenLayer(Layer):
         paths = [path for path, _ in jax.tree.leaves_with_path(core.meta.unbox(tree))]
         path = next(path for i, path in enumerate(paths) if depend([i == j for j in range(count)]))
         name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
-        raise ValueError(f"{self!r}: the initial value of {name!r} depends on the values of the inputs, and a layer is "
-                         "initialized from their shapes. Initialize the module itself, and convert what it returns: "
-                         "params, state = nn.linen_variables(module.init(key, x))")
+        raise ValueError(
+            f"{self!r}: the initial value of {name!r} depends on the values of the inputs, and a layer is "
+            "initialized from their shapes. Initialize the module itself, and convert what it returns: "
+            "params, state = nn.linen_variables(module.init(key, x))"
+        )
 
 
 class FnetLayer(linen.Module):
@@ -124,14 +159,22 @@ class FnetLayer(linen.Module):
         state = state.get("batch_stats", {})
         initializing = self.is_initializing()
         if initializing and not params and not state:
-            params, state = self.layer.init(self.make_rng("params"), *inputs, train=train, **options)
+            params, state = self.layer.init(
+                self.make_rng("params"), *inputs, train=train, **options
+            )
             for name, value in params.items():
                 self.param(name, lambda key, value=value: value)
             for name, value in state.items():
                 self.variable("batch_stats", name, lambda value=value: value)
         drawing = self.has_rng("dropout") or self.has_rng("params")
-        y, after = self.layer(params, *inputs, state=state, key=self.make_rng("dropout") if drawing else None,
-                              train=train, **options)
+        y, after = self.layer(
+            params,
+            *inputs,
+            state=state,
+            key=self.make_rng("dropout") if drawing else None,
+            train=train,
+            **options,
+        )
         if train and not initializing:
             for name, value in after.items():
                 self.put_variable("batch_stats", name, value)
@@ -147,9 +190,14 @@ def mode(module, how, inputs, options, train) -> dict[str, bool]:
     try:
         given = signature.bind_partial(*inputs, **options).arguments
     except TypeError:
-        return {}    # the call itself raises an error
-    return {name: train == (name in _TRAINING) for name in (*_TRAINING, *_NOT_TRAINING)
-            if name in signature.parameters and name not in given and getattr(module, name, None) is None}
+        return {}  # the call itself raises an error
+    return {
+        name: train == (name in _TRAINING)
+        for name in (*_TRAINING, *_NOT_TRAINING)
+        if name in signature.parameters
+        and name not in given
+        and getattr(module, name, None) is None
+    }
 
 
 def record_of(params, state, whole, path) -> dict[str, dict]:
@@ -168,13 +216,17 @@ def record_of(params, state, whole, path) -> dict[str, dict]:
         axes = getattr(node, "names", None) if isinstance(node, core.meta.AxisMetadata) else None
         leaf = core.meta.unbox(node)
         if not hasattr(leaf, "shape"):
-            raise TypeError(f"{quote((*path, *names))}: a layer's {kind} must be arrays in dicts; got {describe(leaf)}")
+            raise TypeError(
+                f"{quote((*path, *names))}: a layer's {kind} must be arrays in dicts; got {describe(leaf)}"
+            )
 
         def init(key, shape, dtype):
             return _spec.get(whole(key)[number], names).astype(dtype)
 
         fits = axes is not None and len(axes) == len(leaf.shape)
-        return _spec.Part(leaf.shape, leaf.dtype, init, tuple(axes) if fits else None, wholes[number], len(names))
+        return _spec.Part(
+            leaf.shape, leaf.dtype, init, tuple(axes) if fits else None, wholes[number], len(names)
+        )
 
     wholes = (lambda key: whole(key)[0]), (lambda key: whole(key)[1])
     return {"params": walk(params, (), 0, "params"), "state": walk(state, (), 1, "state")}
@@ -187,8 +239,10 @@ def hold(scope, record, params, state, owner):
         for names, leaf in _spec.leaves(record[kind]):
             path = (*scope._place.path, *names)
             if tree is None:
-                raise ValueError(f"{owner} needs the state {quote(path)} {leaf.shape}; pass state=, the second result "
-                                 "of model.init")
+                raise ValueError(
+                    f"{owner} needs the state {quote(path)} {leaf.shape}; pass state=, the second result "
+                    "of model.init"
+                )
             held = _spec.get(tree, names)
             if getattr(held, "shape", None) != leaf.shape:
                 place = scope._place
@@ -210,8 +264,15 @@ def _hashable(value: Any):
     if isinstance(value, Mapping):
         return core.freeze({name: _hashable(item) for name, item in value.items()})
     if isinstance(value, linen.Module):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)
-                  if f.init and f.name not in ("parent", "name")}
-        new = {name: frozen for name, field in fields.items() if (frozen := _hashable(field)) is not field}
+        fields = {
+            f.name: getattr(value, f.name)
+            for f in dataclasses.fields(value)
+            if f.init and f.name not in ("parent", "name")
+        }
+        new = {
+            name: frozen
+            for name, field in fields.items()
+            if (frozen := _hashable(field)) is not field
+        }
         return value.clone(**new)
     return value

@@ -20,11 +20,15 @@ from fnet.layers._scope import Scope, describe
 def from_nnx(constructor, args, kwargs):
     if isinstance(constructor, nnx.Module):
         name = type(constructor).__name__
-        raise TypeError(f"from_nnx: expected a constructor and its arguments, from_nnx({name}, ...); got a {name} that "
-                        "is already constructed; convert its arrays with nnx_variables(module)")
+        raise TypeError(
+            f"from_nnx: expected a constructor and its arguments, from_nnx({name}, ...); got a {name} that "
+            "is already constructed; convert its arrays with nnx_variables(module)"
+        )
     if not callable(constructor):
-        raise TypeError(f"from_nnx: expected a constructor and its arguments, from_nnx(nnx.Linear, 4, 3); got "
-                        f"{describe(constructor)}")
+        raise TypeError(
+            f"from_nnx: expected a constructor and its arguments, from_nnx(nnx.Linear, 4, 3); got "
+            f"{describe(constructor)}"
+        )
     return NnxLayer(constructor, args, kwargs)
 
 
@@ -36,19 +40,31 @@ class NnxLayer(Layer):
     keywords: tuple[tuple[str, Any], ...] = ()
 
     def __repr__(self):
-        shown = [getattr(self.constructor, "__name__", repr(self.constructor)), *map(repr, self.arguments)]
-        return f"from_nnx({', '.join(shown + [f'{name}={value!r}' for name, value in self.keywords])})"
+        shown = [
+            getattr(self.constructor, "__name__", repr(self.constructor)),
+            *map(repr, self.arguments),
+        ]
+        return (
+            f"from_nnx({', '.join(shown + [f'{name}={value!r}' for name, value in self.keywords])})"
+        )
 
     def forward(self, scope: Scope, *inputs, **options):
         graph, leaves = _abstract(self)
         _, params, state, key = scope.pure(self, *inputs, **options)
         hold(scope, _record(self), params, state, repr(self))
         drawn = jax.random.key(0) if key is None else scope.key()
-        before = {path: _random(variable, path, drawn) if isinstance(variable, nnx.RngState)
-                  else _spec.get(params if isinstance(variable, nnx.Param) else state, _names(path))
-                  for path, variable in leaves}
-        module = nnx.merge(graph, nnx.from_flat_state(
-            [(path, variable.replace(before[path])) for path, variable in leaves]))
+        before = {
+            path: _random(variable, path, drawn)
+            if isinstance(variable, nnx.RngState)
+            else _spec.get(params if isinstance(variable, nnx.Param) else state, _names(path))
+            for path, variable in leaves
+        }
+        module = nnx.merge(
+            graph,
+            nnx.from_flat_state(
+                [(path, variable.replace(before[path])) for path, variable in leaves]
+            ),
+        )
         if scope.train:
             module.train()
         else:
@@ -59,9 +75,10 @@ class NnxLayer(Layer):
             if path not in before or variable.get_value() is before[path]:
                 continue
             if isinstance(variable, nnx.RngCount) and key is None:
-                scope.key()    # raises the error for a missing key
+                scope.key()  # raises the error for a missing key
             if isinstance(variable, (nnx.RngState, nnx.Param)) or (
-                    isinstance(variable, nnx.BatchStat) and not scope.train):
+                isinstance(variable, nnx.BatchStat) and not scope.train
+            ):
                 continue
             state = _replaced(state, _names(path), variable.get_value())
             changed.add(str(path[0]))
@@ -70,7 +87,7 @@ class NnxLayer(Layer):
         return y
 
     def _record(self, inputs, options, train, path=()):
-        _abstract(self)    # raises an error for arrays outside of variables
+        _abstract(self)  # raises an error for arrays outside of variables
         return {**_record(self), "cache": {}}
 
 
@@ -87,7 +104,9 @@ class FnetModule(nnx.Module):
     def __call__(self, *inputs, **options):
         params, state = nnx_variables(self)
         train = not self.deterministic
-        y, after = self.layer(params, *inputs, state=state, key=self.rngs() if train else None, train=train, **options)
+        y, after = self.layer(
+            params, *inputs, state=state, key=self.rngs() if train else None, train=train, **options
+        )
         if train:
             for path, variable in nnx.to_flat_state(nnx.state(self.state)):
                 variable[...] = _spec.get(after, path)
@@ -96,7 +115,9 @@ class FnetModule(nnx.Module):
 
 def to_nnx(layer, inputs, options, rngs):
     if not isinstance(rngs, nnx.Rngs):
-        raise TypeError(f"to_nnx: expected rngs=nnx.Rngs(0), the random streams; got {describe(rngs)}")
+        raise TypeError(
+            f"to_nnx: expected rngs=nnx.Rngs(0), the random streams; got {describe(rngs)}"
+        )
     params, state = layer.init(rngs.params(), *inputs, **options)
     return FnetModule(layer, params, state, rngs.dropout.fork())
 
@@ -108,27 +129,44 @@ def nnx_variables(module):
         raise TypeError(f"nnx_variables: expected a flax.nnx module; got {describe(module)}")
     params, state = {}, {}
     for path, variable in _variables(module):
-        _spec.put(params if isinstance(variable, nnx.Param) else state, _names(path), variable.get_value())
+        _spec.put(
+            params if isinstance(variable, nnx.Param) else state, _names(path), variable.get_value()
+        )
     return params, state
 
 
 def update_nnx(module, params, state):
     held = nnx_variables(module)
-    wrong = _differences("params", held[0], params) + ([] if state is None else _differences("state", held[1], state))
+    wrong = _differences("params", held[0], params) + (
+        [] if state is None else _differences("state", held[1], state)
+    )
     if wrong:
-        raise ValueError(f"update_nnx: {len(wrong)} arrays do not match {type(module).__name__}: {'; '.join(wrong)}")
-    parts = ((module.params, params), (module.state, state)) if isinstance(module, FnetModule) else ((module, None),)
+        raise ValueError(
+            f"update_nnx: {len(wrong)} arrays do not match {type(module).__name__}: {'; '.join(wrong)}"
+        )
+    parts = (
+        ((module.params, params), (module.state, state))
+        if isinstance(module, FnetModule)
+        else ((module, None),)
+    )
     for node, tree in parts:
         for path, variable in _variables(node):
-            given = tree if tree is not None else params if isinstance(variable, nnx.Param) else state
+            given = (
+                tree if tree is not None else params if isinstance(variable, nnx.Param) else state
+            )
             if given is not None:
-                variable[...] = jnp.asarray(_spec.get(given, _names(path)), variable.get_value().dtype)
+                variable[...] = jnp.asarray(
+                    _spec.get(given, _names(path)), variable.get_value().dtype
+                )
 
 
 def _variables(module):
     """Returns the (path, variable) pairs of a module, without the variables of random streams."""
-    return [(path, variable) for path, variable in nnx.to_flat_state(nnx.state(module))
-            if isinstance(variable, nnx.Variable) and not isinstance(variable, nnx.RngState)]
+    return [
+        (path, variable)
+        for path, variable in nnx.to_flat_state(nnx.state(module))
+        if isinstance(variable, nnx.Variable) and not isinstance(variable, nnx.RngState)
+    ]
 
 
 def _construct(layer, key):
@@ -137,14 +175,18 @@ def _construct(layer, key):
         keywords["rngs"] = nnx.Rngs(key)
     module = layer.constructor(*layer.arguments, **keywords)
     if not isinstance(module, nnx.Module):
-        raise TypeError(f"{layer!r}: expected a constructor of a flax.nnx module; it returned {describe(module)}")
+        raise TypeError(
+            f"{layer!r}: expected a constructor of a flax.nnx module; it returned {describe(module)}"
+        )
     return module
 
 
 def _takes_rngs(constructor):
     # nnx's metaclass accepts any arguments, so read the signature of the class's __init__.
     function = constructor.__init__ if isinstance(constructor, type) else constructor
-    parameters = () if function is object.__init__ else inspect.signature(function).parameters.values()
+    parameters = (
+        () if function is object.__init__ else inspect.signature(function).parameters.values()
+    )
     return any(p.name == "rngs" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
@@ -155,12 +197,19 @@ def _abstract(layer):
     graph, variables = nnx.split(module)
     leaves = list(nnx.to_flat_state(variables))
     # While tracing, nnx treats arrays that are not variables as static attributes.
-    loose = [(*path, name) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)
-             for name, value in vars(node).items() if isinstance(value, jax.core.Tracer)]
+    loose = [
+        (*path, name)
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, nnx.Pytree)
+        for name, value in vars(node).items()
+        if isinstance(value, jax.core.Tracer)
+    ]
     loose += [path for path, leaf in leaves if not isinstance(leaf, nnx.Variable)]
     if loose:
-        raise TypeError(f"{layer!r}: {'/'.join(_names(loose[0]))!r} is an array outside of a variable; store it as "
-                        "nnx.Variable(array), so that it is part of the layer's state")
+        raise TypeError(
+            f"{layer!r}: {'/'.join(_names(loose[0]))!r} is an array outside of a variable; store it as "
+            "nnx.Variable(array), so that it is part of the layer's state"
+        )
     return graph, leaves
 
 
@@ -180,16 +229,26 @@ def _random(variable, path, key):
 
 
 def _held(tree, kind):
-    return nnx.Dict({name: _held(node, kind) if isinstance(node, Mapping) else kind(node)
-                     for name, node in tree.items()})
+    return nnx.Dict(
+        {
+            name: _held(node, kind) if isinstance(node, Mapping) else kind(node)
+            for name, node in tree.items()
+        }
+    )
 
 
 def _plain(node):
-    return {name: _plain(child) if isinstance(child, nnx.Dict) else child.get_value() for name, child in node.items()}
+    return {
+        name: _plain(child) if isinstance(child, nnx.Dict) else child.get_value()
+        for name, child in node.items()
+    }
 
 
 def _replaced(tree, names, value):
-    return {**tree, names[0]: value if len(names) == 1 else _replaced(tree[names[0]], names[1:], value)}
+    return {
+        **tree,
+        names[0]: value if len(names) == 1 else _replaced(tree[names[0]], names[1:], value),
+    }
 
 
 def _names(path):

@@ -52,7 +52,9 @@ class Dense(Layer):
         return linear(x, kernel) if bias is None else affine(x, kernel, bias)
 
     @method
-    def cross_entropy(self, scope: Scope, x: jax.Array, labels: jax.Array, softcap: float | None = None) -> jax.Array:
+    def cross_entropy(
+        self, scope: Scope, x: jax.Array, labels: jax.Array, softcap: float | None = None
+    ) -> jax.Array:
         """Computes the cross-entropy loss with the outputs of this layer as logits. It uses `nn.linear_cross_entropy`.
 
         The shape of x is [..., time, in]. Labels and losses have the shape [..., time]. The losses are in nats.
@@ -96,16 +98,24 @@ class Maxout(Layer):
     pieces: int = 2
     _: KW_ONLY
     use_bias: bool = True
-    kernel_init: Callable = initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=0,
-                                                         out_axis=1, batch_axis=2)
+    kernel_init: Callable = initializers.variance_scaling(
+        1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=1, batch_axis=2
+    )
     bias_init: Callable = zeros
 
     def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "Maxout")
         shape = (self.features, self.pieces)
-        kernel = scope.param("kernel", (*x.shape[-1:], *shape), self.kernel_init, ("in", "out", None),
-                             roles=("in", "out", "out"))
-        y = linear(x, kernel.reshape(*x.shape[-1:], -1)).reshape(*x.shape[:-1], *shape)    # [..., features, pieces]
+        kernel = scope.param(
+            "kernel",
+            (*x.shape[-1:], *shape),
+            self.kernel_init,
+            ("in", "out", None),
+            roles=("in", "out", "out"),
+        )
+        y = linear(x, kernel.reshape(*x.shape[-1:], -1)).reshape(
+            *x.shape[:-1], *shape
+        )  # [..., features, pieces]
         if self.use_bias:
             bias = scope.param("bias", shape, self.bias_init, ("out", None), roles=("out", "out"))
             y = y + align(bias, y)
@@ -117,8 +127,10 @@ def floating(x, scope: Scope, name: str):
     layer."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(f"{name} at {scope}: expected floating-point input; got {x.dtype}{list(x.shape)}; convert it, "
-                        "e.g. x.astype(jnp.float32) / 255 for images")
+        raise TypeError(
+            f"{name} at {scope}: expected floating-point input; got {x.dtype}{list(x.shape)}; convert it, "
+            "e.g. x.astype(jnp.float32) / 255 for images"
+        )
     if not x.ndim:
         raise ValueError(f"{name} at {scope}: expected at least one axis; got a scalar")
     return x

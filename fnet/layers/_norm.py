@@ -18,7 +18,8 @@ from fnet.layers._explicit import automatic, like
 from fnet.layers._linear import align, floating, ones, wide, zeros
 from fnet.layers._scope import Scope
 
-constant = functools.cache(jax.nn.initializers.constant)    # equal options give the same object
+constant = functools.cache(jax.nn.initializers.constant)  # equal options give the same object
+
 
 class LayerNorm(Layer):
     """Normalizes each position to mean 0 and variance 1 over the last axis, then scales and shifts.
@@ -84,7 +85,9 @@ class RMSNorm(Layer):
 
     def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "RMSNorm")
-        scale, bias = _affine(self, scope, x.shape[-1:], constant(1 - self.offset) if self.offset else ones)
+        scale, bias = _affine(
+            self, scope, x.shape[-1:], constant(1 - self.offset) if self.offset else ones
+        )
         if scale is not None and self.offset:
             scale = self.offset + wide(scale)
         return _normalize(x, scale, bias, epsilon=self.epsilon, center=False)
@@ -125,15 +128,19 @@ class GroupNorm(Layer):
         x = floating(x, scope, "GroupNorm")
         channels = x.shape[-1]
         if x.ndim < 2 or channels % self.groups:
-            raise ValueError(f"GroupNorm at {scope}: expected [batch, ..., channels] with channels a multiple of "
-                             f"groups={self.groups}; got shape {x.shape}")
+            raise ValueError(
+                f"GroupNorm at {scope}: expected [batch, ..., channels] with channels a multiple of "
+                f"groups={self.groups}; got shape {x.shape}"
+            )
         scale, bias = _affine(self, scope, (channels,))
         shape = x.shape[0], math.prod(x.shape[1:-1]), self.groups, channels // self.groups
-        y = jnp.reshape(wide(x), shape, out_sharding=like(x, 0))        # [batch, space, groups, within]
+        y = jnp.reshape(wide(x), shape, out_sharding=like(x, 0))  # [batch, space, groups, within]
         mean = y.mean((1, 3), keepdims=True)
         y = y - mean
         y = y * lax.rsqrt(jnp.square(y).mean((1, 3), keepdims=True) + self.epsilon)
-        return _scale_shift(jnp.reshape(y, x.shape, out_sharding=like(x, *range(x.ndim))), scale, bias).astype(x.dtype)
+        return _scale_shift(
+            jnp.reshape(y, x.shape, out_sharding=like(x, *range(x.ndim))), scale, bias
+        ).astype(x.dtype)
 
 
 class BatchNorm(Layer):
@@ -188,7 +195,9 @@ class BatchNorm(Layer):
     def forward(self, scope: Scope, x: jax.Array, weight: jax.Array | None = None) -> jax.Array:
         x = floating(x, scope, "BatchNorm")
         if x.ndim < 2:
-            raise ValueError(f"BatchNorm at {scope}: expected [batch, ..., channels]; got shape {x.shape}")
+            raise ValueError(
+                f"BatchNorm at {scope}: expected [batch, ..., channels]; got shape {x.shape}"
+            )
         channels = x.shape[-1:]
         mean, var = scope.state("mean", channels, zeros), scope.state("var", channels, ones)
         scale, bias = _affine(self, scope, channels, self.scale_init)
@@ -215,12 +224,14 @@ class BatchNorm(Layer):
             center = lax.pmean(mean, self.axis_name)
             return center, lax.pmean(var + jnp.square(mean - center), self.axis_name)
         weight = jnp.asarray(weight).astype(x.dtype)
-        if weight.ndim > x.ndim - 1 or weight.shape != x.shape[:weight.ndim]:
-            raise ValueError(f"BatchNorm at {scope}: weight must have the input's shape without channels "
-                             f"{x.shape[:-1]}, or its first axes; got {weight.shape}")
-        weight = lax.expand_dims(weight, range(weight.ndim, x.ndim))      # [batch, 1, ..., 1]
-        x = jnp.where(weight == 0, jnp.zeros_like(x), x)                  # 0 times NaN is NaN
-        each = math.prod(x.shape[:-1]) // weight.size                     # positions with one common weight
+        if weight.ndim > x.ndim - 1 or weight.shape != x.shape[: weight.ndim]:
+            raise ValueError(
+                f"BatchNorm at {scope}: weight must have the input's shape without channels "
+                f"{x.shape[:-1]}, or its first axes; got {weight.shape}"
+            )
+        weight = lax.expand_dims(weight, range(weight.ndim, x.ndim))  # [batch, 1, ..., 1]
+        x = jnp.where(weight == 0, jnp.zeros_like(x), x)  # 0 times NaN is NaN
+        each = math.prod(x.shape[:-1]) // weight.size  # positions with one common weight
         count = weight.sum() * each
 
         def total(values):
@@ -251,7 +262,7 @@ def _moments(x):
     y = x - align(shift, x)
     mean = y.mean(axes)
     var = jnp.square(y).mean(axes) - jnp.square(mean)
-    return shift + mean, jnp.where(var < 0, 0, var)    # only rounding makes var negative
+    return shift + mean, jnp.where(var < 0, 0, var)  # only rounding makes var negative
 
 
 def _own(x):
@@ -269,7 +280,11 @@ def _own(x):
 
 def _affine(norm, scope, shape, scale_init=ones):
     """Returns the parameters (scale, bias), with None for a parameter that is not used."""
-    scale = scope.param("scale", shape, scale_init, ("norm",), roles=("out",)) if norm.use_scale else None
+    scale = (
+        scope.param("scale", shape, scale_init, ("norm",), roles=("out",))
+        if norm.use_scale
+        else None
+    )
     bias = scope.param("bias", shape, zeros, ("norm",), roles=("out",)) if norm.use_bias else None
     return scale, bias
 

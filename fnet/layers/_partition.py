@@ -48,14 +48,16 @@ def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
         try:
             compiled[each] = re.compile(each)
         except re.error as error:
-            raise ValueError(f"partition: the pattern {each!r} is not a regular expression: {error}") from None
+            raise ValueError(
+                f"partition: the pattern {each!r} is not a regular expression: {error}"
+            ) from None
     matched, paths = set(), []
 
     def trains(path, leaf):
         parts = keystr(path, simple=True, separator="/").split("/")
         if not jnp.issubdtype(getattr(leaf, "dtype", None) or jnp.result_type(leaf), jnp.inexact):
             return False
-        prefixes = ["/".join(parts[:i + 1]) for i in range(len(parts))]
+        prefixes = ["/".join(parts[: i + 1]) for i in range(len(parts))]
         paths.append(prefixes[-1])
         found = [each for each, regex in compiled.items() if any(map(regex.fullmatch, prefixes))]
         matched.update(found)
@@ -65,8 +67,10 @@ def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
     for each in patterns:
         if each not in matched:
             near = difflib.get_close_matches(each, paths, 3, 0.3) or paths[:3]
-            raise ValueError(f"partition: the pattern {each!r} matches no parameter that has a gradient; nearest: "
-                             f"{', '.join(map(repr, near)) or 'there is none'}")
+            raise ValueError(
+                f"partition: the pattern {each!r} matches no parameter that has a gradient; nearest: "
+                f"{', '.join(map(repr, near)) or 'there is none'}"
+            )
     trainable = jax.tree.map(lambda chosen, leaf: leaf if chosen else None, selected, params)
     frozen = jax.tree.map(lambda chosen, leaf: None if chosen else leaf, selected, params)
     return trainable, frozen
@@ -87,16 +91,22 @@ def combine(*parts: Any) -> Any:
       >>> jax.tree.map(jnp.shape, combine(*partition(params, "head")))
       {'body': (2,), 'head': (2,)}
     """
+
     def one(path, *leaves):
         held = [leaf for leaf in leaves if leaf is not None]
         if len(held) > 1:
-            raise ValueError(f"combine: '{keystr(path, simple=True, separator='/')}' is in {len(held)} of the parts: "
-                             "pass the two trees that partition returned")
+            raise ValueError(
+                f"combine: '{keystr(path, simple=True, separator='/')}' is in {len(held)} of the parts: "
+                "pass the two trees that partition returned"
+            )
         return held[0] if held else None
 
     is_leaf = lambda x: x is None
     structures = [jax.tree.structure(part, is_leaf=is_leaf) for part in parts]
     for structure in structures[1:]:
         if structure != structures[0]:
-            raise ValueError("combine: expected trees of one structure, got\n  " + "\n  ".join(map(str, structures)))
+            raise ValueError(
+                "combine: expected trees of one structure, got\n  "
+                + "\n  ".join(map(str, structures))
+            )
     return tree_map_with_path(one, *parts, is_leaf=is_leaf)

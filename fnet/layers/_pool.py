@@ -42,7 +42,9 @@ class MaxPool(Layer):
     def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = jnp.asarray(x)
         if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"MaxPool at {scope}: expected real numbers; got {x.dtype}{list(x.shape)}")
+            raise TypeError(
+                f"MaxPool at {scope}: expected real numbers; got {x.dtype}{list(x.shape)}"
+            )
         lowest = -np.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
         return _windows(self, scope, x, np.array(lowest, x.dtype), lax.max)[0]
 
@@ -91,7 +93,9 @@ class GlobalAvgPool(Layer):
     def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "GlobalAvgPool")
         if x.ndim < 3:
-            raise ValueError(f"GlobalAvgPool at {scope}: expected [batch, *space, channels]; got shape {x.shape}")
+            raise ValueError(
+                f"GlobalAvgPool at {scope}: expected [batch, *space, channels]; got shape {x.shape}"
+            )
         return wide(x).mean(range(1, x.ndim - 1)).astype(x.dtype)
 
 
@@ -119,9 +123,13 @@ def _windows(pool, scope, x, start, reduce):
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(x.shape[1:-1], window, strides, padding)
     if any(pad >= size for size, pair in zip(window, padding) for pad in pair):
-        raise ValueError(f"{who} at {scope}: padding {list(padding)} must be smaller than the window {window}")
+        raise ValueError(
+            f"{who} at {scope}: padding {list(padding)} must be smaller than the window {window}"
+        )
     if any(low + size + high < k for k, size, (low, high) in zip(window, x.shape[1:-1], padding)):
-        raise ValueError(f"{who} at {scope}: the window {window} is larger than the input {x.shape[1:-1]}")
+        raise ValueError(
+            f"{who} at {scope}: the window {window} is larger than the input {x.shape[1:-1]}"
+        )
     windows = (1, *window, 1), (1, *strides, 1), ((0, 0), *map(tuple, padding), (0, 0))
     mesh = misdivided.mesh_of(x) if reduce is lax.max else None
     whole = misdivided.overlapping(*windows[:2]) if misdivided.MAX_POOL.applies(mesh) else ()
@@ -137,5 +145,7 @@ def _windows(pool, scope, x, start, reduce):
 def _unsplit_maxima(x, mesh, axes, start, windows):
     """The maximum over each window. The axes of the windows are not split, because XLA computes another gradient if
     windows overlap (see `fnet.jaxpr.misdivided`)."""
-    y = lax.reduce_window(misdivided.unsplit(x, mesh, axes), np.array(start, x.dtype), lax.max, *windows)
+    y = lax.reduce_window(
+        misdivided.unsplit(x, mesh, axes), np.array(start, x.dtype), lax.max, *windows
+    )
     return misdivided.unsplit(y, mesh, axes)

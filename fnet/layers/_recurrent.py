@@ -33,7 +33,9 @@ def orthogonal_gates(key, shape, dtype=jnp.float32):
     """
     features, columns = shape
     keys = jax.random.split(key, columns // features)
-    gates = jax.vmap(lambda key: _orthogonal(key, (features, features), dtype))(keys)    # [gates, features, features]
+    gates = jax.vmap(lambda key: _orthogonal(key, (features, features), dtype))(
+        keys
+    )  # [gates, features, features]
     return gates.swapaxes(0, 1).reshape(shape)
 
 
@@ -68,8 +70,9 @@ class _Recurrent(Layer):
         return self.scan(scope, x, lengths=lengths)[0]
 
     @method
-    def scan(self, scope: Scope, x: jax.Array, carry: Any = None, *,
-             lengths: jax.Array | None = None) -> tuple[jax.Array, Any]:
+    def scan(
+        self, scope: Scope, x: jax.Array, carry: Any = None, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
         """Computes the outputs and the final carry (the recurrent state). A later call can continue from the carry.
 
             y, carry = lstm.scan(params, prompt, lengths=lengths)
@@ -87,15 +90,21 @@ class _Recurrent(Layer):
         """
         x = floating(x, scope, type(self).__name__)
         if x.ndim != 3:
-            raise ValueError(f"{type(self).__name__} at {scope}: expected input [batch, time, features]; got shape "
-                             f"{x.shape}")
+            raise ValueError(
+                f"{type(self).__name__} at {scope}: expected input [batch, time, features]; got shape "
+                f"{x.shape}"
+            )
         valid = None if lengths is None else _valid(lengths, x, self, scope)
         carry = self._begin(carry, x, scope)
         if not self.bidirectional:
             return self._run(scope, x, carry, valid, reverse=False)
         one_way = _OneWay(dataclasses.replace(self, bidirectional=False))
-        outputs, after = zip(*(
-            one_way(scope[name], x, carry[name], valid, name == "backward") for name in ("forward", "backward")))
+        outputs, after = zip(
+            *(
+                one_way(scope[name], x, carry[name], valid, name == "backward")
+                for name in ("forward", "backward")
+            )
+        )
         return jnp.concatenate(outputs, -1), dict(zip(("forward", "backward"), after))
 
     def zero_carry(self, batch: int, dtype=jnp.float32):
@@ -119,18 +128,28 @@ class _Recurrent(Layer):
         if carry is None:
             return zero
         if jax.tree.structure(carry) != jax.tree.structure(zero) or any(
-                jnp.shape(given) != leaf.shape for given, leaf in zip(jax.tree.leaves(carry), jax.tree.leaves(zero))):
-            raise ValueError(f"{type(self).__name__} at {scope}: expected a carry of shape {_shapes(zero)}; got "
-                             f"{_shapes(carry)}")
+            jnp.shape(given) != leaf.shape
+            for given, leaf in zip(jax.tree.leaves(carry), jax.tree.leaves(zero))
+        ):
+            raise ValueError(
+                f"{type(self).__name__} at {scope}: expected a carry of shape {_shapes(zero)}; got "
+                f"{_shapes(carry)}"
+            )
         return jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(dtype), carry)
 
     def _run(self, scope, x, carry, valid, *, reverse):
         columns = self.gates * self.features
         kernel = functools.partial(scope.param, axes=("in", "out"), roles=("in", "out"))
-        arrays = {"kernel": kernel("kernel", (x.shape[-1], columns), self.kernel_init),
-                  "recurrent_kernel": kernel("recurrent_kernel", (self.features, columns), self.recurrent_init)}
+        arrays = {
+            "kernel": kernel("kernel", (x.shape[-1], columns), self.kernel_init),
+            "recurrent_kernel": kernel(
+                "recurrent_kernel", (self.features, columns), self.recurrent_init
+            ),
+        }
         if self.use_bias:
-            arrays["bias"] = scope.param("bias", (columns,), self.bias_init, ("out",), roles=("out",))
+            arrays["bias"] = scope.param(
+                "bias", (columns,), self.bias_init, ("out",), roles=("out",)
+            )
             arrays |= self._more(scope)
         return _scan(self, arrays, x, carry, valid, reverse)
 
@@ -272,7 +291,9 @@ class GRU(_Recurrent):
     gates: typing.ClassVar[int] = 3
 
     def _more(self, scope):
-        bias = scope.param("recurrent_bias", (self.features,), self.bias_init, ("out",), roles=("out",))
+        bias = scope.param(
+            "recurrent_bias", (self.features,), self.bias_init, ("out",), roles=("out",)
+        )
         return {"recurrent_bias": bias}
 
     def _step(self, arrays, hidden, projected, recur):
@@ -287,9 +308,9 @@ class GRU(_Recurrent):
 # its closure is a new function each time.
 @functools.partial(jax.jit, inline=True, static_argnums=(0, 5))
 def _scan(layer, arrays, x, carry, valid, reverse):
-    x = x.swapaxes(0, 1)    # [time, batch, features_in]
+    x = x.swapaxes(0, 1)  # [time, batch, features_in]
     if valid is not None:
-        x = jnp.where(valid, x, 0)    # otherwise NaN in padding reaches the kernel's gradient
+        x = jnp.where(valid, x, 0)  # otherwise NaN in padding reaches the kernel's gradient
     apart = functools.partial(jnp.split, indices_or_sections=layer.gates, axis=-1)
     each = [apart(arrays[name]) for name in ("kernel", "bias") if name in arrays]
     projected = [affine(x, *gate) if "bias" in arrays else linear(x, *gate) for gate in zip(*each)]
@@ -312,13 +333,15 @@ def _scan(layer, arrays, x, carry, valid, reverse):
     leaves, structure = jax.tree.flatten((carry, projected, valid, arrays["recurrent_kernel"]))
     carry, projected, valid, _ = jax.tree.unflatten(structure, _jax.vary_alike(*leaves))
     carry, outputs = lax.scan(step, carry, (projected, valid), reverse=reverse, unroll=layer.unroll)
-    return outputs.swapaxes(0, 1), carry    # [batch, time, features]
+    return outputs.swapaxes(0, 1), carry  # [batch, time, features]
 
 
 def _valid(lengths, x, layer, scope):
     """Returns a boolean array [time, batch, 1] that is True for valid steps."""
     lengths = integers(lengths, x.shape[0], f"{type(layer).__name__} at {scope}: lengths")
-    steps = lax.broadcasted_iota(jnp.int32, (x.shape[1], x.shape[0], 1), 0)    # lengths.dtype may be too narrow
+    steps = lax.broadcasted_iota(
+        jnp.int32, (x.shape[1], x.shape[0], 1), 0
+    )  # lengths.dtype may be too narrow
     return steps < lengths[None, :, None].astype(jnp.int32)
 
 

@@ -16,7 +16,11 @@ from fnet.jaxpr import is_implicit
 from fnet.layers import _spec
 from fnet.layers._spec import ParamSpec
 
-_CLASHES = {"scope": ("scope", "param", "state"), "param": ("param", "scope"), "state": ("state", "scope")}
+_CLASHES = {
+    "scope": ("scope", "param", "state"),
+    "param": ("param", "scope"),
+    "state": ("state", "scope"),
+}
 
 
 class Run:
@@ -25,15 +29,17 @@ class Run:
     __slots__ = ("base", "blocked", "here", "key", "record", "stateful", "trace", "train", "wrote")
 
     def __init__(self, *, stateful, key=None, train=False, record=None, base=(), blocked=False):
-        self.stateful = stateful    # whether state= was passed
+        self.stateful = stateful  # whether state= was passed
         self.key = key
         self.train = train
-        self.record = record        # {"params": {}, "state": {}, "cache": {}} while a spec is traced
-        self.base = len(base)       # length of the path of this run's root
-        self.here = base            # the path of the layer that is running
-        self.blocked = blocked      # whether key() must fail, because the call is inside a jax transform
+        self.record = record  # {"params": {}, "state": {}, "cache": {}} while a spec is traced
+        self.base = len(base)  # length of the path of this run's root
+        self.here = base  # the path of the layer that is running
+        self.blocked = (
+            blocked  # whether key() must fail, because the call is inside a jax transform
+        )
         self.trace = _jax.trace_state()
-        self.wrote = []             # the Places with updated state
+        self.wrote = []  # the Places with updated state
 
 
 class Place:
@@ -50,14 +56,23 @@ class Place:
     def child(self, name):
         found = self.children.get(name)
         if found is None:
-            found = self.children[name] = Place(self.run, self, (*self.path, name), _spec.get(self.params, (name,)),
-                                                _spec.get(self.state, (name,)))
+            found = self.children[name] = Place(
+                self.run,
+                self,
+                (*self.path, name),
+                _spec.get(self.params, (name,)),
+                _spec.get(self.state, (name,)),
+            )
         return found
 
     def key(self):
         """Derives the layer's random key from its path and the key of the call. Returns None if the call has no key."""
         if self._key is None and self.run.key is not None:
-            self._key = self.run.key if self.parent is None else _spec.fold(self.parent.key(), self.path[-1])
+            self._key = (
+                self.run.key
+                if self.parent is None
+                else _spec.fold(self.parent.key(), self.path[-1])
+            )
         return self._key
 
     def read(self, name, spec):
@@ -69,25 +84,30 @@ class Place:
         if getattr(held, "shape", None) != spec.shape or isinstance(held, ParamSpec):
             raise self.misfit("params", name, spec.shape, held)
         if is_implicit(held):
-            raise TypeError(f"{quote((*self.path, name))}: a {type(held).__name__} array; call "
-                            "ft.use_implicit_arrays(model)(params, ...)")
+            raise TypeError(
+                f"{quote((*self.path, name))}: a {type(held).__name__} array; call "
+                "ft.use_implicit_arrays(model)(params, ...)"
+            )
         return held
 
     def record(self, kind, name, spec):
         node = self.run.record[kind]
-        for part in self.path[self.run.base:]:
+        for part in self.path[self.run.base :]:
             node = node.setdefault(part, {})
         known = node.setdefault(name, spec)
         if isinstance(known, Mapping) or known.shape != spec.shape:
-            raise ValueError(f"{quote((*self.path, name))}: expected shape {spec.shape}, but in the same model it was "
-                             f"{'a scope' if isinstance(known, Mapping) else f'{known.shape}'} before; share a scope "
-                             "only between layers of one shape, or use another name")
+            raise ValueError(
+                f"{quote((*self.path, name))}: expected shape {spec.shape}, but in the same model it was "
+                f"{'a scope' if isinstance(known, Mapping) else f'{known.shape}'} before; share a scope "
+                "only between layers of one shape, or use another name"
+            )
         return jnp.zeros(spec.shape, spec.dtype)
 
     def record_tree(self, kind, tree):
         """Records all leaves of a spec tree below this node, and returns a tree of zeros with their shapes."""
         return {
-            name: self.child(name).record_tree(kind, node) if isinstance(node, Mapping)
+            name: self.child(name).record_tree(kind, node)
+            if isinstance(node, Mapping)
             else self.record(kind, name, node)
             for name, node in tree.items()
         }
@@ -155,8 +175,15 @@ class Scope:
         """Whether the model was called with `train=True`."""
         return self._place.run.train
 
-    def param(self, name: str, shape: Sequence[int], init: Callable, axes: Sequence[str | None] | None = None, *,
-              roles: Sequence[str | None] | None = None) -> jax.Array:
+    def param(
+        self,
+        name: str,
+        shape: Sequence[int],
+        init: Callable,
+        axes: Sequence[str | None] | None = None,
+        *,
+        roles: Sequence[str | None] | None = None,
+    ) -> jax.Array:
         """Returns the parameter `name` of this layer.
 
         Args:
@@ -183,19 +210,38 @@ class Scope:
         """
         self._use(name, "param")
         if not callable(init):
-            raise TypeError(f"scope.param({name!r}): expected a shape, then an initializer; got a "
-                            f"{type(shape).__name__}, then a {type(init).__name__}")
+            raise TypeError(
+                f"scope.param({name!r}): expected a shape, then an initializer; got a "
+                f"{type(shape).__name__}, then a {type(init).__name__}"
+            )
         place, shape = self._place, tuple(shape)
         for option, words in (("axes", axes), ("roles", roles)):
             if words is not None and len(words) != len(shape):
-                raise ValueError(f"{quote((*place.path, name))}: expected one name for each axis of shape {shape}, got "
-                                 f"{option}={tuple(words)}")
-        return place.read(name, ParamSpec(shape, jnp.float32, init, None if axes is None else tuple(axes),
-                                          roles=(None,) * len(shape) if roles is None else tuple(roles),
-                                          layer=self._layer))
+                raise ValueError(
+                    f"{quote((*place.path, name))}: expected one name for each axis of shape {shape}, got "
+                    f"{option}={tuple(words)}"
+                )
+        return place.read(
+            name,
+            ParamSpec(
+                shape,
+                jnp.float32,
+                init,
+                None if axes is None else tuple(axes),
+                roles=(None,) * len(shape) if roles is None else tuple(roles),
+                layer=self._layer,
+            ),
+        )
 
-    def state(self, name: str, shape: Sequence[int], init: Callable, kind: str = "stats", *,
-              dtype: Any = jnp.float32) -> jax.Array | None:
+    def state(
+        self,
+        name: str,
+        shape: Sequence[int],
+        init: Callable,
+        kind: str = "stats",
+        *,
+        dtype: Any = jnp.float32,
+    ) -> jax.Array | None:
         """Returns the state `name` of this layer.
 
         The result is the array in the `state` that the caller passed to the model. If the layer has already updated
@@ -226,8 +272,10 @@ class Scope:
         if kind == "cache":
             return held
         if not run.stateful:
-            raise ValueError(f"{self._owner} needs the state {quote((*place.path, name))} {shape}; pass state=, "
-                             "the second result of model.init")
+            raise ValueError(
+                f"{self._owner} needs the state {quote((*place.path, name))} {shape}; pass state=, "
+                "the second result of model.init"
+            )
         if getattr(held, "shape", None) != shape:
             raise place.misfit("state", name, shape, held)
         return held
@@ -248,8 +296,10 @@ class Scope:
             return
         held = _spec.get(place.state, (name,))
         if held is None:
-            raise ValueError(f"{self._owner} updates the state {quote((*place.path, name))}, which is missing in the "
-                             "state that was passed in; declare it with scope.state")
+            raise ValueError(
+                f"{self._owner} updates the state {quote((*place.path, name))}, which is missing in the "
+                "state that was passed in; declare it with scope.state"
+            )
         if not place.written:
             place.run.wrote.append(place)
         place.written[name] = _like(held, value, (*place.path, name))
@@ -268,13 +318,16 @@ class Scope:
         if place.run.record is not None:
             return jax.random.key(0)
         if place.run.key is None:
-            raise ValueError(f"{self._owner} at {quote(place.path)} needs random numbers; pass key=jax.random.key(...) "
-                             "to the model")
+            raise ValueError(
+                f"{self._owner} at {quote(place.path)} needs random numbers; pass key=jax.random.key(...) "
+                "to the model"
+            )
         place.draws += 1
         return jax.random.fold_in(place.key(), place.draws)
 
-    def pure(self, layer: Any, *inputs: Any, copies: int | None = None,
-             **options: Any) -> tuple[Callable, dict, Any, Any]:
+    def pure(
+        self, layer: Any, *inputs: Any, copies: int | None = None, **options: Any
+    ) -> tuple[Callable, dict, Any, Any]:
         """Converts `layer` to a pure function, to which JAX's transforms can be applied. The method also returns the
         arrays of the layer.
 
@@ -300,15 +353,21 @@ class Scope:
         place, run = self._place, self._place.run
         recording = run.record is not None
         if not hasattr(layer, "_record"):
-            raise TypeError(f"{self._owner} at {self}: expected a layer, got {describe(layer)}; wrap a function in "
-                            "nn.Sequential")
+            raise TypeError(
+                f"{self._owner} at {self}: expected a layer, got {describe(layer)}; wrap a function in "
+                "nn.Sequential"
+            )
         if copies is not None and copies < 0:
-            raise ValueError(f"{self._owner} at {self}: the number of copies must be >= 0; got {copies}")
+            raise ValueError(
+                f"{self._owner} at {self}: the number of copies must be >= 0; got {copies}"
+            )
         if recording:
             record = layer._record(inputs, options, run.train, place.path)
             if copies is not None:
                 record = {kind: _spec.copies(tree, copies) for kind, tree in record.items()}
-            params, state, _ = (place.record_tree(kind, record[kind]) for kind in ("params", "state", "cache"))
+            params, state, _ = (
+                place.record_tree(kind, record[kind]) for kind in ("params", "state", "cache")
+            )
         else:
             params = place.params if isinstance(place.params, Mapping) else {}
             state = written(place)
@@ -320,11 +379,18 @@ class Scope:
             for kind, tree in (("params", params), ("state", state)):
                 _check_copies(kind, tree, copies, place.path, type(layer).__name__)
             if key is not None:
-                key = jax.vmap(lambda number: jax.random.fold_in(key, number))(_spec.numbers(copies))
+                key = jax.vmap(lambda number: jax.random.fold_in(key, number))(
+                    _spec.numbers(copies)
+                )
 
         def f(params, *inputs, state=None, key=None, train=None, **options):
-            inner = Run(stateful=state is not None, key=key, train=run.train if train is None else train,
-                        base=place.path, blocked=blocked and key is None)
+            inner = Run(
+                stateful=state is not None,
+                key=key,
+                train=run.train if train is None else train,
+                base=place.path,
+                blocked=blocked and key is None,
+            )
             root = Place(inner, None, place.path, params, state)
             y = layer.forward(Scope(root, type(layer)), *inputs, **options)
             return y, written(root)
@@ -333,20 +399,26 @@ class Scope:
 
     def _use(self, name, kind):
         if not isinstance(name, str) or not name or "/" in name:
-            raise TypeError(f"{self!r}: expected a name that is a non-empty string without '/'; got {name!r}")
+            raise TypeError(
+                f"{self!r}: expected a name that is a non-empty string without '/'; got {name!r}"
+            )
         now = _jax.trace_state()
         for other in _CLASHES[kind]:
             if self._names.get((other, name)) == now:
                 place = quote((*self._place.path, name))
-                raise ValueError(f"{place} is used twice in one call of {self._owner}; use another name, or, to share "
-                                 f"its parameters, keep the scope in a variable (shared = scope[{name!r}])")
+                raise ValueError(
+                    f"{place} is used twice in one call of {self._owner}; use another name, or, to share "
+                    f"its parameters, keep the scope in a variable (shared = scope[{name!r}])"
+                )
         self._names[kind, name] = now
 
     def _same_trace(self, what):
         run = self._place.run
         if run.blocked or _jax.trace_state() != run.trace:
-            raise RuntimeError(f"{self._owner} at {quote(self._place.path)} calls scope.{what} inside a jax transform "
-                               "(scan, cond, vmap, jit, ...); use scope.pure")
+            raise RuntimeError(
+                f"{self._owner} at {quote(self._place.path)} calls scope.{what} inside a jax transform "
+                "(scan, cond, vmap, jit, ...); use scope.pure"
+            )
 
 
 def quote(path) -> str:
@@ -369,12 +441,16 @@ def _like(held, value, path):
     if isinstance(held, Mapping):
         if not isinstance(value, Mapping) or set(value) != set(held):
             given = sorted(value) if isinstance(value, Mapping) else type(value).__name__
-            raise ValueError(f"{quote(path)}: expected a new state with {sorted(held)}, as passed in, got {given}")
+            raise ValueError(
+                f"{quote(path)}: expected a new state with {sorted(held)}, as passed in, got {given}"
+            )
         return {name: _like(held[name], value[name], (*path, name)) for name in held}
     value = jnp.asarray(value)
     if value.shape != jnp.shape(held):
-        raise ValueError(f"{quote(path)}: expected a new state of shape {jnp.shape(held)}, as passed in, got "
-                         f"{value.shape}")
+        raise ValueError(
+            f"{quote(path)}: expected a new state of shape {jnp.shape(held)}, as passed in, got "
+            f"{value.shape}"
+        )
     return value.astype(jnp.result_type(held)) if value.dtype != jnp.result_type(held) else value
 
 
@@ -405,5 +481,7 @@ def _check_copies(kind, tree, count, path, owner):
     for below, leaf in _spec.leaves(tree or {}):
         shape = jnp.shape(leaf)
         if shape[:1] != (count,):
-            raise ValueError(f"{quote((*path, *below))}: expected shape ({count}, ...) for {count} copies of {owner}, "
-                             f"got {shape} in {kind}")
+            raise ValueError(
+                f"{quote((*path, *below))}: expected shape ({count}, ...) for {count} copies of {owner}, "
+                f"got {shape} in {kind}"
+            )

@@ -25,13 +25,17 @@ def at_most(who: str, size, limit: int) -> bool:
     try:
         return size <= limit
     except jax.errors.InconclusiveDimensionOperation:
-        raise ValueError(f"{who}: the symbolic size {size} must be at most {limit}, but is not constrained; "
-                         f"call jax.export.symbolic_shape with constraints=('{size} <= {limit}',)") from None
+        raise ValueError(
+            f"{who}: the symbolic size {size} must be at most {limit}, but is not constrained; "
+            f"call jax.export.symbolic_shape with constraints=('{size} <= {limit}',)"
+        ) from None
 
 
 def integers(x, batch: int, what: str) -> jax.Array:
     """Returns an array with one integer for each example. `what` is the beginning of the error message."""
     x = jnp.asarray(x)
     if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{what} must be integers [batch] ({batch},); got {x.dtype}{list(x.shape)}")
+        raise ValueError(
+            f"{what} must be integers [batch] ({batch},); got {x.dtype}{list(x.shape)}"
+        )
     return x

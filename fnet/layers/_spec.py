@@ -185,8 +185,16 @@ def copies(tree: Mapping, count: int) -> dict:
             return {name: walk(child, depth + 1) for name, child in node.items()}
         axes = None if node.axes is None else ("layers", *node.axes)
         roles = None if node.roles is None else ("layers", *node.roles)
-        return Copies((count, *node.shape), node.dtype, node.init, axes, node, depth, roles=roles,
-                      layer=node.layer)
+        return Copies(
+            (count, *node.shape),
+            node.dtype,
+            node.init,
+            axes,
+            node,
+            depth,
+            roles=roles,
+            layer=node.layer,
+        )
 
     return walk(tree, 0)
 

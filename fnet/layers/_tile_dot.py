@@ -46,8 +46,9 @@ def _dot(x, kernel, expert, *, axis, out):
     def one(_, operands):
         rows, which = operands
         own = lax.dynamic_index_in_dim(kernel, which, keepdims=False).astype(dtype)
-        return None, lax.dot_general(rows.astype(dtype), own, (((1,), (axis - 1,)), ((), ())),
-                                     preferred_element_type=out)
+        return None, lax.dot_general(
+            rows.astype(dtype), own, (((1,), (axis - 1,)), ((), ())), preferred_element_type=out
+        )
 
     return lax.scan(one, None, (x, expert))[1]
 
@@ -58,12 +59,18 @@ def _outer(x, y, expert, *, experts, out):
     The shape of x is [tiles, rows, a], that of y is [tiles, rows, b], and that of the result is [experts, a, b].
     """
     dtype = max(x.dtype, y.dtype, key=_bits)
-    total = jnp.zeros((experts, x.shape[-1], y.shape[-1]), max(dtype, jnp.dtype("float32"), key=_bits))
+    total = jnp.zeros(
+        (experts, x.shape[-1], y.shape[-1]), max(dtype, jnp.dtype("float32"), key=_bits)
+    )
 
     def one(total, operands):
         a, b, which = operands
-        product = lax.dot_general(a.astype(dtype), b.astype(dtype), (((0,), (0,)), ((), ())),
-                                  preferred_element_type=total.dtype)
+        product = lax.dot_general(
+            a.astype(dtype),
+            b.astype(dtype),
+            (((0,), (0,)), ((), ())),
+            preferred_element_type=total.dtype,
+        )
         return total.at[which].add(product), None
 
     total, *slices = _jax.vary_alike(total, x, y, expert)
@@ -82,8 +89,11 @@ def _type(f, types, params):
 
 def _jvp(primitive, primals, tangents, **params):
     (a, b, expert), (da, db, _) = primals, tangents
-    total = [primitive.bind(*operands, expert, **params) for operands, tangent in (((da, b), da), ((a, db), db))
-             if not isinstance(tangent, ad.Zero)]
+    total = [
+        primitive.bind(*operands, expert, **params)
+        for operands, tangent in (((da, b), da), ((a, db), db))
+        if not isinstance(tangent, ad.Zero)
+    ]
     y = primitive.bind(a, b, expert, **params)
     return y, functools.reduce(jnp.add, total) if total else ad.Zero.from_primal_value(y)
 
@@ -94,7 +104,11 @@ def _dot_transpose(cotangent, x, kernel, expert, *, axis, out):
     if ad.is_undefined_primal(x):
         return dot_p.bind(cotangent, kernel, expert, axis=3 - axis, out=x.aval.dtype), None, None
     pair = (x, cotangent) if axis == 1 else (cotangent, x)
-    return None, outer_p.bind(*pair, expert, experts=kernel.aval.shape[0], out=kernel.aval.dtype), None
+    return (
+        None,
+        outer_p.bind(*pair, expert, experts=kernel.aval.shape[0], out=kernel.aval.dtype),
+        None,
+    )
 
 
 def _outer_transpose(cotangent, x, y, expert, *, experts, out):
@@ -113,25 +127,42 @@ def _batch(primitive, f, args, axes, **params):
     if primitive is not dot_p or axes[1] is not None:
         return jax.vmap(functools.partial(f, **params), axes)(*args), 0
     size = next(each.shape[axis] for each, axis in zip(args, axes) if axis is not None)
-    x, expert = (jnp.broadcast_to(each[None], (size, *each.shape)) if axis is None else jnp.moveaxis(each, axis, 0)
-                 for each, axis in ((x, axes[0]), (expert, axes[2])))
+    x, expert = (
+        jnp.broadcast_to(each[None], (size, *each.shape))
+        if axis is None
+        else jnp.moveaxis(each, axis, 0)
+        for each, axis in ((x, axes[0]), (expert, axes[2]))
+    )
     y = dot_p.bind(x.reshape(-1, *x.shape[2:]), kernel, expert.reshape(-1), **params)
     return y.reshape(*x.shape[:2], *y.shape[1:]), 0
 
 
 def _define(name, f, transpose):
     primitive = Primitive(name)
-    run = jax.jit(lambda *args, params: primitive.bind(*args, **dict(params)), static_argnames="params")
+    run = jax.jit(
+        lambda *args, params: primitive.bind(*args, **dict(params)), static_argnames="params"
+    )
     primitive.def_impl(lambda *args, **params: run(*args, params=tuple(params.items())))
     primitive.def_abstract_eval(lambda *types, **params: _type(f, types, tuple(params.items())))
     ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
     ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive, f)
     mlir.register_lowering(primitive, mlir.lower_fun(f, multiple_results=False))
-    jaxpr.describe(primitive, jaxpr.Description(
-        jaxpr.Traits("product", memory="heavy"), lower=lambda params, compute, out: {"out": out},
-        explain=lambda *types, **params: "a scan over tiles of rows, each with the kernel of one expert",
-        plain=lambda eqn: jax.make_jaxpr(functools.partial(f, **eqn.params))(*(v.aval for v in eqn.invars)).jaxpr))
+    jaxpr.describe(
+        primitive,
+        jaxpr.Description(
+            jaxpr.Traits("product", memory="heavy"),
+            lower=lambda params, compute, out: {"out": out},
+            explain=lambda *types, **params: (
+                "a scan over tiles of rows, each with the kernel of one expert"
+            ),
+            plain=lambda eqn: (
+                jax.make_jaxpr(functools.partial(f, **eqn.params))(
+                    *(v.aval for v in eqn.invars)
+                ).jaxpr
+            ),
+        ),
+    )
     return primitive
 
 

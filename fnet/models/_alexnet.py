@@ -38,12 +38,19 @@ class AlexNet(Model):
     PRESETS: ClassVar = {"alexnet": {}}
     HUB: ClassVar = {"alexnet": ("torchvision:alexnet",)}
     NAMES: ClassVar = {
-        "torchvision": Names((
-            *(torch.conv(f"conv{i}", f"features.{at}") for i, at in enumerate((0, 3, 6, 8, 10), 1)),
-            torch.dense("fc1", "classifier.1", flattened(6, 6)),
-            torch.dense("fc2", "classifier.4"),
-            torch.dense("head", "classifier.6"),
-        ), metadata={"format": "pt"}, image=TORCHVISION),
+        "torchvision": Names(
+            (
+                *(
+                    torch.conv(f"conv{i}", f"features.{at}")
+                    for i, at in enumerate((0, 3, 6, 8, 10), 1)
+                ),
+                torch.dense("fc1", "classifier.1", flattened(6, 6)),
+                torch.dense("fc2", "classifier.4"),
+                torch.dense("head", "classifier.6"),
+            ),
+            metadata={"format": "pt"},
+            image=TORCHVISION,
+        ),
     }
 
     _: KW_ONLY
@@ -53,23 +60,29 @@ class AlexNet(Model):
     dropout: float = 0.5
 
     def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        return nn.Dense(self.classes, axes=("in", "classes"))(scope["head"], self.features(scope, x))
+        return nn.Dense(self.classes, axes=("in", "classes"))(
+            scope["head"], self.features(scope, x)
+        )
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         """Returns the input of the last layer, an array [batch, hidden]."""
 
         def conv(i, x, channels, kernel_size, padding, strides=1):
-            return jax.nn.relu(nn.Conv(channels, kernel_size, strides, padding=padding)(scope[f"conv{i}"], x))
+            return jax.nn.relu(
+                nn.Conv(channels, kernel_size, strides, padding=padding)(scope[f"conv{i}"], x)
+            )
 
         images, width, pool = x.shape, self.width, nn.MaxPool(3, 2)
-        x = pool(scope["pool1"], conv(1, x, width, 11, 2, 4))               # [batch, 27, 27, width]
-        x = pool(scope["pool2"], conv(2, x, 3 * width, 5, 2))               # [batch, 13, 13, 3 width]
+        x = pool(scope["pool1"], conv(1, x, width, 11, 2, 4))  # [batch, 27, 27, width]
+        x = pool(scope["pool2"], conv(2, x, 3 * width, 5, 2))  # [batch, 13, 13, 3 width]
         x = conv(4, conv(3, x, 6 * width, 3, 1), 4 * width, 3, 1)
-        x = pool(scope["pool3"], conv(5, x, 4 * width, 3, 1))               # [batch, 6, 6, 4 width]
+        x = pool(scope["pool3"], conv(5, x, 4 * width, 3, 1))  # [batch, 6, 6, 4 width]
         if x.shape[1:3] != (6, 6):
-            raise ValueError(f"AlexNet: expected images that the convolutions reduce to 6 x 6, such as 224 x 224; "
-                             f"{images} is reduced to {x.shape[1]} x {x.shape[2]}")
+            raise ValueError(
+                f"AlexNet: expected images that the convolutions reduce to 6 x 6, such as 224 x 224; "
+                f"{images} is reduced to {x.shape[1]} x {x.shape[2]}"
+            )
         x = nn.Flatten()(scope["flatten"], x)
         for i in (1, 2):
             x = nn.Dropout(self.dropout)(scope[f"drop{i}"], x)

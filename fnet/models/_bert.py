@@ -54,29 +54,41 @@ def gelu(x):
 
 
 @nn.layer
-def bert_block(scope, x, lengths=None, *, heads, hidden, dropout, epsilon):      # [batch, time, width]
+def bert_block(scope, x, lengths=None, *, heads, hidden, dropout, epsilon):  # [batch, time, width]
     norm, drop = nn.LayerNorm(epsilon=epsilon), nn.Dropout(dropout)
     y = nn.Attention(heads, dropout=dropout)(scope["attention"], x, lengths=lengths)
     x = norm(scope["norm1"], x + drop(scope["drop1"], y))
-    y = gelu(nn.Dense(hidden, axes=("embed", "mlp"))(scope["fc"], x))                            # [batch, time, hidden]
+    y = gelu(nn.Dense(hidden, axes=("embed", "mlp"))(scope["fc"], x))  # [batch, time, hidden]
     y = nn.Dense(x.shape[-1], axes=("mlp", "embed"))(scope["proj"], y)
     return norm(scope["norm2"], x + drop(scope["drop2"], y))
 
 
 def _rules(ours, theirs="encoder.layer.{i}"):
-    return torch_layers(ours, theirs, {
-        "attention/query": "attention.self.query", "attention/key": "attention.self.key",
-        "attention/value": "attention.self.value", "attention/out": "attention.output.dense",
-        "fc": "intermediate.dense", "proj": "output.dense",
-    }, {"norm1": "attention.output.LayerNorm", "norm2": "output.LayerNorm"})
+    return torch_layers(
+        ours,
+        theirs,
+        {
+            "attention/query": "attention.self.query",
+            "attention/key": "attention.self.key",
+            "attention/value": "attention.self.value",
+            "attention/out": "attention.output.dense",
+            "fc": "intermediate.dense",
+            "proj": "output.dense",
+        },
+        {"norm1": "attention.output.LayerNorm", "norm2": "output.LayerNorm"},
+    )
 
 
 ENCODER = (
     torch.embed("embed/words", "embeddings.word_embeddings"),
     torch.embed("embed/positions", "embeddings.position_embeddings"),
     torch.embed("embed/segments", "embeddings.token_type_embeddings"),
-    torch.norm("embed/norm", "embeddings.LayerNorm"), torch.dense("pooler", "pooler.dense"),
-    _rules("blocks"), _rules("blocks/{i}"), Spare("embeddings.position_ids"), spare("pooler.dense"),
+    torch.norm("embed/norm", "embeddings.LayerNorm"),
+    torch.dense("pooler", "pooler.dense"),
+    _rules("blocks"),
+    _rules("blocks/{i}"),
+    Spare("embeddings.position_ids"),
+    spare("pooler.dense"),
 )
 ALIASES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -88,10 +100,20 @@ def heads_of(dense: str, norm: str, logits: str, bias: str, *others: str) -> tup
         dense, norm, logits, bias: the keys of the layers of the masked LM head in a file.
         others: the keys of further layers that the model does not need, but that a file may contain.
     """
-    words = (torch.dense("masked_lm/dense", dense), torch.norm("masked_lm/norm", norm), Rule("masked_lm/bias", bias),
-             Tied(f"{logits}.weight", "embed/words/embedding"), Tied(f"{logits}.bias", "masked_lm/bias"))
-    return (words, torch.dense("head", "classifier"), torch.dense("questions", "qa_outputs"), Spare(bias),
-            spare(dense, norm, logits, "classifier", "qa_outputs", *others))
+    words = (
+        torch.dense("masked_lm/dense", dense),
+        torch.norm("masked_lm/norm", norm),
+        Rule("masked_lm/bias", bias),
+        Tied(f"{logits}.weight", "embed/words/embedding"),
+        Tied(f"{logits}.bias", "masked_lm/bias"),
+    )
+    return (
+        words,
+        torch.dense("head", "classifier"),
+        torch.dense("questions", "qa_outputs"),
+        Spare(bias),
+        spare(dense, norm, logits, "classifier", "qa_outputs", *others),
+    )
 
 
 def architectures(prefix: str, without: str = "Model") -> dict:
@@ -101,7 +123,8 @@ def architectures(prefix: str, without: str = "Model") -> dict:
     for a value that another field of config.json determines.
     """
     return {
-        f"{prefix}{without}": dict(head=None), f"{prefix}ForMaskedLM": dict(head="masked_lm"),
+        f"{prefix}{without}": dict(head=None),
+        f"{prefix}ForMaskedLM": dict(head="masked_lm"),
         f"{prefix}ForSequenceClassification": dict(head="sequence", classes=...),
         f"{prefix}ForTokenClassification": dict(head="tokens", classes=...),
         f"{prefix}ForQuestionAnswering": dict(head="questions"),
@@ -112,7 +135,11 @@ def tied(value, config):
     """Checks the field `tie_word_embeddings` of config.json: it must be True for models with a masked LM head, and has
     no effect on others."""
     names, heads = config.get("architectures"), ("ForMaskedLM", "ForPreTraining")
-    if value is not True and isinstance(names, list) and any(str(name).endswith(heads) for name in names):
+    if (
+        value is not True
+        and isinstance(names, list)
+        and any(str(name).endswith(heads) for name in names)
+    ):
         raise ValueError("expected True for a masked LM")
     if not isinstance(value, bool):
         raise ValueError("expected True or False")
@@ -120,14 +147,22 @@ def tied(value, config):
 
 
 COMMON = {
-    "hidden_size": Use("width", 768), "num_hidden_layers": Use("depth", 12), "num_attention_heads": Use("heads", 12),
-    "intermediate_size": Use("hidden", 3072), "type_vocab_size": Use("segments", 2),
-    "layer_norm_eps": Use("epsilon", 1e-12), "hidden_act": Must(("gelu", "gelu_python")),
-    "position_embedding_type": Must(("absolute",)), "tie_word_embeddings": Fields(tied, write=lambda model: True),
+    "hidden_size": Use("width", 768),
+    "num_hidden_layers": Use("depth", 12),
+    "num_attention_heads": Use("heads", 12),
+    "intermediate_size": Use("hidden", 3072),
+    "type_vocab_size": Use("segments", 2),
+    "layer_norm_eps": Use("epsilon", 1e-12),
+    "hidden_act": Must(("gelu", "gelu_python")),
+    "position_embedding_type": Must(("absolute",)),
+    "tie_word_embeddings": Fields(tied, write=lambda model: True),
 }
 IRRELEVANT = "hidden_dropout_prob attention_probs_dropout_prob classifier_dropout output_past"
-BERT = {**architectures("Bert"), "BertForPreTraining": dict(head="pretraining"),
-        "BertForNextSentencePrediction": dict(head="next_sentence")}
+BERT = {
+    **architectures("Bert"),
+    "BertForPreTraining": dict(head="pretraining"),
+    "BertForNextSentencePrediction": dict(head="next_sentence"),
+}
 
 
 class Bert(Model):
@@ -192,18 +227,38 @@ class Bert(Model):
     }
     NAMES: ClassVar = {
         "huggingface": Names(
-            ENCODER, prefixes=("", "bert."), config={"epsilon": 1e-12}, metadata={"format": "pt"}, aliases=ALIASES,
-            heads=(torch.dense("next_sentence", "cls.seq_relationship"), heads_of(
-                "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.decoder",
-                "cls.predictions.bias", "cls.seq_relationship"))),
+            ENCODER,
+            prefixes=("", "bert."),
+            config={"epsilon": 1e-12},
+            metadata={"format": "pt"},
+            aliases=ALIASES,
+            heads=(
+                torch.dense("next_sentence", "cls.seq_relationship"),
+                heads_of(
+                    "cls.predictions.transform.dense",
+                    "cls.predictions.transform.LayerNorm",
+                    "cls.predictions.decoder",
+                    "cls.predictions.bias",
+                    "cls.seq_relationship",
+                ),
+            ),
+        ),
     }
     CONFIGS: ClassVar = {
-        "bert": transformers({
-            "vocab_size": Use("vocab_size", 30522), "max_position_embeddings": Use("context", 512), **COMMON,
-            **labels(BERT),
-        }, architectures=BERT, other_heads=("masked_lm", "next_sentence", "pretraining"), irrelevant=(
-            f"{IRRELEVANT} directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
-            "pooler_size_per_head pooler_type")),
+        "bert": transformers(
+            {
+                "vocab_size": Use("vocab_size", 30522),
+                "max_position_embeddings": Use("context", 512),
+                **COMMON,
+                **labels(BERT),
+            },
+            architectures=BERT,
+            other_heads=("masked_lm", "next_sentence", "pretraining"),
+            irrelevant=(
+                f"{IRRELEVANT} directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
+                "pooler_size_per_head pooler_type"
+            ),
+        ),
     }
     HUB: ClassVar = {
         "bert-base-uncased": ("google-bert/bert-base-uncased",),
@@ -228,15 +283,22 @@ class Bert(Model):
     epsilon: float = 1e-12
     stacked: bool = True
 
-    def forward(self, scope: nn.Scope, tokens: jax.Array, lengths: jax.Array | None = None,
-                segment: jax.Array | None = None) -> Encoded | jax.Array | tuple[jax.Array, jax.Array]:
+    def forward(
+        self,
+        scope: nn.Scope,
+        tokens: jax.Array,
+        lengths: jax.Array | None = None,
+        segment: jax.Array | None = None,
+    ) -> Encoded | jax.Array | tuple[jax.Array, jax.Array]:
         self._check()
         tokens, embed = jnp.asarray(tokens), scope["embed"]
         table, words = nn.Embed(self.vocab_size, self.width), embed["words"]
-        x = table(words, tokens) + self._places(embed, tokens, segment)                        # [batch, time, width]
+        x = table(words, tokens) + self._places(embed, tokens, segment)  # [batch, time, width]
         x = nn.LayerNorm(epsilon=self.epsilon)(embed["norm"], x)
         x = nn.Dropout(self.dropout)(scope["drop"], x)
-        block = bert_block(heads=self.heads, hidden=self.hidden, dropout=self.dropout, epsilon=self.epsilon)
+        block = bert_block(
+            heads=self.heads, hidden=self.hidden, dropout=self.dropout, epsilon=self.epsilon
+        )
         x = Blocks(block, self.depth, self.stacked)(scope["blocks"], x, lengths=lengths)
         if self.head is None:
             return Encoded(x, self._pooled(scope, x) if self.pooler else None)
@@ -249,8 +311,10 @@ class Bert(Model):
         """Returns the logits of the masked LM, computed with the embedding table."""
         x = gelu(nn.Dense(self.width)(scope["dense"], x))
         x = nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)
-        x = table.attend(words, x)                                                        # [batch, time, vocab_size]
-        bias = scope.param("bias", (self.vocab_size,), jax.nn.initializers.zeros, ("vocab",), roles=("out",))
+        x = table.attend(words, x)  # [batch, time, vocab_size]
+        bias = scope.param(
+            "bias", (self.vocab_size,), jax.nn.initializers.zeros, ("vocab",), roles=("out",)
+        )
         return x + bias.astype(x.dtype)[None, None]
 
     def _logits(self, scope, x):
@@ -259,17 +323,23 @@ class Bert(Model):
             x = self._pooled(scope, x)
         x = nn.Dropout(self.dropout)(scope["head_drop"], x)
         names = {"sequence": "head", "tokens": "head", "pretraining": "next_sentence"}
-        return nn.Dense(self.classes or 2, axes=("in", "classes"))(scope[names.get(self.head, self.head)], x)
+        return nn.Dense(self.classes or 2, axes=("in", "classes"))(
+            scope[names.get(self.head, self.head)], x
+        )
 
     def _check(self):
         if self.depth < 1:
             raise ValueError(f"{type(self).__name__}: depth must be at least 1; got {self.depth}")
         if self.head is not None and self.head not in HEADS:
-            raise ValueError(f"{type(self).__name__}: head must be None or one of {', '.join(HEADS)}; "
-                             f"got {self.head!r}")
+            raise ValueError(
+                f"{type(self).__name__}: head must be None or one of {', '.join(HEADS)}; "
+                f"got {self.head!r}"
+            )
         if (self.head in ("sequence", "tokens")) != (self.classes is not None):
-            raise ValueError(f"{type(self).__name__}: the heads 'sequence' and 'tokens' need classes, and no other "
-                             f"head has them; got head={self.head!r} with classes={self.classes}")
+            raise ValueError(
+                f"{type(self).__name__}: the heads 'sequence' and 'tokens' need classes, and no other "
+                f"head has them; got head={self.head!r} with classes={self.classes}"
+            )
 
     def _pooled(self, scope, x):
         return jnp.tanh(nn.Dense(self.width)(scope["pooler"], x[:, 0]))
@@ -278,11 +348,16 @@ class Bert(Model):
         """Returns the sum of the embeddings of segments and positions."""
         who = type(self).__name__
         if tokens.ndim != 2 or not at_most(who, tokens.shape[1], self.context):
-            raise ValueError(f"{who}: expected tokens [batch, time] with time <= context={self.context}; got shape "
-                             f"{tokens.shape}")
+            raise ValueError(
+                f"{who}: expected tokens [batch, time] with time <= context={self.context}; got shape "
+                f"{tokens.shape}"
+            )
         if segment is not None and (jnp.shape(segment) != tokens.shape or not self.segments):
-            raise ValueError(f"{who}: segment must have the shape of tokens, {tokens.shape}; got {jnp.shape(segment)}"
-                             if self.segments else f"{who}: expected no segment, because this model has none")
+            raise ValueError(
+                f"{who}: segment must have the shape of tokens, {tokens.shape}; got {jnp.shape(segment)}"
+                if self.segments
+                else f"{who}: expected no segment, because this model has none"
+            )
         order = self._positions(tokens)
         y = nn.Embed(self._rows(), self.width)(scope["positions"], order)
         if self.segments:
@@ -291,7 +366,7 @@ class Bert(Model):
         return y
 
     def _positions(self, tokens):
-        return jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]                              # [1, time]
+        return jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]  # [1, time]
 
     def _rows(self):
         return self.context
@@ -328,9 +403,13 @@ def sentence_embedding(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
     """
     hidden, lengths = jnp.asarray(hidden), jnp.asarray(lengths)
     if hidden.ndim != 3 or lengths.shape != hidden.shape[:1]:
-        raise ValueError("sentence_embedding: expected hidden [batch, time, width] and lengths [batch]; got "
-                         f"{hidden.shape} and {lengths.shape}")
+        raise ValueError(
+            "sentence_embedding: expected hidden [batch, time, width] and lengths [batch]; got "
+            f"{hidden.shape} and {lengths.shape}"
+        )
     hidden = hidden.astype(jnp.float32) if jnp.finfo(hidden.dtype).bits < 32 else hidden
-    real = jnp.arange(hidden.shape[1], dtype=jnp.int32)[None] < lengths[:, None].astype(jnp.int32)    # [batch, time]
+    real = jnp.arange(hidden.shape[1], dtype=jnp.int32)[None] < lengths[:, None].astype(
+        jnp.int32
+    )  # [batch, time]
     mean = jnp.where(real[..., None], hidden, 0).sum(1) / lengths[:, None].astype(hidden.dtype)
     return mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), 1e-12)

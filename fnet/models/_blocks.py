@@ -13,7 +13,7 @@ from jax import lax
 from fnet import layers as nn
 from fnet.jaxpr import BLOCK, tag
 
-LONGEST = 12    # the maximum number of blocks in one iteration of a scan
+LONGEST = 12  # the maximum number of blocks in one iteration of a scan
 
 
 class Blocks(nn.Layer):
@@ -46,7 +46,12 @@ class Blocks(nn.Layer):
         if self.stacked:
             return self._periodic(scope, x, options)
         for number in range(self.depth):
-            x = self.block(scope[str(number)], x, **options, **({"kind": self.kinds[number]} if self.kinds else {}))
+            x = self.block(
+                scope[str(number)],
+                x,
+                **options,
+                **({"kind": self.kinds[number]} if self.kinds else {}),
+            )
         return x
 
     def _periodic(self, scope, x, options):
@@ -55,12 +60,16 @@ class Blocks(nn.Layer):
         f, *stacks = scope.pure(self.block, x, copies=self.depth, kind=self.kinds[0], **options)
         states = []
         for start, period, count in periods(self.kinds):
+
             def split(leaf, start=start, period=period, count=count):
-                leaf = leaf if count * period == len(self.kinds) else lax.slice_in_dim(
-                    leaf, start, start + count * period, axis=0)
+                leaf = (
+                    leaf
+                    if count * period == len(self.kinds)
+                    else lax.slice_in_dim(leaf, start, start + count * period, axis=0)
+                )
                 return leaf.reshape(count, period, *leaf.shape[1:])
 
-            def body(x, copies, kinds=self.kinds[start:start + period]):
+            def body(x, copies, kinds=self.kinds[start : start + period]):
                 states = []
                 for number, kind in enumerate(kinds):
                     params, state, key = jax.tree.map(operator.itemgetter(number), copies)
@@ -94,8 +103,8 @@ def periods(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
     while start < len(kinds):
         best = 1, 1
         for period in range(1, min(LONGEST, len(kinds) - start) + 1):
-            first, count = kinds[start:start + period], 1
-            while kinds[start + count * period:start + (count + 1) * period] == first:
+            first, count = kinds[start : start + period], 1
+            while kinds[start + count * period : start + (count + 1) * period] == first:
                 count += 1
             if period * (count - 1) > best[0] * (best[1] - 1):
                 best = period, count
@@ -129,7 +138,12 @@ def unstack(model: nn.Layer, params: Mapping) -> tuple[nn.Layer, dict]:
     ['0', '1']
     """
     if not getattr(model, "stacked", False):
-        raise TypeError(f"unstack: expected a model with stacked=True, whose blocks are one nn.Stack; got {model!r}")
+        raise TypeError(
+            f"unstack: expected a model with stacked=True, whose blocks are one nn.Stack; got {model!r}"
+        )
     leaves, structure = jax.tree.flatten(params["blocks"])
-    apart = {str(i): jax.tree.unflatten(structure, [leaf[i] for leaf in leaves]) for i in range(len(leaves[0]))}
+    apart = {
+        str(i): jax.tree.unflatten(structure, [leaf[i] for leaf in leaves])
+        for i in range(len(leaves[0]))
+    }
     return dataclasses.replace(model, stacked=False), {**params, "blocks": apart}

@@ -28,30 +28,50 @@ def quick_gelu(x):
 
 
 ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu}
-IMAGE = ImageInput(resize=224, resample="bicubic", mean=(0.48145466, 0.4578275, 0.40821073),
-                   std=(0.26862954, 0.26130258, 0.27577711))
+IMAGE = ImageInput(
+    resize=224,
+    resample="bicubic",
+    mean=(0.48145466, 0.4578275, 0.40821073),
+    std=(0.26862954, 0.26130258, 0.27577711),
+)
 
 
 def _blocks(ours, theirs):
-    return torch_layers(f"{ours}blocks", f"{theirs}encoder.layers.{{i}}", {
-        "attention/query": "self_attn.q_proj", "attention/key": "self_attn.k_proj",
-        "attention/value": "self_attn.v_proj", "attention/out": "self_attn.out_proj",
-        "fc1": "mlp.fc1", "fc2": "mlp.fc2",
-    }, {"norm1": "layer_norm1", "norm2": "layer_norm2"})
+    return torch_layers(
+        f"{ours}blocks",
+        f"{theirs}encoder.layers.{{i}}",
+        {
+            "attention/query": "self_attn.q_proj",
+            "attention/key": "self_attn.k_proj",
+            "attention/value": "self_attn.v_proj",
+            "attention/out": "self_attn.out_proj",
+            "fc1": "mlp.fc1",
+            "fc2": "mlp.fc2",
+        },
+        {"norm1": "layer_norm1", "norm2": "layer_norm2"},
+    )
 
 
 def _text(ours="", theirs=""):
-    return (torch.embed(f"{ours}words", f"{theirs}embeddings.token_embedding"),
-            torch.embed(f"{ours}positions", f"{theirs}embeddings.position_embedding"), _blocks(ours, theirs),
-            torch.norm(f"{ours}norm", f"{theirs}final_layer_norm"), Spare(f"{theirs}embeddings.position_ids"))
+    return (
+        torch.embed(f"{ours}words", f"{theirs}embeddings.token_embedding"),
+        torch.embed(f"{ours}positions", f"{theirs}embeddings.position_embedding"),
+        _blocks(ours, theirs),
+        torch.norm(f"{ours}norm", f"{theirs}final_layer_norm"),
+        Spare(f"{theirs}embeddings.position_ids"),
+    )
 
 
 def _vision(ours="", theirs=""):
-    return (Rule(f"{ours}class_token", f"{theirs}embeddings.class_embedding"),
-            torch.conv(f"{ours}patches", f"{theirs}embeddings.patch_embedding"),
-            Rule(f"{ours}position", f"{theirs}embeddings.position_embedding.weight"), _blocks(ours, theirs),
-            torch.norm(f"{ours}pre_norm", f"{theirs}pre_layrnorm"),
-            torch.norm(f"{ours}norm", f"{theirs}post_layernorm"), Spare(f"{theirs}embeddings.position_ids"))
+    return (
+        Rule(f"{ours}class_token", f"{theirs}embeddings.class_embedding"),
+        torch.conv(f"{ours}patches", f"{theirs}embeddings.patch_embedding"),
+        Rule(f"{ours}position", f"{theirs}embeddings.position_embedding.weight"),
+        _blocks(ours, theirs),
+        torch.norm(f"{ours}pre_norm", f"{theirs}pre_layrnorm"),
+        torch.norm(f"{ours}norm", f"{theirs}post_layernorm"),
+        Spare(f"{theirs}embeddings.position_ids"),
+    )
 
 
 def _projection(key, ours=""):
@@ -67,7 +87,9 @@ def _activation(value, config):
 def _end(value, config):
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("expected an integer")
-    return {"end": None if value == 2 else value}    # files before 2023 have 2, but the highest id is the end token
+    return {
+        "end": None if value == 2 else value
+    }  # files before 2023 have 2, but the highest id is the end token
 
 
 def _tower(prefix, width, heads, hidden, fields):
@@ -78,14 +100,22 @@ def _tower(prefix, width, heads, hidden, fields):
         names = config.get("architectures")
         return {"dim": value} if isinstance(names, list) and projected in names else {}
 
-    return transformers({
-        "hidden_size": Use("width", width), "num_hidden_layers": Use("depth", 12),
-        "num_attention_heads": Use("heads", heads), "intermediate_size": Use("hidden", hidden),
-        "hidden_act": Fields(_activation, "quick_gelu", lambda model: model.activation),
-        "layer_norm_eps": Use("epsilon", 1e-5),
-        "projection_dim": Fields(dim, 512, lambda model: SKIP if model.dim is None else model.dim, True), **fields,
-    }, architectures={prefix: dict(dim=None), projected: dict(dim=...)},
-        irrelevant="attention_dropout dropout initializer_factor tie_word_embeddings")
+    return transformers(
+        {
+            "hidden_size": Use("width", width),
+            "num_hidden_layers": Use("depth", 12),
+            "num_attention_heads": Use("heads", heads),
+            "intermediate_size": Use("hidden", hidden),
+            "hidden_act": Fields(_activation, "quick_gelu", lambda model: model.activation),
+            "layer_norm_eps": Use("epsilon", 1e-5),
+            "projection_dim": Fields(
+                dim, 512, lambda model: SKIP if model.dim is None else model.dim, True
+            ),
+            **fields,
+        },
+        architectures={prefix: dict(dim=None), projected: dict(dim=...)},
+        irrelevant="attention_dropout dropout initializer_factor tie_word_embeddings",
+    )
 
 
 class _Encoder(Model):
@@ -102,10 +132,18 @@ class _Encoder(Model):
 
     def _blocks(self, scope, x, causal):
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"{type(self).__name__}: activation must be {' or '.join(map(repr, ACTIVATIONS))}; got "
-                             f"{self.activation!r}")
-        block = encoder_block(heads=self.heads, hidden=self.hidden, dropout=0.0, epsilon=self.epsilon, causal=causal,
-                              activation=ACTIVATIONS[self.activation])
+            raise ValueError(
+                f"{type(self).__name__}: activation must be {' or '.join(map(repr, ACTIVATIONS))}; got "
+                f"{self.activation!r}"
+            )
+        block = encoder_block(
+            heads=self.heads,
+            hidden=self.hidden,
+            dropout=0.0,
+            epsilon=self.epsilon,
+            causal=causal,
+            activation=ACTIVATIONS[self.activation],
+        )
         return nn.Stack(block, self.depth)(scope["blocks"], x)
 
     def _norm(self, scope, x):
@@ -143,12 +181,29 @@ class CLIPText(_Encoder):
     (1, 3)
     """
 
-    NAMES: ClassVar = {"huggingface": Names(
-        _text(), prefixes=("", "text_model."), metadata={"format": "pt"},
-        heads=(_projection("text_projection.weight"), Spare("text_projection.weight")))}
-    CONFIGS: ClassVar = {"clip_text_model": _tower("CLIPTextModel", 512, 8, 2048, {
-        "vocab_size": Use("vocab_size", 49408), "max_position_embeddings": Use("context", 77),
-        "eos_token_id": Fields(_end, 49407, lambda model: 2 if model.end is None else model.end)})}
+    NAMES: ClassVar = {
+        "huggingface": Names(
+            _text(),
+            prefixes=("", "text_model."),
+            metadata={"format": "pt"},
+            heads=(_projection("text_projection.weight"), Spare("text_projection.weight")),
+        )
+    }
+    CONFIGS: ClassVar = {
+        "clip_text_model": _tower(
+            "CLIPTextModel",
+            512,
+            8,
+            2048,
+            {
+                "vocab_size": Use("vocab_size", 49408),
+                "max_position_embeddings": Use("context", 77),
+                "eos_token_id": Fields(
+                    _end, 49407, lambda model: 2 if model.end is None else model.end
+                ),
+            },
+        )
+    }
 
     _: KW_ONLY
     vocab_size: int = 49408
@@ -158,14 +213,17 @@ class CLIPText(_Encoder):
     def forward(self, scope: nn.Scope, tokens: jax.Array) -> Encoded:
         tokens = jnp.asarray(tokens)
         if tokens.ndim != 2 or not at_most("CLIPText", tokens.shape[1], self.context):
-            raise ValueError(f"CLIPText: expected tokens [batch, time] with time <= context={self.context}; got shape "
-                             f"{tokens.shape}")
-        order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]                              # [1, time]
-        x = (nn.Embed(self.vocab_size, self.width)(scope["words"], tokens)
-             + nn.Embed(self.context, self.width)(scope["positions"], order))                   # [batch, time, width]
+            raise ValueError(
+                f"CLIPText: expected tokens [batch, time] with time <= context={self.context}; got shape "
+                f"{tokens.shape}"
+            )
+        order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]  # [1, time]
+        x = nn.Embed(self.vocab_size, self.width)(scope["words"], tokens) + nn.Embed(
+            self.context, self.width
+        )(scope["positions"], order)  # [batch, time, width]
         x = self._norm(scope["norm"], self._blocks(scope, x, causal=True))
-        last = jnp.argmax(tokens if self.end is None else tokens == self.end, 1)                # [batch]
-        pooled = jnp.take_along_axis(x, last[:, None, None], 1)[:, 0]                           # [batch, width]
+        last = jnp.argmax(tokens if self.end is None else tokens == self.end, 1)  # [batch]
+        pooled = jnp.take_along_axis(x, last[:, None, None], 1)[:, 0]  # [batch, width]
         return Encoded(x, self._projected(scope, pooled))
 
     def example(self) -> jax.ShapeDtypeStruct:
@@ -192,12 +250,28 @@ class CLIPVision(_Encoder):
     (2, 3)
     """
 
-    NAMES: ClassVar = {"huggingface": Names(
-        _vision(), prefixes=("", "vision_model."), metadata={"format": "pt"}, image=IMAGE,
-        heads=(_projection("visual_projection.weight"), Spare("visual_projection.weight")))}
-    CONFIGS: ClassVar = {"clip_vision_model": _tower("CLIPVisionModel", 768, 12, 3072, {
-        "image_size": Use("size", 224, square=True), "patch_size": Use("patch", 32, square=True),
-        "num_channels": Must((3,))})}
+    NAMES: ClassVar = {
+        "huggingface": Names(
+            _vision(),
+            prefixes=("", "vision_model."),
+            metadata={"format": "pt"},
+            image=IMAGE,
+            heads=(_projection("visual_projection.weight"), Spare("visual_projection.weight")),
+        )
+    }
+    CONFIGS: ClassVar = {
+        "clip_vision_model": _tower(
+            "CLIPVisionModel",
+            768,
+            12,
+            3072,
+            {
+                "image_size": Use("size", 224, square=True),
+                "patch_size": Use("patch", 32, square=True),
+                "num_channels": Must((3,)),
+            },
+        )
+    }
 
     _: KW_ONLY
     patch: int = 32
@@ -206,13 +280,22 @@ class CLIPVision(_Encoder):
     def forward(self, scope: nn.Scope, x: jax.Array) -> Encoded:
         size, width, grid = self.size, self.width, self.size // self.patch
         if x.ndim != 4 or x.shape[1:] != (size, size, 3):
-            raise ValueError(f"CLIPVision: expected images [batch, {size}, {size}, 3]; got {x.shape}")
-        x = nn.Conv(width, self.patch, self.patch, padding="VALID", use_bias=False)(scope["patches"], x)
-        x = x.reshape(x.shape[0], -1, width)                                            # [batch, patches, width]
-        first = scope.param("class_token", (width,), small, ("embed",), roles=("embed",)).astype(x.dtype)
-        x = jnp.concatenate([
-            jnp.broadcast_to(first, (x.shape[0], 1, width), out_sharding=like(x, 0)), x], 1)    # [batch, tokens, width]
-        position = scope.param("position", (1 + grid**2, width), small, (None, "embed"), roles=("token", "out"))
+            raise ValueError(
+                f"CLIPVision: expected images [batch, {size}, {size}, 3]; got {x.shape}"
+            )
+        x = nn.Conv(width, self.patch, self.patch, padding="VALID", use_bias=False)(
+            scope["patches"], x
+        )
+        x = x.reshape(x.shape[0], -1, width)  # [batch, patches, width]
+        first = scope.param("class_token", (width,), small, ("embed",), roles=("embed",)).astype(
+            x.dtype
+        )
+        x = jnp.concatenate(
+            [jnp.broadcast_to(first, (x.shape[0], 1, width), out_sharding=like(x, 0)), x], 1
+        )  # [batch, tokens, width]
+        position = scope.param(
+            "position", (1 + grid**2, width), small, (None, "embed"), roles=("token", "out")
+        )
         x = x + position.astype(x.dtype)[None]
         x = self._blocks(scope, self._norm(scope["pre_norm"], x), causal=False)
         return Encoded(x, self._projected(scope, self._norm(scope["norm"], x[:, 0])))
@@ -227,14 +310,25 @@ def _part(field: str, table: Config, kind: str, architecture: str) -> Fields:
     cls = {"text": CLIPText, "vision": CLIPVision}[field]
 
     def read(value, config):
-        replaced = config.get(f"{field}_config_dict")      # transformers ignores `value` if this older field is present
+        replaced = config.get(
+            f"{field}_config_dict"
+        )  # transformers ignores `value` if this older field is present
         value = {} if value is None else value
         value = value if replaced is None else replaced
         if not isinstance(value, dict):
             raise ValueError("expected an object")
         try:
-            return {field: cls(**table.values({**value, "architectures": [architecture],
-                                               "projection_dim": config.get("projection_dim", 512)}))}
+            return {
+                field: cls(
+                    **table.values(
+                        {
+                            **value,
+                            "architectures": [architecture],
+                            "projection_dim": config.get("projection_dim", 512),
+                        }
+                    )
+                )
+            }
         except ValueError as error:
             raise ValueError(f"in which {error}") from None
 
@@ -253,8 +347,10 @@ def _replaced(value, config):
 
 
 def _preset(dim, size, width, hidden, heads, depth=12, patch=32, text=(512, 12, 8, 2048), end=None):
-    return dict(text=CLIPText(*text, dim=dim, end=end),
-                vision=CLIPVision(width, depth, heads, hidden, dim=dim, patch=patch, size=size))
+    return dict(
+        text=CLIPText(*text, dim=dim, end=end),
+        vision=CLIPVision(width, depth, heads, hidden, dim=dim, patch=patch, size=size),
+    )
 
 
 class CLIP(Model):
@@ -286,33 +382,67 @@ class CLIP(Model):
         "clip-vit-base-patch32": _preset(512, 224, 768, 3072, 12),
         "clip-vit-base-patch16": _preset(512, 224, 768, 3072, 12, patch=16),
         # The config.json of these two models contains text_config_dict, which sets the end token.
-        "clip-vit-large-patch14": _preset(768, 224, 1024, 4096, 16, 24, 14, (768, 12, 12, 3072), 49407),
-        "clip-vit-large-patch14-336": _preset(768, 336, 1024, 4096, 16, 24, 14, (768, 12, 12, 3072), 49407),
+        "clip-vit-large-patch14": _preset(
+            768, 224, 1024, 4096, 16, 24, 14, (768, 12, 12, 3072), 49407
+        ),
+        "clip-vit-large-patch14-336": _preset(
+            768, 336, 1024, 4096, 16, 24, 14, (768, 12, 12, 3072), 49407
+        ),
     }
     HUB: ClassVar = {name: (f"openai/{name}",) for name in PRESETS}
-    NAMES: ClassVar = {"huggingface": Names(
-        (_text("text/", "text_model."), _projection("text_projection.weight", "text/"),
-         _vision("vision/", "vision_model."), _projection("visual_projection.weight", "vision/"),
-         Rule("logit_scale", "logit_scale")), metadata={"format": "pt"}, image=IMAGE)}
-    CONFIGS: ClassVar = {"clip": transformers({
-        "text_config": _part("text", CLIPText.CONFIGS["clip_text_model"], "clip_text_model",
-                             "CLIPTextModelWithProjection"),
-        "vision_config": _part("vision", CLIPVision.CONFIGS["clip_vision_model"], "clip_vision_model",
-                               "CLIPVisionModelWithProjection"),
-        "text_config_dict": Fields(_replaced), "vision_config_dict": Fields(_replaced),
-        "projection_dim": Fields(lambda value, config: {}, write=lambda model: model.text.dim),
-    }, architectures=("CLIPModel",), irrelevant="logit_scale_init_value initializer_factor tie_word_embeddings")}
+    NAMES: ClassVar = {
+        "huggingface": Names(
+            (
+                _text("text/", "text_model."),
+                _projection("text_projection.weight", "text/"),
+                _vision("vision/", "vision_model."),
+                _projection("visual_projection.weight", "vision/"),
+                Rule("logit_scale", "logit_scale"),
+            ),
+            metadata={"format": "pt"},
+            image=IMAGE,
+        )
+    }
+    CONFIGS: ClassVar = {
+        "clip": transformers(
+            {
+                "text_config": _part(
+                    "text",
+                    CLIPText.CONFIGS["clip_text_model"],
+                    "clip_text_model",
+                    "CLIPTextModelWithProjection",
+                ),
+                "vision_config": _part(
+                    "vision",
+                    CLIPVision.CONFIGS["clip_vision_model"],
+                    "clip_vision_model",
+                    "CLIPVisionModelWithProjection",
+                ),
+                "text_config_dict": Fields(_replaced),
+                "vision_config_dict": Fields(_replaced),
+                "projection_dim": Fields(
+                    lambda value, config: {}, write=lambda model: model.text.dim
+                ),
+            },
+            architectures=("CLIPModel",),
+            irrelevant="logit_scale_init_value initializer_factor tie_word_embeddings",
+        )
+    }
 
     text: CLIPText
     vision: CLIPVision
 
     def forward(self, scope: nn.Scope, images: jax.Array, tokens: jax.Array) -> jax.Array:
         if self.text.dim is None or self.text.dim != self.vision.dim:
-            raise ValueError(f"CLIP: expected projections to as many features in both encoders; got text.dim="
-                             f"{self.text.dim} and vision.dim={self.vision.dim}")
+            raise ValueError(
+                f"CLIP: expected projections to as many features in both encoders; got text.dim="
+                f"{self.text.dim} and vision.dim={self.vision.dim}"
+            )
         x, y = self.image_features(scope, images), self.text_features(scope, tokens)
-        scale = jnp.exp(scope.param("logit_scale", (), initializers.constant(2.6592), ())).astype(x.dtype)
-        return scale * (_unit(x) @ _unit(y).T)                                                  # [images, texts]
+        scale = jnp.exp(scope.param("logit_scale", (), initializers.constant(2.6592), ())).astype(
+            x.dtype
+        )
+        return scale * (_unit(x) @ _unit(y).T)  # [images, texts]
 
     @nn.method
     def image_features(self, scope: nn.Scope, images: jax.Array) -> jax.Array:

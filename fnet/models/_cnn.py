@@ -8,7 +8,9 @@ from fnet import layers as nn
 
 
 @nn.layer
-def conv_norm_relu(scope, x, *, channels, kernel_size=3, stride=1):        # [batch, height, width, channels]
+def conv_norm_relu(
+    scope, x, *, channels, kernel_size=3, stride=1
+):  # [batch, height, width, channels]
     x = nn.Conv(channels, kernel_size, stride, use_bias=False)(scope["conv"], x)
     return jax.nn.relu(nn.BatchNorm()(scope["norm"], x))
 
@@ -46,7 +48,9 @@ class CNN(nn.Layer):
     def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         convs = (self.convs,) * len(self.widths) if isinstance(self.convs, int) else self.convs
         if len(convs) != len(self.widths):
-            raise ValueError(f"CNN: expected one number of convs for each of {len(self.widths)} widths; got {convs}")
+            raise ValueError(
+                f"CNN: expected one number of convs for each of {len(self.widths)} widths; got {convs}"
+            )
         for i, (channels, depth) in enumerate(zip(self.widths, convs)):
             if i:
                 x = nn.MaxPool(2)(scope[f"pool{i}"], x)
@@ -54,7 +58,7 @@ class CNN(nn.Layer):
             for j in range(depth):
                 kernel_size, stride = self.stem if i == j == 0 else (3, 1)
                 block = conv_norm_relu(channels=channels, kernel_size=kernel_size, stride=stride)
-                x = block(stage[f"block{j}"], x)                            # [batch, height, width, channels]
-        x = nn.GlobalAvgPool()(scope["pool"], x)                            # [batch, channels]
+                x = block(stage[f"block{j}"], x)  # [batch, height, width, channels]
+        x = nn.GlobalAvgPool()(scope["pool"], x)  # [batch, channels]
         x = nn.Dropout(self.dropout)(scope["drop"], x)
         return nn.Dense(self.classes, axes=("in", "classes"))(scope["head"], x)

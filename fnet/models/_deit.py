@@ -9,7 +9,17 @@ import jax
 
 from fnet import layers as nn
 from fnet.models._images import ImageInput
-from fnet.models._vit import ENCODER, IRRELEVANT, POOLER, POOLING, SIZES, TIMM, ViT, architectures, sizes
+from fnet.models._vit import (
+    ENCODER,
+    IRRELEVANT,
+    POOLER,
+    POOLING,
+    SIZES,
+    TIMM,
+    ViT,
+    architectures,
+    sizes,
+)
 from fnet.models.weights._config import transformers
 from fnet.models.weights._labels import labels
 from fnet.models.weights._timm_config import timm
@@ -18,7 +28,8 @@ from fnet.models.weights._weight_names import Names, Rule, torch
 _SIZES = {name: SIZES[name] for name in ("tiny", "small", "base")}
 _KINDS = {
     "DeiTForImageClassificationWithTeacher": dict(classes=..., teacher=True),
-    "DeiTForImageClassification": dict(classes=..., teacher=False), "DeiTModel": dict(classes=None, teacher=False),
+    "DeiTForImageClassification": dict(classes=..., teacher=False),
+    "DeiTModel": dict(classes=None, teacher=False),
 }
 BICUBIC = ImageInput(resize=256, resample="bicubic")
 
@@ -45,28 +56,54 @@ class DeiT(ViT):
     """
 
     PRESETS: ClassVar = {
-        "deit_ti_16_distilled": SIZES["tiny"], "deit_s_16_distilled": SIZES["small"],
+        "deit_ti_16_distilled": SIZES["tiny"],
+        "deit_s_16_distilled": SIZES["small"],
         "deit_b_16_distilled": SIZES["base"],
     }
     HUB: ClassVar = {
-        f"deit_{short}_16_distilled": (f"facebook/deit-{name}-distilled-patch16-224",
-                                       f"timm/deit_{name}_distilled_patch16_224.fb_in1k")
-        for short, name in (("ti", "tiny"), ("s", "small"), ("b", "base"))}
+        f"deit_{short}_16_distilled": (
+            f"facebook/deit-{name}-distilled-patch16-224",
+            f"timm/deit_{name}_distilled_patch16_224.fb_in1k",
+        )
+        for short, name in (("ti", "tiny"), ("s", "small"), ("b", "base"))
+    }
     NAMES: ClassVar = {
-        "timm": Names((
-            TIMM, Rule("distillation_token", "dist_token"), torch.dense("distillation_head", "head_dist"),
-        ), config={"epsilon": 1e-6}, metadata={"format": "pt"}, image=BICUBIC),
-        "huggingface": Names((
-            ENCODER, Rule("distillation_token", "embeddings.distillation_token"), POOLING,
-        ), prefixes=("", "deit."), heads=(torch.dense("head", "cls_classifier"),
-                                          torch.dense("distillation_head", "distillation_classifier"),
-                                          torch.dense("classifier", "classifier")),
-            config={"epsilon": 1e-12}, metadata={"format": "pt"}, image=BICUBIC),
+        "timm": Names(
+            (
+                TIMM,
+                Rule("distillation_token", "dist_token"),
+                torch.dense("distillation_head", "head_dist"),
+            ),
+            config={"epsilon": 1e-6},
+            metadata={"format": "pt"},
+            image=BICUBIC,
+        ),
+        "huggingface": Names(
+            (
+                ENCODER,
+                Rule("distillation_token", "embeddings.distillation_token"),
+                POOLING,
+            ),
+            prefixes=("", "deit."),
+            heads=(
+                torch.dense("head", "cls_classifier"),
+                torch.dense("distillation_head", "distillation_classifier"),
+                torch.dense("classifier", "classifier"),
+            ),
+            config={"epsilon": 1e-12},
+            metadata={"format": "pt"},
+            image=BICUBIC,
+        ),
     }
     CONFIGS: ClassVar = {
-        "deit": transformers({**sizes(), **POOLER, **labels(_KINDS)}, architectures=_KINDS, irrelevant=IRRELEVANT),
-        "timm": timm(*architectures("deit_{}_distilled", "deit_{}_distilled", _SIZES, teacher=True), "token",
-                     "deit_{tiny, small, base}_distilled_patchP_S"),
+        "deit": transformers(
+            {**sizes(), **POOLER, **labels(_KINDS)}, architectures=_KINDS, irrelevant=IRRELEVANT
+        ),
+        "timm": timm(
+            *architectures("deit_{}_distilled", "deit_{}_distilled", _SIZES, teacher=True),
+            "token",
+            "deit_{tiny, small, base}_distilled_patchP_S",
+        ),
     }
 
     _: KW_ONLY
@@ -76,7 +113,9 @@ class DeiT(ViT):
         if self.classes is None:
             return super().forward(scope, x)
         if not self.teacher:
-            return nn.Dense(self.classes, axes=("in", "classes"))(scope["classifier"], self.features(scope, x))
+            return nn.Dense(self.classes, axes=("in", "classes"))(
+                scope["classifier"], self.features(scope, x)
+            )
         x = nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], self._encoded(scope, x)[:, :2])
         first = nn.Dense(self.classes, axes=("in", "classes"))(scope["head"], x[:, 0])
         second = nn.Dense(self.classes, axes=("in", "classes"))(scope["distillation_head"], x[:, 1])

@@ -24,7 +24,7 @@ _KINDS = {"Dinov2Model": dict(classes=None), "Dinov2ForImageClassification": dic
 
 
 @nn.layer
-def dino_block(scope, x, *, heads, hidden, gated, dropout, epsilon):        # [batch, tokens, width]
+def dino_block(scope, x, *, heads, hidden, gated, dropout, epsilon):  # [batch, tokens, width]
     def scaled(name, y):
         scale = scope.param(name, (y.shape[-1],), initializers.ones, ("embed",), roles=("out",))
         return y * scale.astype(y.dtype)[None, None]
@@ -34,8 +34,9 @@ def dino_block(scope, x, *, heads, hidden, gated, dropout, epsilon):        # [b
     x = x + scaled("scale1", drop(scope["drop1"], nn.Attention(heads)(scope["attention"], y)))
     y = nn.LayerNorm(epsilon=epsilon)(scope["norm2"], x)
     if gated:
-        y = (jax.nn.silu(nn.Dense(hidden, axes=("embed", "mlp"))(scope["gate"], y))
-             * nn.Dense(hidden, axes=("embed", "mlp"))(scope["up"], y))     # [batch, tokens, hidden]
+        y = jax.nn.silu(nn.Dense(hidden, axes=("embed", "mlp"))(scope["gate"], y)) * nn.Dense(
+            hidden, axes=("embed", "mlp")
+        )(scope["up"], y)  # [batch, tokens, hidden]
     else:
         y = gelu(nn.Dense(hidden, axes=("embed", "mlp"))(scope["fc1"], y))
     y = nn.Dense(width, axes=("mlp", "embed"))(scope["down" if gated else "fc2"], y)
@@ -45,6 +46,7 @@ def dino_block(scope, x, *, heads, hidden, gated, dropout, epsilon):        # [b
 def bicubic(old: int, new: int) -> np.ndarray:
     """Returns the matrix [new, old] of PyTorch's bicubic interpolation: Keys' kernel with a = -0.75, without
     antialiasing."""
+
     def kernel(x):
         x = np.abs(x)
         near, far = (1.25 * x - 2.25) * x * x + 1, -0.75 * (((x - 5) * x + 8) * x - 4)
@@ -61,11 +63,16 @@ def bicubic(old: int, new: int) -> np.ndarray:
 def _size(config):
     """Returns the fields `hidden` and `gated` of the model. `hidden` is `mlp_ratio` times the width, or two thirds of
     this product if the hidden layer is gated."""
-    width, ratio, gated = (config.get(name, default) for name, default in (
-        ("hidden_size", 768), ("mlp_ratio", 4), ("use_swiglu_ffn", False)))
-    if not isinstance(gated, bool) or any(isinstance(each, bool) or not isinstance(each, int | float)
-                                          for each in (width, ratio)):
-        raise ValueError("expected numbers in hidden_size and mlp_ratio, and true or false in use_swiglu_ffn")
+    width, ratio, gated = (
+        config.get(name, default)
+        for name, default in (("hidden_size", 768), ("mlp_ratio", 4), ("use_swiglu_ffn", False))
+    )
+    if not isinstance(gated, bool) or any(
+        isinstance(each, bool) or not isinstance(each, int | float) for each in (width, ratio)
+    ):
+        raise ValueError(
+            "expected numbers in hidden_size and mlp_ratio, and true or false in use_swiglu_ffn"
+        )
     hidden = int(width * ratio)
     return {"hidden": (int(hidden * 2 / 3) + 7) // 8 * 8 if gated else hidden, "gated": gated}
 
@@ -74,8 +81,12 @@ def _ratio(model):
     """Returns the value of `mlp_ratio` for config.json: the ratio for which `_size` returns the model's `hidden`."""
     ratio = model.hidden / model.width * (1.5 if model.gated else 1)
     for each in (round(ratio), ratio):
-        if _size({"hidden_size": model.width, "mlp_ratio": each, "use_swiglu_ffn": model.gated})["hidden"] \
-                == model.hidden:
+        if (
+            _size({"hidden_size": model.width, "mlp_ratio": each, "use_swiglu_ffn": model.gated})[
+                "hidden"
+            ]
+            == model.hidden
+        ):
             return each
     raise ValueError(f"no mlp_ratio describes hidden={model.hidden}")
 
@@ -114,29 +125,51 @@ class DINOv2(ViT):
         "dinov2_l_14": dict(width=1024, depth=24, heads=16, hidden=4096),
         "dinov2_g_14": dict(width=1536, depth=40, heads=24, hidden=4096, gated=True),
     }
-    HUB: ClassVar = {"dinov2_s_14": ("facebook/dinov2-small",), "dinov2_b_14": ("facebook/dinov2-base",),
-                     "dinov2_l_14": ("facebook/dinov2-large",), "dinov2_g_14": ("facebook/dinov2-giant",)}
+    HUB: ClassVar = {
+        "dinov2_s_14": ("facebook/dinov2-small",),
+        "dinov2_b_14": ("facebook/dinov2-base",),
+        "dinov2_l_14": ("facebook/dinov2-large",),
+        "dinov2_g_14": ("facebook/dinov2-giant",),
+    }
     NAMES: ClassVar = {
-        "huggingface": Names((
-            torch_layers("blocks", "encoder.layer.{i}", {"fc1": "mlp.fc1", "fc2": "mlp.fc2", "down": "mlp.weights_out"},
-                         {"norm1": "norm1", "norm2": "norm2"}),
-            Rule("blocks/scale1", "encoder.layer.{i}.layer_scale1.lambda1"),
-            Rule("blocks/scale2", "encoder.layer.{i}.layer_scale2.lambda1"),
-            fused(("blocks/gate", "blocks/up"), "encoder.layer.{i}.mlp.weights_in"), ENCODER,
-            Spare("embeddings.mask_token"),
-        ), prefixes=("", "dinov2."), heads=CLASSIFIER, metadata={"format": "pt"},
-            image=ImageInput(resample="bicubic")),
+        "huggingface": Names(
+            (
+                torch_layers(
+                    "blocks",
+                    "encoder.layer.{i}",
+                    {"fc1": "mlp.fc1", "fc2": "mlp.fc2", "down": "mlp.weights_out"},
+                    {"norm1": "norm1", "norm2": "norm2"},
+                ),
+                Rule("blocks/scale1", "encoder.layer.{i}.layer_scale1.lambda1"),
+                Rule("blocks/scale2", "encoder.layer.{i}.layer_scale2.lambda1"),
+                fused(("blocks/gate", "blocks/up"), "encoder.layer.{i}.mlp.weights_in"),
+                ENCODER,
+                Spare("embeddings.mask_token"),
+            ),
+            prefixes=("", "dinov2."),
+            heads=CLASSIFIER,
+            metadata={"format": "pt"},
+            image=ImageInput(resample="bicubic"),
+        ),
     }
     CONFIGS: ClassVar = {
-        "dinov2": transformers({
-            **sizes(intermediate=False), "layer_norm_eps": Use("epsilon", 1e-6),
-            "patch_size": Use("patch", 14, square=True),
-            "mlp_ratio": Fields(lambda value, config: _size(config), 4, _ratio),
-            "use_swiglu_ffn": Fields(lambda value, config: _size(config), write=lambda model: model.gated),
-            "use_mask_token": Fields(lambda value, config: {}, write=lambda model: False),
-            "interpolate_pos_encoding": Must((True, None)), **labels(_KINDS),
-        }, architectures=_KINDS, irrelevant=f"{IRRELEVANT} layerscale_value drop_path_rate apply_layernorm stage_names "
-                                            "reshape_hidden_states out_features out_indices"),
+        "dinov2": transformers(
+            {
+                **sizes(intermediate=False),
+                "layer_norm_eps": Use("epsilon", 1e-6),
+                "patch_size": Use("patch", 14, square=True),
+                "mlp_ratio": Fields(lambda value, config: _size(config), 4, _ratio),
+                "use_swiglu_ffn": Fields(
+                    lambda value, config: _size(config), write=lambda model: model.gated
+                ),
+                "use_mask_token": Fields(lambda value, config: {}, write=lambda model: False),
+                "interpolate_pos_encoding": Must((True, None)),
+                **labels(_KINDS),
+            },
+            architectures=_KINDS,
+            irrelevant=f"{IRRELEVANT} layerscale_value drop_path_rate apply_layernorm stage_names "
+            "reshape_hidden_states out_features out_indices",
+        ),
     }
 
     _: KW_ONLY
@@ -162,9 +195,16 @@ class DINOv2(ViT):
     def _check(self, x):
         if not self.interpolate:
             super()._check(x)
-        elif x.ndim != 4 or x.shape[1] % self.patch or x.shape[2] % self.patch or self.size % self.patch:
-            raise ValueError(f"DINOv2: expected images [batch, height, width, channels] with multiples of patch="
-                             f"{self.patch} as height and width; got {x.shape}")
+        elif (
+            x.ndim != 4
+            or x.shape[1] % self.patch
+            or x.shape[2] % self.patch
+            or self.size % self.patch
+        ):
+            raise ValueError(
+                f"DINOv2: expected images [batch, height, width, channels] with multiples of patch="
+                f"{self.patch} as height and width; got {x.shape}"
+            )
 
     def _positions(self, position, grid):
         count = self.size // self.patch
@@ -177,8 +217,13 @@ class DINOv2(ViT):
         return jnp.concatenate([position[:, :1], table], 1)
 
     def _block(self):
-        return dino_block(heads=self.heads, hidden=self.hidden or 4 * self.width, gated=self.gated,
-                          dropout=self.dropout, epsilon=self.epsilon)
+        return dino_block(
+            heads=self.heads,
+            hidden=self.hidden or 4 * self.width,
+            gated=self.gated,
+            dropout=self.dropout,
+            epsilon=self.epsilon,
+        )
 
     def of_keys(self, keys: Collection[str]) -> DINOv2:
         return self

@@ -18,10 +18,19 @@ _KINDS = architectures("DistilBert")
 
 
 def _rules(ours, theirs="transformer.layer.{i}"):
-    return torch_layers(ours, theirs, {
-        "attention/query": "attention.q_lin", "attention/key": "attention.k_lin", "attention/value": "attention.v_lin",
-        "attention/out": "attention.out_lin", "fc": "ffn.lin1", "proj": "ffn.lin2",
-    }, {"norm1": "sa_layer_norm", "norm2": "output_layer_norm"})
+    return torch_layers(
+        ours,
+        theirs,
+        {
+            "attention/query": "attention.q_lin",
+            "attention/key": "attention.k_lin",
+            "attention/value": "attention.v_lin",
+            "attention/out": "attention.out_lin",
+            "fc": "ffn.lin1",
+            "proj": "ffn.lin2",
+        },
+        {"norm1": "sa_layer_norm", "norm2": "output_layer_norm"},
+    )
 
 
 class DistilBert(Bert):
@@ -43,27 +52,55 @@ class DistilBert(Bert):
     """
 
     PRESETS: ClassVar = {
-        "distilbert-base-uncased": dict(vocab_size=30522, width=768, depth=6, heads=12, hidden=3072),
+        "distilbert-base-uncased": dict(
+            vocab_size=30522, width=768, depth=6, heads=12, hidden=3072
+        ),
         "distilbert-base-cased": dict(vocab_size=28996, width=768, depth=6, heads=12, hidden=3072),
     }
     NAMES: ClassVar = {
-        "huggingface": Names((
-            torch.embed("embed/words", "embeddings.word_embeddings"),
-            torch.embed("embed/positions", "embeddings.position_embeddings"),
-            torch.norm("embed/norm", "embeddings.LayerNorm"), _rules("blocks"), _rules("blocks/{i}"),
-        ), prefixes=("", "distilbert."), metadata={"format": "pt"}, aliases=ALIASES,
-            heads=(torch.dense("dense", "pre_classifier"), heads_of(
-                "vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias", "pre_classifier"))),
+        "huggingface": Names(
+            (
+                torch.embed("embed/words", "embeddings.word_embeddings"),
+                torch.embed("embed/positions", "embeddings.position_embeddings"),
+                torch.norm("embed/norm", "embeddings.LayerNorm"),
+                _rules("blocks"),
+                _rules("blocks/{i}"),
+            ),
+            prefixes=("", "distilbert."),
+            metadata={"format": "pt"},
+            aliases=ALIASES,
+            heads=(
+                torch.dense("dense", "pre_classifier"),
+                heads_of(
+                    "vocab_transform",
+                    "vocab_layer_norm",
+                    "vocab_projector",
+                    "vocab_projector.bias",
+                    "pre_classifier",
+                ),
+            ),
+        ),
     }
     CONFIGS: ClassVar = {
-        "distilbert": transformers({
-            "vocab_size": Use("vocab_size", 30522), "dim": Use("width", 768), "n_layers": Use("depth", 6),
-            "n_heads": Use("heads", 12), "hidden_dim": Use("hidden", 3072), "activation": Must(("gelu",)),
-            "max_position_embeddings": Use("context", 512), "hidden_size": Use("width"),
-            "num_hidden_layers": Use("depth"), "num_attention_heads": Use("heads"),
-            "tie_word_embeddings": Fields(tied, write=lambda model: True), **labels(_KINDS),
-        }, architectures=_KINDS, irrelevant="dropout attention_dropout qa_dropout seq_classif_dropout tie_weights_ "
-                                            "sinusoidal_pos_embds output_past"),
+        "distilbert": transformers(
+            {
+                "vocab_size": Use("vocab_size", 30522),
+                "dim": Use("width", 768),
+                "n_layers": Use("depth", 6),
+                "n_heads": Use("heads", 12),
+                "hidden_dim": Use("hidden", 3072),
+                "activation": Must(("gelu",)),
+                "max_position_embeddings": Use("context", 512),
+                "hidden_size": Use("width"),
+                "num_hidden_layers": Use("depth"),
+                "num_attention_heads": Use("heads"),
+                "tie_word_embeddings": Fields(tied, write=lambda model: True),
+                **labels(_KINDS),
+            },
+            architectures=_KINDS,
+            irrelevant="dropout attention_dropout qa_dropout seq_classif_dropout tie_weights_ "
+            "sinusoidal_pos_embds output_past",
+        ),
     }
     HUB: ClassVar = {name: (f"distilbert/{name}",) for name in PRESETS}
 
@@ -74,8 +111,10 @@ class DistilBert(Bert):
     def _check(self):
         super()._check()
         if self.head in ("next_sentence", "pretraining") or self.segments or self.pooler:
-            raise ValueError("DistilBert: expected a head without a pooler, segments=0 and pooler=False; got "
-                             f"head={self.head!r}, segments={self.segments}, pooler={self.pooler}")
+            raise ValueError(
+                "DistilBert: expected a head without a pooler, segments=0 and pooler=False; got "
+                f"head={self.head!r}, segments={self.segments}, pooler={self.pooler}"
+            )
 
     def _logits(self, scope, x):
         if self.head != "sequence":

@@ -21,19 +21,48 @@ from fnet.models.weights._torch_layers import fused, qkv, torch_layers
 from fnet.models.weights._weight_names import SAME, Names, Spare, Tied, torch
 
 zeros = jax.nn.initializers.zeros
-normal = functools.cache(jax.nn.initializers.normal)    # equal options give the same object, so layers compare equal
+normal = functools.cache(
+    jax.nn.initializers.normal
+)  # equal options give the same object, so layers compare equal
 
 
 @nn.layer
-def gpt_block(scope, x, lengths=None, kind=0, *, heads, hidden, dropout, epsilon, activation, scales, kernel_init,
-              residual_init):
+def gpt_block(
+    scope,
+    x,
+    lengths=None,
+    kind=0,
+    *,
+    heads,
+    hidden,
+    dropout,
+    epsilon,
+    activation,
+    scales,
+    kernel_init,
+    residual_init,
+):
     """Applies attention and an MLP, each with a residual connection. The attention scores of the block are multiplied
     by `scales[kind]`."""
-    norm, drop, width = nn.LayerNorm(epsilon=epsilon), nn.Dropout(dropout), x.shape[-1]    # [batch, time, width]
-    attention = nn.Attention(heads, causal=True, scale=scales[kind], dropout=dropout, kernel_init=kernel_init,
-                             out_init=residual_init)
-    x = x + drop(scope["drop1"], attention(scope["attention"], norm(scope["norm1"], x), lengths=lengths))
-    y = nn.Dense(hidden, kernel_init=kernel_init, axes=("embed", "mlp"))(scope["fc"], norm(scope["norm2"], x))
+    norm, drop, width = (
+        nn.LayerNorm(epsilon=epsilon),
+        nn.Dropout(dropout),
+        x.shape[-1],
+    )  # [batch, time, width]
+    attention = nn.Attention(
+        heads,
+        causal=True,
+        scale=scales[kind],
+        dropout=dropout,
+        kernel_init=kernel_init,
+        out_init=residual_init,
+    )
+    x = x + drop(
+        scope["drop1"], attention(scope["attention"], norm(scope["norm1"], x), lengths=lengths)
+    )
+    y = nn.Dense(hidden, kernel_init=kernel_init, axes=("embed", "mlp"))(
+        scope["fc"], norm(scope["norm2"], x)
+    )
     out = nn.Dense(width, kernel_init=residual_init, axes=("mlp", "embed"))
     y = out(scope["proj"], ACTIVATIONS[activation](y))
     return x + drop(scope["drop2"], y)
@@ -43,10 +72,20 @@ def _rules(ours, theirs="h.{i}"):
     """Rules for a block. Files of GPT-2 have kernels [in, out]. In GPT-2's files, one array contains query, key and
     value."""
     # The causal mask, which old files contain.
-    masks = (Spare(f"{theirs}.attn.{name}", f"{ours}/norm1/scale") for name in ("bias", "masked_bias"))
-    return (fused(qkv(ours), f"{theirs}.attn.c_attn", SAME), torch_layers(
-        ours, theirs, {"attention/out": "attn.c_proj", "fc": "mlp.c_fc", "proj": "mlp.c_proj"},
-        {"norm1": "ln_1", "norm2": "ln_2"}, SAME), *masks)
+    masks = (
+        Spare(f"{theirs}.attn.{name}", f"{ours}/norm1/scale") for name in ("bias", "masked_bias")
+    )
+    return (
+        fused(qkv(ours), f"{theirs}.attn.c_attn", SAME),
+        torch_layers(
+            ours,
+            theirs,
+            {"attention/out": "attn.c_proj", "fc": "mlp.c_fc", "proj": "mlp.c_proj"},
+            {"norm1": "ln_1", "norm2": "ln_2"},
+            SAME,
+        ),
+        *masks,
+    )
 
 
 class GPT(LanguageModel):
@@ -98,25 +137,47 @@ class GPT(LanguageModel):
         "gpt2-xl": dict(vocab_size=50257, width=1600, depth=48, heads=25),
     }
     NAMES: ClassVar = {
-        "huggingface": Names((
-            torch.embed("embed", "wte"), torch.embed("positions", "wpe"), torch.norm("norm", "ln_f"),
-            _rules("blocks"), _rules("blocks/{i}"), Tied("lm_head.weight", "embed/embedding"),
-        ), prefixes=("", "transformer."), heads=(torch.dense("head", "lm_head"),),
-            config={"epsilon": 1e-5}, metadata={"format": "pt"}),
+        "huggingface": Names(
+            (
+                torch.embed("embed", "wte"),
+                torch.embed("positions", "wpe"),
+                torch.norm("norm", "ln_f"),
+                _rules("blocks"),
+                _rules("blocks/{i}"),
+                Tied("lm_head.weight", "embed/embedding"),
+            ),
+            prefixes=("", "transformer."),
+            heads=(torch.dense("head", "lm_head"),),
+            config={"epsilon": 1e-5},
+            metadata={"format": "pt"},
+        ),
     }
     CONFIGS: ClassVar = {
-        "gpt2": transformers({
-            "vocab_size": Count("vocab_size", 50257), "n_embd": Count("width", 768), "hidden_size": Use("width"),
-            "n_layer": Count("depth", 12), "num_hidden_layers": Use("depth"), "n_head": Count("heads", 12),
-            "num_attention_heads": Use("heads"), "n_inner": Count("hidden", None, lambda model: 4 * model.width),
-            "n_positions": Count("context", 1024), "n_ctx": Use("context"), "max_position_embeddings": Use("context"),
-            "layer_norm_epsilon": Number("epsilon", 1e-5), "tie_word_embeddings": Flag("tied", True),
-            "activation_function": activation("gelu_new"), "scale_attn_weights": Flag("scale_scores", True),
-            "scale_attn_by_inverse_layer_idx": Flag("scale_by_depth", False), "n_special": Must((0,)),
-        }, architectures=("GPT2LMHeadModel", "GPT2Model"),
+        "gpt2": transformers(
+            {
+                "vocab_size": Count("vocab_size", 50257),
+                "n_embd": Count("width", 768),
+                "hidden_size": Use("width"),
+                "n_layer": Count("depth", 12),
+                "num_hidden_layers": Use("depth"),
+                "n_head": Count("heads", 12),
+                "num_attention_heads": Use("heads"),
+                "n_inner": Count("hidden", None, lambda model: 4 * model.width),
+                "n_positions": Count("context", 1024),
+                "n_ctx": Use("context"),
+                "max_position_embeddings": Use("context"),
+                "layer_norm_epsilon": Number("epsilon", 1e-5),
+                "tie_word_embeddings": Flag("tied", True),
+                "activation_function": activation("gelu_new"),
+                "scale_attn_weights": Flag("scale_scores", True),
+                "scale_attn_by_inverse_layer_idx": Flag("scale_by_depth", False),
+                "n_special": Must((0,)),
+            },
+            architectures=("GPT2LMHeadModel", "GPT2Model"),
             irrelevant="resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn summary_type summary_use_proj "
-                       "summary_activation summary_proj_to_labels summary_first_dropout predict_special_tokens "
-                       "output_past"),
+            "summary_activation summary_proj_to_labels summary_first_dropout predict_special_tokens "
+            "output_past",
+        ),
     }
     HUB: ClassVar = {name: (f"openai-community/{name}", name) for name in PRESETS}
 
@@ -137,40 +198,60 @@ class GPT(LanguageModel):
 
     def __post_init__(self):
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"GPT: activation must be {' or '.join(map(repr, ACTIVATIONS))}; got {self.activation!r}")
+            raise ValueError(
+                f"GPT: activation must be {' or '.join(map(repr, ACTIVATIONS))}; got {self.activation!r}"
+            )
 
-    def _body(self, scope, tokens, lengths):                               # [batch, time]
+    def _body(self, scope, tokens, lengths):  # [batch, time]
         tokens = jnp.asarray(tokens)
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
         x = embed(at, tokens) + self._positions(scope, tokens, lengths)
-        x = nn.Dropout(self.dropout)(scope["drop"], x)                     # [batch, time, width]
+        x = nn.Dropout(self.dropout)(scope["drop"], x)  # [batch, time, width]
         scale = (self.width // self.heads) ** -0.5 if self.scale_scores else 1.0
         numbers = range(self.depth) if self.scale_by_depth else ()
-        block = gpt_block(heads=self.heads, hidden=self.hidden or 4 * self.width, dropout=self.dropout,
-                          epsilon=self.epsilon, activation=self.activation,
-                          scales=tuple(scale / (number + 1) for number in numbers) or (scale,),
-                          kernel_init=normal(0.02), residual_init=normal(0.02 / math.sqrt(2 * self.depth)))
-        x = Blocks(block, self.depth, self.stacked, tuple(numbers))(scope["blocks"], x, lengths=lengths)
+        block = gpt_block(
+            heads=self.heads,
+            hidden=self.hidden or 4 * self.width,
+            dropout=self.dropout,
+            epsilon=self.epsilon,
+            activation=self.activation,
+            scales=tuple(scale / (number + 1) for number in numbers) or (scale,),
+            kernel_init=normal(0.02),
+            residual_init=normal(0.02 / math.sqrt(2 * self.depth)),
+        )
+        x = Blocks(block, self.depth, self.stacked, tuple(numbers))(
+            scope["blocks"], x, lengths=lengths
+        )
         x = nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)
         if self.tied:
             return embed, at, x
-        head = nn.Dense(self.vocab_size, use_bias=False, kernel_init=normal(0.02), axes=("embed", "vocab"))
+        head = nn.Dense(
+            self.vocab_size, use_bias=False, kernel_init=normal(0.02), axes=("embed", "vocab")
+        )
         return head, scope["head"], x
 
     def _positions(self, scope, tokens, lengths):
         """Returns the position embeddings. With a cache, the positions continue those of the cached text, and padding
         has position 0."""
         if tokens.ndim != 2 or not at_most("GPT", tokens.shape[1], self.context):
-            raise ValueError(f"GPT: expected tokens [batch, time] with time <= context={self.context}; got shape "
-                             f"{tokens.shape}")
+            raise ValueError(
+                f"GPT: expected tokens [batch, time] with time <= context={self.context}; got shape "
+                f"{tokens.shape}"
+            )
         table, at = nn.Embed(self.context, self.width), scope["positions"]
         start = scope.state("index", tokens.shape[:1], zeros, "cache", dtype=jnp.int32)
-        if start is None and sized(tokens.shape[1]):    # a slice, because the gradient of a lookup is a scatter
-            return table.first(at, tokens.shape[1])[None]                  # [1, time, width]
+        if start is None and sized(
+            tokens.shape[1]
+        ):  # a slice, because the gradient of a lookup is a scatter
+            return table.first(at, tokens.shape[1])[None]  # [1, time, width]
         order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         if start is None:
             return table(at, order)
-        count = jnp.full_like(start, tokens.shape[1]) if lengths is None else jnp.asarray(lengths).astype(start.dtype)
+        count = (
+            jnp.full_like(start, tokens.shape[1])
+            if lengths is None
+            else jnp.asarray(lengths).astype(start.dtype)
+        )
         scope.update("index", start + count)
         return table(at, jnp.where(order < count[:, None], start[:, None] + order, 0))
 

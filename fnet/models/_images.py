@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-_RESAMPLE = {"bilinear": 2, "bicubic": 3}    # Pillow's constants
+_RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's constants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,9 @@ class ImageInput:
         path = folder / "config.json"
         config = read(path).get("pretrained_cfg") if path.is_file() else None
         if not isinstance(config, dict):
-            raise FileNotFoundError(f"{folder} has no preprocessor_config.json, and no config.json with pretrained_cfg")
+            raise FileNotFoundError(
+                f"{folder} has no preprocessor_config.json, and no config.json with pretrained_cfg"
+            )
         return cls(**_fields_of(path, config, _timm))
 
     def at(self, size: int) -> ImageInput:
@@ -107,12 +109,16 @@ class ImageInput:
         """
         from PIL import Image
 
-        if photo.mode.startswith("I;16") or (photo.mode == "I" and photo.format == "PNG"):      # PNG has no 32 bits
+        if photo.mode.startswith("I;16") or (
+            photo.mode == "I" and photo.format == "PNG"
+        ):  # PNG has no 32 bits
             levels = np.asarray(photo).astype(np.uint32)
             photo = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
         elif photo.mode in ("I", "F") or photo.mode.startswith(("I;", "F;")):
-            raise ValueError(f"an image of mode {photo.mode!r} has 32-bit values of unknown range: scale them to "
-                             "0..255, and pass Image.fromarray(values.astype(numpy.uint8))")
+            raise ValueError(
+                f"an image of mode {photo.mode!r} has 32-bit values of unknown range: scale them to "
+                "0..255, and pass Image.fromarray(values.astype(numpy.uint8))"
+            )
         return photo.convert("RGB")
 
     def normalize(self, pixels: np.ndarray) -> np.ndarray:
@@ -122,36 +128,48 @@ class ImageInput:
         """
         pixels = (pixels if self.order == "rgb" else pixels[..., ::-1]).astype(np.float32)
         lead = (1,) * (pixels.ndim - 1)
-        mean, std = (np.array(value, np.float32).reshape(*lead, 3) for value in (self.mean, self.std))
+        mean, std = (
+            np.array(value, np.float32).reshape(*lead, 3) for value in (self.mean, self.std)
+        )
         return (pixels * np.float32(self.scale) - mean) / std
 
 
 TORCHVISION = ImageInput()
 AUGREG = ImageInput(resize=248, resample="bicubic", mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
-CAFFE = ImageInput(resample="bicubic", mean=(103.939, 116.779, 123.68), std=(1.0, 1.0, 1.0), scale=1.0, order="bgr")
+CAFFE = ImageInput(
+    resample="bicubic", mean=(103.939, 116.779, 123.68), std=(1.0, 1.0, 1.0), scale=1.0, order="bgr"
+)
 
 
 def _fields_of(path: Path, config: Mapping, fields: Callable) -> dict[str, Any]:
     try:
         return fields(config)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} does not describe a preprocessing that fnet supports: {error!r}") from None
+        raise ValueError(
+            f"{path} does not describe a preprocessing that fnet supports: {error!r}"
+        ) from None
     except ValueError as error:
-        raise ValueError(f"{path} describes a preprocessing that fnet does not support: {error}") from None
+        raise ValueError(
+            f"{path} describes a preprocessing that fnet does not support: {error}"
+        ) from None
 
 
 # Fields that do not change the pixels of one image: names of classes, layouts of results, labels, provenance.
 _IRRELEVANT = {
-    "transformers": frozenset("""
+    "transformers": frozenset(
+        """
         image_processor_type feature_extractor_type processor_class auto_map _processor_class _valid_processor_keys
         data_format input_data_format return_tensors device disable_grouping do_reduce_labels reduce_labels
         model_input_names name_or_path transformers_version
-    """.split()),
-    "timm": frozenset("""
+    """.split()
+    ),
+    "timm": frozenset(
+        """
         url file state_dict hf_hub_id hf_hub_filename source architecture tag custom_load test_input_size min_input_size
         test_crop_pct num_classes label_names label_descriptions pool_size test_pool_size first_conv classifier license
         description origin_url paper_name paper_ids notes
-    """.split()),
+    """.split()
+    ),
 }
 
 
@@ -161,8 +179,12 @@ def _expect(config, supported, used, kind):
         if name not in known and value not in (None, False):
             raise ValueError(f"the field {name!r} is {value!r:.100}, which may change the images")
     for name, values in supported.items():
-        if name in config and not any(config[name] is each or config[name] == each for each in values):
-            raise ValueError(f"{name!r} is {config[name]!r}, expected {' or '.join(map(repr, values))}")
+        if name in config and not any(
+            config[name] is each or config[name] == each for each in values
+        ):
+            raise ValueError(
+                f"{name!r} is {config[name]!r}, expected {' or '.join(map(repr, values))}"
+            )
 
 
 def _side(value, name):
@@ -173,8 +195,11 @@ def _side(value, name):
 
 def _channels(config, name):
     value = config[name]
-    if not isinstance(value, list) or len(value) != 3 or any(
-            isinstance(each, bool) or not isinstance(each, int | float) for each in value):
+    if (
+        not isinstance(value, list)
+        or len(value) != 3
+        or any(isinstance(each, bool) or not isinstance(each, int | float) for each in value)
+    ):
         raise ValueError(f"{name!r} is {value!r}, expected three numbers")
     return tuple(map(float, value))
 
@@ -187,36 +212,77 @@ def _resample(value):
 
 
 def _timm(config):
-    _expect(config, {"crop_mode": ("center", None), "fixed_input_size": (True, False, None), "label_offset": (0, None)},
-            ("input_size", "crop_pct", "interpolation", "mean", "std"), "timm")
+    _expect(
+        config,
+        {
+            "crop_mode": ("center", None),
+            "fixed_input_size": (True, False, None),
+            "label_offset": (0, None),
+        },
+        ("input_size", "crop_pct", "interpolation", "mean", "std"),
+        "timm",
+    )
     channels, height, width = config["input_size"]
     if (channels, height) != (3, width):
         raise ValueError(f"'input_size' is {config['input_size']!r}, expected [3, size, size]")
     size, part = _side(height, "input_size"), config.get("crop_pct", 0.875)
     if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
         raise ValueError(f"'crop_pct' is {part!r}, expected a number in (0, 1]")
-    return dict(size=size, resize=math.floor(size / part), resample=_resample(config.get("interpolation", "bilinear")),
-                mean=_channels(config, "mean"), std=_channels(config, "std"))
+    return dict(
+        size=size,
+        resize=math.floor(size / part),
+        resample=_resample(config.get("interpolation", "bilinear")),
+        mean=_channels(config, "mean"),
+        std=_channels(config, "std"),
+    )
 
 
 def _square(value, name):
     """Returns the side of a square image in pixels. `value` is a number, or an object with equal height and width."""
-    if isinstance(value, dict) and value.keys() == {"height", "width"} and value["height"] == value["width"]:
+    if (
+        isinstance(value, dict)
+        and value.keys() == {"height", "width"}
+        and value["height"] == value["width"]
+    ):
         value = value["height"]
     return _side(value, name)
 
 
 def _transformers(config):
-    _expect(config, {"do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,), "do_pad": (False, None),
-                     "rescale_offset": (False, None), "include_top": (False, None), "do_convert_rgb": (True, None),
-                     "do_flip_channel_order": (False, None)},
-            ("resample", "image_mean", "image_std", "rescale_factor", "size", "do_center_crop", "crop_pct", "crop_size",
-             "default_to_square"), "transformers")
-    fields = dict(resample=_resample(config.get("resample", 2)), mean=_channels(config, "image_mean"),
-                  std=_channels(config, "image_std"), scale=config.get("rescale_factor", 1 / 255))
+    _expect(
+        config,
+        {
+            "do_resize": (True,),
+            "do_rescale": (True,),
+            "do_normalize": (True,),
+            "do_pad": (False, None),
+            "rescale_offset": (False, None),
+            "include_top": (False, None),
+            "do_convert_rgb": (True, None),
+            "do_flip_channel_order": (False, None),
+        },
+        (
+            "resample",
+            "image_mean",
+            "image_std",
+            "rescale_factor",
+            "size",
+            "do_center_crop",
+            "crop_pct",
+            "crop_size",
+            "default_to_square",
+        ),
+        "transformers",
+    )
+    fields = dict(
+        resample=_resample(config.get("resample", 2)),
+        mean=_channels(config, "image_mean"),
+        std=_channels(config, "image_std"),
+        scale=config.get("rescale_factor", 1 / 255),
+    )
     size, crop = config["size"], config.get("do_center_crop", False)
     shortest = size.get("shortest_edge") if isinstance(size, dict) else None
-    if "crop_pct" in config and config["crop_pct"] is not None:              # ConvNeXt's
+    if "crop_pct" in config and config["crop_pct"] is not None:  # ConvNeXt's
         side = _side(shortest if shortest is not None else size, "size")
         part = config["crop_pct"]
         return fields | dict(size=side, resize=int(side / part) if side < 384 else None)
@@ -224,9 +290,13 @@ def _transformers(config):
         raise ValueError("'size' is the shortest edge, expected do_center_crop true")
     if shortest is None and not crop:
         if not isinstance(size, dict) and config.get("default_to_square") is False:
-            raise ValueError("'default_to_square' is False, so 'size' is the shortest edge, expected do_center_crop "
-                             "true")
+            raise ValueError(
+                "'default_to_square' is False, so 'size' is the shortest edge, expected do_center_crop "
+                "true"
+            )
         return fields | dict(size=_square(size, "size"), resize=None)
     if shortest is None:
         raise ValueError(f"'size' is {size!r} before a crop, expected the shortest_edge")
-    return fields | dict(size=_square(config["crop_size"], "crop_size"), resize=_side(shortest, "size"))
+    return fields | dict(
+        size=_square(config["crop_size"], "crop_size"), resize=_side(shortest, "size")
+    )

@@ -30,7 +30,7 @@ class MLP(nn.Layer):
     dropout: float = 0.0
 
     def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        x = nn.Flatten()(scope["flatten"], x)                              # [batch, features]
+        x = nn.Flatten()(scope["flatten"], x)  # [batch, features]
         for i, width in enumerate(self.widths[:-1]):
             x = jax.nn.relu(nn.Dense(width)(scope[f"fc{i}"], x))
             x = nn.Dropout(self.dropout)(scope[f"drop{i}"], x)

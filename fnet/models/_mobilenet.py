@@ -15,14 +15,20 @@ from fnet.models._model import Model
 from fnet.models.weights._timm_config import timm
 from fnet.models.weights._weight_names import Names, torch
 
-STAGES = (    # expansion, channels, blocks, stride of the first
-    (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),
+STAGES = (  # expansion, channels, blocks, stride of the first
+    (1, 16, 1, 1),
+    (6, 24, 2, 2),
+    (6, 32, 3, 2),
+    (6, 64, 4, 2),
+    (6, 96, 3, 1),
+    (6, 160, 3, 2),
+    (6, 320, 1, 1),
 )
 
 
 @nn.layer
 def conv_norm(scope, x, *, channels, kernel_size=1, stride=1, depthwise=False):
-    padding = kernel_size // 2                              # on both sides, for every stride
+    padding = kernel_size // 2  # on both sides, for every stride
     if depthwise:
         conv = nn.DepthwiseConv(kernel_size, stride, padding=padding, use_bias=False)
     else:
@@ -31,7 +37,7 @@ def conv_norm(scope, x, *, channels, kernel_size=1, stride=1, depthwise=False):
 
 
 @nn.layer
-def inverted_residual(scope, x, *, channels, expansion, stride):            # [batch, height, width, in]
+def inverted_residual(scope, x, *, channels, expansion, stride):  # [batch, height, width, in]
     inner, y = x.shape[-1] * expansion, x
     if expansion > 1:
         y = jax.nn.relu6(conv_norm(channels=inner)(scope["expand"], y))
@@ -58,10 +64,16 @@ def _torchvision():
         for b in range(blocks):
             ours, theirs = f"stage{s}/block{b}", f"features.{last}.conv"
             inner = ("expand", "depthwise") if expansion > 1 else ("depthwise",)
-            yield tuple(_torch(f"{ours}/{name}", f"{theirs}.{i}.0", f"{theirs}.{i}.1") for i, name in enumerate(inner))
+            yield tuple(
+                _torch(f"{ours}/{name}", f"{theirs}.{i}.0", f"{theirs}.{i}.1")
+                for i, name in enumerate(inner)
+            )
             yield _torch(f"{ours}/project", f"{theirs}.{len(inner)}", f"{theirs}.{len(inner) + 1}")
             last += 1
-    yield _torch("last", f"features.{last}.0", f"features.{last}.1"), torch.dense("head", "classifier.1")
+    yield (
+        _torch("last", f"features.{last}.0", f"features.{last}.1"),
+        torch.dense("head", "classifier.1"),
+    )
 
 
 def _architecture(name):
@@ -90,21 +102,34 @@ class MobileNetV2(Model):
 
     PRESETS: ClassVar = {"mobilenet_v2": {}}
     HUB: ClassVar = {"mobilenet_v2": ("timm/mobilenetv2_100.ra_in1k", "torchvision:mobilenet_v2")}
-    CONFIGS: ClassVar = {"timm": timm(
-        _architecture, lambda model: f"mobilenetv2_{round(100 * model.width):03d}", "avg",
-        "mobilenetv2_W with a width of W percent, such as 100")}
+    CONFIGS: ClassVar = {
+        "timm": timm(
+            _architecture,
+            lambda model: f"mobilenetv2_{round(100 * model.width):03d}",
+            "avg",
+            "mobilenetv2_W with a width of W percent, such as 100",
+        )
+    }
     NAMES: ClassVar = {
         "torchvision": Names(tuple(_torchvision()), metadata={"format": "pt"}, image=TORCHVISION),
-        "timm": Names((
-            _torch("stem", "conv_stem", "bn1"),
-            _torch("stage0/block{b}/depthwise", "blocks.0.{b}.conv_dw", "blocks.0.{b}.bn1"),
-            _torch("stage0/block{b}/project", "blocks.0.{b}.conv_pw", "blocks.0.{b}.bn2"),
-            _torch("stage{s}/block{b}/expand", "blocks.{s}.{b}.conv_pw", "blocks.{s}.{b}.bn1"),
-            _torch("stage{s}/block{b}/depthwise", "blocks.{s}.{b}.conv_dw", "blocks.{s}.{b}.bn2"),
-            _torch("stage{s}/block{b}/project", "blocks.{s}.{b}.conv_pwl", "blocks.{s}.{b}.bn3"),
-            _torch("last", "conv_head", "bn2"),
-            torch.dense("head", "classifier"),
-        ), metadata={"format": "pt"}, image=ImageInput(resample="bicubic")),
+        "timm": Names(
+            (
+                _torch("stem", "conv_stem", "bn1"),
+                _torch("stage0/block{b}/depthwise", "blocks.0.{b}.conv_dw", "blocks.0.{b}.bn1"),
+                _torch("stage0/block{b}/project", "blocks.0.{b}.conv_pw", "blocks.0.{b}.bn2"),
+                _torch("stage{s}/block{b}/expand", "blocks.{s}.{b}.conv_pw", "blocks.{s}.{b}.bn1"),
+                _torch(
+                    "stage{s}/block{b}/depthwise", "blocks.{s}.{b}.conv_dw", "blocks.{s}.{b}.bn2"
+                ),
+                _torch(
+                    "stage{s}/block{b}/project", "blocks.{s}.{b}.conv_pwl", "blocks.{s}.{b}.bn3"
+                ),
+                _torch("last", "conv_head", "bn2"),
+                torch.dense("head", "classifier"),
+            ),
+            metadata={"format": "pt"},
+            image=ImageInput(resample="bicubic"),
+        ),
     }
 
     _: KW_ONLY
@@ -121,15 +146,18 @@ class MobileNetV2(Model):
         """Returns the input of the last layer, before dropout: an array [batch, channels] with at least 1,280
         channels."""
         stem = conv_norm(channels=_divisible(32 * self.width), kernel_size=3, stride=2)
-        x = jax.nn.relu6(stem(scope["stem"], x))                            # [batch, height / 2, width / 2, 32]
+        x = jax.nn.relu6(stem(scope["stem"], x))  # [batch, height / 2, width / 2, 32]
         for s, (expansion, channels, blocks, stride) in enumerate(STAGES):
             stage = scope[f"stage{s}"]
             for b in range(blocks):
-                block = inverted_residual(channels=_divisible(channels * self.width), expansion=expansion,
-                                          stride=stride if b == 0 else 1)
+                block = inverted_residual(
+                    channels=_divisible(channels * self.width),
+                    expansion=expansion,
+                    stride=stride if b == 0 else 1,
+                )
                 x = block(stage[f"block{b}"], x)
         last = conv_norm(channels=_divisible(1280 * max(1.0, self.width)))
-        x = jax.nn.relu6(last(scope["last"], x))                            # [batch, height / 32, width / 32, 1280]
+        x = jax.nn.relu6(last(scope["last"], x))  # [batch, height / 32, width / 32, 1280]
         return nn.GlobalAvgPool()(scope["pool"], x)
 
     def example(self) -> jax.ShapeDtypeStruct:

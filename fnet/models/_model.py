@@ -54,8 +54,14 @@ class Model(nn.Layer):
         """
         if name not in cls.PRESETS:
             near = difflib.get_close_matches(name, cls.PRESETS, 1)
-            raise ValueError(f"{cls.__name__} has no preset {name!r}" + (f"; did you mean {near[0]!r}?" if near else
-                             f"; it has {', '.join(cls.PRESETS) or 'none'}"))
+            raise ValueError(
+                f"{cls.__name__} has no preset {name!r}"
+                + (
+                    f"; did you mean {near[0]!r}?"
+                    if near
+                    else f"; it has {', '.join(cls.PRESETS) or 'none'}"
+                )
+            )
         return cls(**{**cls.PRESETS[name], **changes})
 
     def of_keys(self, keys: Collection[str]) -> Model:

@@ -15,7 +15,16 @@ from fnet.models._blocks import Blocks
 from fnet.models._decoder import ACTIVATIONS
 from fnet.models._decoder_configs import Count, Flag, Number, activation, read_by_others
 from fnet.models._model import Model
-from fnet.models._rope_config import FULL, SLIDING, collapsed, layer_types, layers, number, rope_by_type, whole
+from fnet.models._rope_config import (
+    FULL,
+    SLIDING,
+    collapsed,
+    layer_types,
+    layers,
+    number,
+    rope_by_type,
+    whole,
+)
 from fnet.models.weights._config import SKIP, Fields, Use, transformers
 from fnet.models.weights._labels import labels
 from fnet.models.weights._torch_layers import fused, qkv, spare, torch_layers
@@ -27,29 +36,53 @@ _DEPTH, _CONTEXT, _WINDOW, _BASES = 22, 8192, 128, (160000.0, 10000.0)
 
 
 @nn.layer
-def modernbert_block(scope, x, lengths=None, kind=0, *, attentions, hidden, activation, mlp_bias, norm, dropout,
-                     first=False):
+def modernbert_block(
+    scope,
+    x,
+    lengths=None,
+    kind=0,
+    *,
+    attentions,
+    hidden,
+    activation,
+    mlp_bias,
+    norm,
+    dropout,
+    first=False,
+):
     """Applies attention and an MLP, each with a residual connection. The attention layer of the block is
     `attentions[kind]`."""
-    drop, width = nn.Dropout(dropout), x.shape[-1]                         # [batch, time, width]
-    y = x if first else norm(scope["norm1"], x)    # the embeddings have their own norm
+    drop, width = nn.Dropout(dropout), x.shape[-1]  # [batch, time, width]
+    y = x if first else norm(scope["norm1"], x)  # the embeddings have their own norm
     x = x + drop(scope["drop1"], attentions[kind](scope["attention"], y, lengths=lengths))
     y, up = norm(scope["norm2"], x), nn.Dense(hidden, use_bias=mlp_bias, axes=("embed", "mlp"))
-    y = ACTIVATIONS[activation](up(scope["gate"], y)) * up(scope["up"], y)                       # [batch, time, hidden]
-    y = nn.Dense(width, use_bias=mlp_bias, axes=("mlp", "embed"))(scope["down"], drop(scope["drop2"], y))
+    y = ACTIVATIONS[activation](up(scope["gate"], y)) * up(scope["up"], y)  # [batch, time, hidden]
+    y = nn.Dense(width, use_bias=mlp_bias, axes=("mlp", "embed"))(
+        scope["down"], drop(scope["drop2"], y)
+    )
     return x + y
 
 
 def _rules(ours, theirs):
-    return (fused(qkv(ours), f"{theirs}.attn.Wqkv"), fused((f"{ours}/gate", f"{ours}/up"), f"{theirs}.mlp.Wi"),
-            torch_layers(ours, theirs, {"attention/out": "attn.Wo", "down": "mlp.Wo"},
-                         {"norm1": "attn_norm", "norm2": "mlp_norm"}))
+    return (
+        fused(qkv(ours), f"{theirs}.attn.Wqkv"),
+        fused((f"{ours}/gate", f"{ours}/up"), f"{theirs}.mlp.Wi"),
+        torch_layers(
+            ours,
+            theirs,
+            {"attention/out": "attn.Wo", "down": "mlp.Wo"},
+            {"norm1": "attn_norm", "norm2": "mlp_norm"},
+        ),
+    )
 
 
 # config.json: layers with and without windows. Each of the two kinds has its own base of the rotary positions.
 def _types(config):
     every = whole(config.get("global_attn_every_n_layers", 3))
-    return [SLIDING if i % every else FULL for i in range(whole(config.get("num_hidden_layers", _DEPTH)))]
+    return [
+        SLIDING if i % every else FULL
+        for i in range(whole(config.get("num_hidden_layers", _DEPTH)))
+    ]
 
 
 def _windows(value, config):
@@ -61,7 +94,9 @@ def _windows(value, config):
 def _window_written(model):
     sizes = set(layers(model, model.window)) - {None}
     if len(sizes) > 1:
-        raise ValueError(f"config.json has one window for all blocks with windows; got {model.window}")
+        raise ValueError(
+            f"config.json has one window for all blocks with windows; got {model.window}"
+        )
     return next(iter(sizes), SKIP)
 
 
@@ -75,10 +110,20 @@ def _padding_written(model):
 def _rope(config):
     """Returns `rope_parameters`. Like transformers, derives `rope_parameters` from the fields of older versions of
     config.json if necessary."""
-    held, scaling = ({} if not isinstance(config.get(name), dict) else config[name]
-                     for name in ("rope_parameters", "rope_scaling"))
-    return {kind: {"rope_theta": config.get(older, base), **(held.get(kind) or {"rope_type": "default"}), **scaling}
-            for kind, older, base in zip((FULL, SLIDING), ("global_rope_theta", "local_rope_theta"), _BASES)}
+    held, scaling = (
+        {} if not isinstance(config.get(name), dict) else config[name]
+        for name in ("rope_parameters", "rope_scaling")
+    )
+    return {
+        kind: {
+            "rope_theta": config.get(older, base),
+            **(held.get(kind) or {"rope_type": "default"}),
+            **scaling,
+        }
+        for kind, older, base in zip(
+            (FULL, SLIDING), ("global_rope_theta", "local_rope_theta"), _BASES
+        )
+    }
 
 
 class ModernBert(Model):
@@ -143,44 +188,81 @@ class ModernBert(Model):
     """
 
     PRESETS: ClassVar = {
-        "modernbert-base": dict(vocab_size=50368, width=768, depth=22, heads=12, hidden=1152, pooling="mean"),
-        "modernbert-large": dict(vocab_size=50368, width=1024, depth=28, heads=16, hidden=2624, pooling="mean"),
+        "modernbert-base": dict(
+            vocab_size=50368, width=768, depth=22, heads=12, hidden=1152, pooling="mean"
+        ),
+        "modernbert-large": dict(
+            vocab_size=50368, width=1024, depth=28, heads=16, hidden=2624, pooling="mean"
+        ),
     }
     NAMES: ClassVar = {
-        "huggingface": Names((
-            torch.embed("embed/words", "embeddings.tok_embeddings"), torch.norm("embed/norm", "embeddings.norm"),
-            _rules("first", "layers.0"), _rules("blocks", "layers.{i+1}"), _rules("blocks/{i}", "layers.{i+1}"),
-            torch.norm("norm", "final_norm"),
-        ), prefixes=("", "model."), metadata={"format": "pt"}, heads=(
-            torch.dense("head/dense", "head.dense"), torch.norm("head/norm", "head.norm"),
-            Rule("head/bias", "decoder.bias"), torch.dense("classifier", "classifier"),
-            Tied("decoder.weight", "embed/words/embedding"),
-            spare("head.dense", "head.norm", "decoder", "classifier"))),
+        "huggingface": Names(
+            (
+                torch.embed("embed/words", "embeddings.tok_embeddings"),
+                torch.norm("embed/norm", "embeddings.norm"),
+                _rules("first", "layers.0"),
+                _rules("blocks", "layers.{i+1}"),
+                _rules("blocks/{i}", "layers.{i+1}"),
+                torch.norm("norm", "final_norm"),
+            ),
+            prefixes=("", "model."),
+            metadata={"format": "pt"},
+            heads=(
+                torch.dense("head/dense", "head.dense"),
+                torch.norm("head/norm", "head.norm"),
+                Rule("head/bias", "decoder.bias"),
+                torch.dense("classifier", "classifier"),
+                Tied("decoder.weight", "embed/words/embedding"),
+                spare("head.dense", "head.norm", "decoder", "classifier"),
+            ),
+        ),
     }
     CONFIGS: ClassVar = {
-        "modernbert": transformers({
-            "vocab_size": Count("vocab_size", 50368), "hidden_size": Count("width", 768),
-            "num_hidden_layers": Count("depth", _DEPTH), "num_attention_heads": Count("heads", 12),
-            "intermediate_size": Count("hidden", 1152),
-            "max_position_embeddings": Count("context", _CONTEXT, shorter=True), "norm_eps": Number("epsilon", 1e-5),
-            "hidden_activation": activation("gelu"), "classifier_activation": activation("gelu", "head_activation"),
-            "norm_bias": Flag("norm_bias", False), "attention_bias": Flag("attention_bias", False),
-            "mlp_bias": Flag("mlp_bias", False), "classifier_bias": Flag("head_bias", False),
-            "decoder_bias": Flag("decoder_bias", True), "classifier_pooling": Use("pooling", "cls"),
-            "tie_word_embeddings": Fields(tied, write=lambda model: True),
-            "layer_types": Fields(_windows, None, lambda model: [
-                FULL if each is None else SLIDING for each in layers(model, model.window)]),
-            "local_attention": Fields(lambda value, config: (whole(value), {})[1], write=_window_written),
-            "global_attn_every_n_layers": read_by_others(whole),
-            "global_rope_theta": read_by_others(number), "local_rope_theta": read_by_others(number),
-            "pad_token_id": Fields(lambda value, config: {}, write=_padding_written),
-            **rope_by_type(_rope, _types, _CONTEXT), **labels(_KINDS),
-        }, architectures=_KINDS, irrelevant="attention_dropout embedding_dropout mlp_dropout classifier_dropout "
+        "modernbert": transformers(
+            {
+                "vocab_size": Count("vocab_size", 50368),
+                "hidden_size": Count("width", 768),
+                "num_hidden_layers": Count("depth", _DEPTH),
+                "num_attention_heads": Count("heads", 12),
+                "intermediate_size": Count("hidden", 1152),
+                "max_position_embeddings": Count("context", _CONTEXT, shorter=True),
+                "norm_eps": Number("epsilon", 1e-5),
+                "hidden_activation": activation("gelu"),
+                "classifier_activation": activation("gelu", "head_activation"),
+                "norm_bias": Flag("norm_bias", False),
+                "attention_bias": Flag("attention_bias", False),
+                "mlp_bias": Flag("mlp_bias", False),
+                "classifier_bias": Flag("head_bias", False),
+                "decoder_bias": Flag("decoder_bias", True),
+                "classifier_pooling": Use("pooling", "cls"),
+                "tie_word_embeddings": Fields(tied, write=lambda model: True),
+                "layer_types": Fields(
+                    _windows,
+                    None,
+                    lambda model: [
+                        FULL if each is None else SLIDING for each in layers(model, model.window)
+                    ],
+                ),
+                "local_attention": Fields(
+                    lambda value, config: (whole(value), {})[1], write=_window_written
+                ),
+                "global_attn_every_n_layers": read_by_others(whole),
+                "global_rope_theta": read_by_others(number),
+                "local_rope_theta": read_by_others(number),
+                "pad_token_id": Fields(lambda value, config: {}, write=_padding_written),
+                **rope_by_type(_rope, _types, _CONTEXT),
+                **labels(_KINDS),
+            },
+            architectures=_KINDS,
+            irrelevant="attention_dropout embedding_dropout mlp_dropout classifier_dropout "
             "initializer_cutoff_factor pad_token_id cls_token_id deterministic_flash_attn sparse_prediction "
-            "sparse_pred_ignore_index reference_compile repad_logits_with_grad layer_norm_eps position_embedding_type"),
+            "sparse_pred_ignore_index reference_compile repad_logits_with_grad layer_norm_eps position_embedding_type",
+        ),
     }
-    HUB: ClassVar = {"modernbert-base": ("answerdotai/ModernBERT-base",),
-                     "modernbert-large": ("answerdotai/ModernBERT-large",)}
+    HUB: ClassVar = {
+        "modernbert-base": ("answerdotai/ModernBERT-base",),
+        "modernbert-large": ("answerdotai/ModernBERT-large",),
+    }
 
     vocab_size: int
     width: int
@@ -207,57 +289,99 @@ class ModernBert(Model):
     stacked: bool = True
 
     def __post_init__(self):
-        for field, values in (("head", (*HEADS, None)), ("pooling", ("cls", "mean")),
-                              ("activation", tuple(ACTIVATIONS)), ("head_activation", tuple(ACTIVATIONS))):
+        for field, values in (
+            ("head", (*HEADS, None)),
+            ("pooling", ("cls", "mean")),
+            ("activation", tuple(ACTIVATIONS)),
+            ("head_activation", tuple(ACTIVATIONS)),
+        ):
             if getattr(self, field) not in values:
-                raise ValueError(f"ModernBert: {field} must be {' or '.join(map(repr, values))}; got "
-                                 f"{getattr(self, field)!r}")
+                raise ValueError(
+                    f"ModernBert: {field} must be {' or '.join(map(repr, values))}; got "
+                    f"{getattr(self, field)!r}"
+                )
         if self.depth < 2:
             raise ValueError(f"ModernBert: depth must be at least 2; got {self.depth}")
         if (self.head in ("sequence", "tokens")) != (self.classes is not None):
-            raise ValueError("ModernBert: the heads 'sequence' and 'tokens' need classes, and no other head has them; "
-                             f"got head={self.head!r} with classes={self.classes}")
+            raise ValueError(
+                "ModernBert: the heads 'sequence' and 'tokens' need classes, and no other head has them; "
+                f"got head={self.head!r} with classes={self.classes}"
+            )
 
-    def forward(self, scope: nn.Scope, tokens: jax.Array, lengths: jax.Array | None = None) -> Encoded | jax.Array:
+    def forward(
+        self, scope: nn.Scope, tokens: jax.Array, lengths: jax.Array | None = None
+    ) -> Encoded | jax.Array:
         tokens = jnp.asarray(tokens)
         if tokens.ndim != 2:
             raise ValueError(f"ModernBert: expected tokens [batch, time]; got shape {tokens.shape}")
-        table, norm, drop = nn.Embed(self.vocab_size, self.width), self._norm(), nn.Dropout(self.dropout)
+        table, norm, drop = (
+            nn.Embed(self.vocab_size, self.width),
+            self._norm(),
+            nn.Dropout(self.dropout),
+        )
         embed = scope["embed"]
         words = embed["words"]
-        x = norm(embed["norm"], table(words, tokens))                                          # [batch, time, width]
+        x = norm(embed["norm"], table(words, tokens))  # [batch, time, width]
         x = self._encoded(scope, drop(scope["drop"], x), lengths)
         x = norm(scope["norm"], x)
         if self.head is None:
             return Encoded(x, None)
         if self.head == "sequence":
-            x = self._pooled(x, lengths)                                                       # [batch, width]
+            x = self._pooled(x, lengths)  # [batch, width]
         head = scope["head"]
-        x = ACTIVATIONS[self.head_activation](nn.Dense(self.width, use_bias=self.head_bias)(head["dense"], x))
+        x = ACTIVATIONS[self.head_activation](
+            nn.Dense(self.width, use_bias=self.head_bias)(head["dense"], x)
+        )
         x = norm(head["norm"], x)
         if self.head != "masked_lm":
-            return nn.Dense(self.classes or 2, axes=("in", "classes"))(scope["classifier"], drop(head["drop"], x))
-        x = table.attend(words, x)                                                        # [batch, time, vocab_size]
+            return nn.Dense(self.classes or 2, axes=("in", "classes"))(
+                scope["classifier"], drop(head["drop"], x)
+            )
+        x = table.attend(words, x)  # [batch, time, vocab_size]
         if not self.decoder_bias:
             return x
-        bias = head.param("bias", (self.vocab_size,), jax.nn.initializers.zeros, ("vocab",), roles=("out",))
+        bias = head.param(
+            "bias", (self.vocab_size,), jax.nn.initializers.zeros, ("vocab",), roles=("out",)
+        )
         return x + bias.astype(x.dtype)[None, None]
 
     def _encoded(self, scope, x, lengths):
         """The output of the blocks."""
-        each = [*zip(*(layers(self, value) for value in (self.window, self.rotary_base, self.rope_scaling)))]
+        each = [
+            *zip(
+                *(
+                    layers(self, value)
+                    for value in (self.window, self.rotary_base, self.rope_scaling)
+                )
+            )
+        ]
         kinds = tuple(dict.fromkeys(each))
         first, *others = map(kinds.index, each)
-        options = dict(attentions=tuple(self._attention(*kind) for kind in kinds), hidden=self.hidden,
-                       activation=self.activation, mlp_bias=self.mlp_bias, norm=self._norm(), dropout=self.dropout)
+        options = dict(
+            attentions=tuple(self._attention(*kind) for kind in kinds),
+            hidden=self.hidden,
+            activation=self.activation,
+            mlp_bias=self.mlp_bias,
+            norm=self._norm(),
+            dropout=self.dropout,
+        )
         x = modernbert_block(**options, first=True)(scope["first"], x, lengths=lengths, kind=first)
-        blocks = Blocks(modernbert_block(**options), self.depth - 1, self.stacked,
-                        tuple(others) if len(kinds) > 1 else ())
+        blocks = Blocks(
+            modernbert_block(**options),
+            self.depth - 1,
+            self.stacked,
+            tuple(others) if len(kinds) > 1 else (),
+        )
         return blocks(scope["blocks"], x, lengths=lengths)
 
     def _attention(self, window, base, scaling):
-        return nn.Attention(self.heads, rotary=nn.Rotary(base, scaling=scaling), use_bias=self.attention_bias,
-                            window=None if window is None else window // 2 + 1, dropout=self.dropout)
+        return nn.Attention(
+            self.heads,
+            rotary=nn.Rotary(base, scaling=scaling),
+            use_bias=self.attention_bias,
+            window=None if window is None else window // 2 + 1,
+            dropout=self.dropout,
+        )
 
     def _norm(self):
         return nn.LayerNorm(epsilon=self.epsilon, use_bias=self.norm_bias)
@@ -267,7 +391,7 @@ class ModernBert(Model):
             return x[:, 0]
         if lengths is None:
             return x.mean(1)
-        real = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < lengths[:, None]                # [batch, time]
+        real = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < lengths[:, None]  # [batch, time]
         return x.mean(1, where=real[..., None])
 
     def example(self) -> jax.ShapeDtypeStruct:

@@ -23,8 +23,10 @@ def residual_block(scope, x, *, channels, stride, bottleneck, version, use_bias,
     """
 
     def conv_norm(at, i, x, features, kernel_size, stride=1):
-        padding = kernel_size // 2                          # on both sides, for every stride
-        x = nn.Conv(features, kernel_size, stride, padding=padding, use_bias=use_bias)(at[f"conv{i}"], x)
+        padding = kernel_size // 2  # on both sides, for every stride
+        x = nn.Conv(features, kernel_size, stride, padding=padding, use_bias=use_bias)(
+            at[f"conv{i}"], x
+        )
         return nn.BatchNorm(epsilon=epsilon)(at[f"norm{i}"], x)
 
     out = 4 * channels if bottleneck else channels
@@ -41,9 +43,17 @@ def residual_block(scope, x, *, channels, stride, bottleneck, version, use_bias,
     return jax.nn.relu(x + y)
 
 
-_DEPTHS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-_TIMM = {f"resnet{layers}": dict(depths=depths, bottleneck=layers >= 50, width=64)
-         for layers, depths in _DEPTHS.items()}
+_DEPTHS = {
+    18: (2, 2, 2, 2),
+    34: (3, 4, 6, 3),
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+    152: (3, 8, 36, 3),
+}
+_TIMM = {
+    f"resnet{layers}": dict(depths=depths, bottleneck=layers >= 50, width=64)
+    for layers, depths in _DEPTHS.items()
+}
 
 
 class ResNet(Model):
@@ -93,33 +103,48 @@ class ResNet(Model):
         "resnet101": dict(depths=(3, 4, 23, 3)),
     }
     HUB: ClassVar = {name: (f"timm/{name}.tv_in1k", f"torchvision:{name}") for name in PRESETS}
-    CONFIGS: ClassVar = {"timm": timm(_TIMM.get, lambda model: name_of(model, _TIMM), "avg", ", ".join(_TIMM))}
+    CONFIGS: ClassVar = {
+        "timm": timm(_TIMM.get, lambda model: name_of(model, _TIMM), "avg", ", ".join(_TIMM))
+    }
     NAMES: ClassVar = {
-        "torchvision": Names((
-            torch.conv("stem/conv", "conv1"),
-            torch.batch_norm("stem/norm", "bn1"),
-            torch.conv("stage{s}/block{b}/conv{i}", "layer{s}.{b}.conv{i}"),
-            torch.batch_norm("stage{s}/block{b}/norm{i}", "layer{s}.{b}.bn{i}"),
-            torch.conv("stage{s}/block{b}/shortcut/conv", "layer{s}.{b}.downsample.0"),
-            torch.batch_norm("stage{s}/block{b}/shortcut/norm", "layer{s}.{b}.downsample.1"),
-            torch.dense("head", "fc"),
-        ), config=dict(version="v1.5", use_bias=False, epsilon=1e-5), metadata={"format": "pt"}, image=TORCHVISION),
-        "keras": Names((                # Keras' ResNet50 (v1), converted from Caffe
-            keras.conv("stem/conv", "conv1"),
-            keras.batch_norm("stem/norm", "bn_conv1"),
-            keras.conv("stage{s}/block{b}/shortcut/conv", "res{s+1}{b:letter}_branch1"),
-            keras.batch_norm("stage{s}/block{b}/shortcut/norm", "bn{s+1}{b:letter}_branch1"),
-            keras.conv("stage{s}/block{b}/conv{i}", "res{s+1}{b:letter}_branch2{i-1:letter}"),
-            keras.batch_norm("stage{s}/block{b}/norm{i}", "bn{s+1}{b:letter}_branch2{i-1:letter}"),
-            keras.dense("head", "fc1000"),
-        ), config=dict(version="v1", use_bias=True, epsilon=1e-3), image=CAFFE),
+        "torchvision": Names(
+            (
+                torch.conv("stem/conv", "conv1"),
+                torch.batch_norm("stem/norm", "bn1"),
+                torch.conv("stage{s}/block{b}/conv{i}", "layer{s}.{b}.conv{i}"),
+                torch.batch_norm("stage{s}/block{b}/norm{i}", "layer{s}.{b}.bn{i}"),
+                torch.conv("stage{s}/block{b}/shortcut/conv", "layer{s}.{b}.downsample.0"),
+                torch.batch_norm("stage{s}/block{b}/shortcut/norm", "layer{s}.{b}.downsample.1"),
+                torch.dense("head", "fc"),
+            ),
+            config=dict(version="v1.5", use_bias=False, epsilon=1e-5),
+            metadata={"format": "pt"},
+            image=TORCHVISION,
+        ),
+        "keras": Names(
+            (  # Keras' ResNet50 (v1), converted from Caffe
+                keras.conv("stem/conv", "conv1"),
+                keras.batch_norm("stem/norm", "bn_conv1"),
+                keras.conv("stage{s}/block{b}/shortcut/conv", "res{s+1}{b:letter}_branch1"),
+                keras.batch_norm("stage{s}/block{b}/shortcut/norm", "bn{s+1}{b:letter}_branch1"),
+                keras.conv("stage{s}/block{b}/conv{i}", "res{s+1}{b:letter}_branch2{i-1:letter}"),
+                keras.batch_norm(
+                    "stage{s}/block{b}/norm{i}", "bn{s+1}{b:letter}_branch2{i-1:letter}"
+                ),
+                keras.dense("head", "fc1000"),
+            ),
+            config=dict(version="v1", use_bias=True, epsilon=1e-3),
+            image=CAFFE,
+        ),
     }
 
     def example(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
 
     def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        return nn.Dense(self.classes, axes=("in", "classes"))(scope["head"], self.features(scope, x))
+        return nn.Dense(self.classes, axes=("in", "classes"))(
+            scope["head"], self.features(scope, x)
+        )
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
@@ -129,13 +154,17 @@ class ResNet(Model):
         stem = scope["stem"]
         x = nn.Conv(self.width, 7, 2, padding=3, use_bias=self.use_bias)(stem["conv"], x)
         x = jax.nn.relu(nn.BatchNorm(epsilon=self.epsilon)(stem["norm"], x))
-        x = nn.MaxPool(3, 2, padding=1)(stem["pool"], x)                    # [batch, height / 4, width / 4, width]
+        x = nn.MaxPool(3, 2, padding=1)(stem["pool"], x)  # [batch, height / 4, width / 4, width]
         for s, depth in enumerate(self.depths, 1):
             stage = scope[f"stage{s}"]
             for b in range(depth):
                 x = residual_block(
-                    channels=self.width * 2 ** (s - 1), stride=2 if s > 1 and b == 0 else 1,
-                    bottleneck=self.bottleneck, version=self.version, use_bias=self.use_bias, epsilon=self.epsilon,
+                    channels=self.width * 2 ** (s - 1),
+                    stride=2 if s > 1 and b == 0 else 1,
+                    bottleneck=self.bottleneck,
+                    version=self.version,
+                    use_bias=self.use_bias,
+                    epsilon=self.epsilon,
                 )(stage[f"block{b}"], x)
         return nn.GlobalAvgPool()(scope["pool"], x)
 
@@ -171,7 +200,10 @@ class ResNet9(Model):
 
     def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         x = self.features(scope, x)
-        return nn.Dense(self.classes, use_bias=False, axes=("in", "classes"))(scope["head"], x) * self.scale
+        return (
+            nn.Dense(self.classes, use_bias=False, axes=("in", "classes"))(scope["head"], x)
+            * self.scale
+        )
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
@@ -183,7 +215,7 @@ class ResNet9(Model):
 
         for s in range(4):
             stage, channels = scope[f"stage{s}"], self.width * 2**s
-            x = conv(stage, x, channels)                                    # [batch, height, width, channels]
+            x = conv(stage, x, channels)  # [batch, height, width, channels]
             if s:
                 x = nn.MaxPool(2)(stage["pool"], x)
             if s in (1, 3):

@@ -55,14 +55,16 @@ class LSTMLanguageModel(LanguageModel):
     dropout: float = 0.0
     tied: bool = False
 
-    def _body(self, scope, tokens, lengths):                               # [batch, time]
+    def _body(self, scope, tokens, lengths):  # [batch, time]
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
-        x = embed(at, tokens)                                              # [batch, time, width]
+        x = embed(at, tokens)  # [batch, time, width]
         for i in range(self.depth):
             lstm, place = nn.LSTM(self.width), scope[f"lstm{i}"]
             x = nn.Dropout(self.dropout)(scope[f"drop{i}"], x)
             names = f"hidden{i}", f"cell{i}"
-            carry = tuple(scope.state(name, (x.shape[0], self.width), zeros, "cache") for name in names)
+            carry = tuple(
+                scope.state(name, (x.shape[0], self.width), zeros, "cache") for name in names
+            )
             x, after = lstm.scan(place, x, None if carry[0] is None else carry, lengths=lengths)
             if carry[0] is not None:
                 for name, value in zip(names, after):
@@ -109,14 +111,18 @@ class LSTMClassifier(Model):
     _: KW_ONLY
     dropout: float = 0.0
 
-    def forward(self, scope: nn.Scope, tokens: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+    def forward(
+        self, scope: nn.Scope, tokens: jax.Array, lengths: jax.Array | None = None
+    ) -> jax.Array:
         x = nn.Embed(self.vocab_size, self.width)(scope["embed"], tokens)
         for i in range(self.depth):
             x = nn.Dropout(self.dropout)(scope[f"drop{i}"], x)
             x = nn.LSTM(self.width, bidirectional=True)(scope[f"lstm{i}"], x, lengths=lengths)
-        if lengths is not None:                                            # [batch, time, 2 width]
-            real = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < jnp.asarray(lengths)[:, None].astype(jnp.int32)
-            x = jnp.where(real[..., None], x, -1)                          # no LSTM output is smaller
+        if lengths is not None:  # [batch, time, 2 width]
+            real = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < jnp.asarray(lengths)[
+                :, None
+            ].astype(jnp.int32)
+            x = jnp.where(real[..., None], x, -1)  # no LSTM output is smaller
         x = nn.Dropout(self.dropout)(scope["drop"], x.max(1))
         return nn.Dense(self.classes, axes=("in", "classes"))(scope["head"], x)
 

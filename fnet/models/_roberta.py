@@ -23,11 +23,19 @@ def _context(value, config):
 
 def _config(prefix, words):
     kinds = architectures(prefix)
-    return transformers({
-        **COMMON, "vocab_size": Use("vocab_size", words), "pad_token_id": Use("padding", 1),
-        "max_position_embeddings": Fields(_context, 512, lambda model: model.context + model.padding + 1),
-        **labels(kinds),
-    }, architectures=kinds, irrelevant=IRRELEVANT)
+    return transformers(
+        {
+            **COMMON,
+            "vocab_size": Use("vocab_size", words),
+            "pad_token_id": Use("padding", 1),
+            "max_position_embeddings": Fields(
+                _context, 512, lambda model: model.context + model.padding + 1
+            ),
+            **labels(kinds),
+        },
+        architectures=kinds,
+        irrelevant=IRRELEVANT,
+    )
 
 
 class Roberta(Bert):
@@ -62,17 +70,33 @@ class Roberta(Bert):
     }
     NAMES: ClassVar = {
         "huggingface": Names(
-            ENCODER, prefixes=("", "roberta."), config={"epsilon": 1e-5}, metadata={"format": "pt"}, aliases=ALIASES,
-            heads=(torch.dense("dense", "classifier.dense"), torch.dense("out", "classifier.out_proj"), heads_of(
-                "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias", "classifier.dense",
-                "classifier.out_proj"))),
+            ENCODER,
+            prefixes=("", "roberta."),
+            config={"epsilon": 1e-5},
+            metadata={"format": "pt"},
+            aliases=ALIASES,
+            heads=(
+                torch.dense("dense", "classifier.dense"),
+                torch.dense("out", "classifier.out_proj"),
+                heads_of(
+                    "lm_head.dense",
+                    "lm_head.layer_norm",
+                    "lm_head.decoder",
+                    "lm_head.bias",
+                    "classifier.dense",
+                    "classifier.out_proj",
+                ),
+            ),
+        ),
     }
     CONFIGS: ClassVar = {
-        "roberta": _config("Roberta", 50265), "xlm-roberta": _config("XLMRoberta", 30522),
+        "roberta": _config("Roberta", 50265),
+        "xlm-roberta": _config("XLMRoberta", 30522),
         "camembert": _config("Camembert", 30522),
     }
-    HUB: ClassVar = {name: (f"FacebookAI/{name}",) for name in PRESETS if name != "distilroberta-base"} | {
-        "distilroberta-base": ("distilbert/distilroberta-base",)}
+    HUB: ClassVar = {
+        name: (f"FacebookAI/{name}",) for name in PRESETS if name != "distilroberta-base"
+    } | {"distilroberta-base": ("distilbert/distilroberta-base",)}
 
     _: KW_ONLY
     segments: int = 1
@@ -82,21 +106,27 @@ class Roberta(Bert):
     def _check(self):
         super()._check()
         if self.head in ("next_sentence", "pretraining"):
-            raise ValueError(f"Roberta: expected another head than {self.head!r}, which RoBERTa does not have")
+            raise ValueError(
+                f"Roberta: expected another head than {self.head!r}, which RoBERTa does not have"
+            )
 
     def _logits(self, scope, x):
         if self.head != "sequence":
             return super()._logits(scope, x)
         drop = nn.Dropout(self.dropout)
         x = jnp.tanh(nn.Dense(self.width)(scope["dense"], drop(scope["dense_drop"], x[:, 0])))
-        return nn.Dense(self.classes, axes=("in", "classes"))(scope["out"], drop(scope["head_drop"], x))
+        return nn.Dense(self.classes, axes=("in", "classes"))(
+            scope["out"], drop(scope["head_drop"], x)
+        )
 
     def _positions(self, tokens):
         valid = (tokens != self.padding).astype(jnp.int32)
         order = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         # Not jnp.cumsum, which jax.export cannot lower for an axis of symbolic length.
-        count = jnp.where(order[None, :, None] >= order[None, None], valid[:, None], 0).sum(2, dtype=jnp.int32)
-        return count * valid + jnp.int32(self.padding)                                         # [batch, time]
+        count = jnp.where(order[None, :, None] >= order[None, None], valid[:, None], 0).sum(
+            2, dtype=jnp.int32
+        )
+        return count * valid + jnp.int32(self.padding)  # [batch, time]
 
     def _rows(self):
         return self.context + self.padding + 1

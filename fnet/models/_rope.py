@@ -66,9 +66,15 @@ class Llama3Scaling:
     original_context: int
 
     def __post_init__(self):
-        if not (self.factor > 0 and 0 < self.low_freq_factor < self.high_freq_factor and self.original_context > 0):
-            raise ValueError("Llama3Scaling: expected factor > 0, 0 < low_freq_factor < high_freq_factor and "
-                             f"original_context > 0, got {self}")
+        if not (
+            self.factor > 0
+            and 0 < self.low_freq_factor < self.high_freq_factor
+            and self.original_context > 0
+        ):
+            raise ValueError(
+                "Llama3Scaling: expected factor > 0, 0 < low_freq_factor < high_freq_factor and "
+                f"original_context > 0, got {self}"
+            )
 
     def __call__(self, rates: np.ndarray) -> np.ndarray:
         low, high = self.low_freq_factor, self.high_freq_factor
@@ -111,11 +117,16 @@ class YarnScaling:
     original_context: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    amplitude: float | None = None    # type: ignore[assignment]
+    amplitude: float | None = None  # type: ignore[assignment]
     truncate: bool = True
 
     def __post_init__(self):
-        if not (self.factor > 0 and self.original_context > 0 and self.beta_fast > 0 and self.beta_slow > 0):
+        if not (
+            self.factor > 0
+            and self.original_context > 0
+            and self.beta_fast > 0
+            and self.beta_slow > 0
+        ):
             raise ValueError(f"YarnScaling: expected numbers above 0, got {self}")
         if self.amplitude is None:
             object.__setattr__(self, "amplitude", growth(self.factor))
@@ -123,9 +134,11 @@ class YarnScaling:
     def __call__(self, rates: np.ndarray) -> np.ndarray:
         if len(rates) < 2:
             raise ValueError("YarnScaling: expected at least 4 rotated features, got 2")
-        step = -math.log(rates[-1]) / (len(rates) - 1)    # rates[i] = exp(-i step)
-        low, high = (math.log(self.original_context / (turns * 2 * math.pi)) / step
-                     for turns in (self.beta_fast, self.beta_slow))
+        step = -math.log(rates[-1]) / (len(rates) - 1)  # rates[i] = exp(-i step)
+        low, high = (
+            math.log(self.original_context / (turns * 2 * math.pi)) / step
+            for turns in (self.beta_fast, self.beta_slow)
+        )
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, 2 * len(rates) - 1)
@@ -166,7 +179,9 @@ class DynamicScaling:
 
     def __post_init__(self):
         if not (self.factor > 0 and self.original_context > 0):
-            raise ValueError(f"DynamicScaling: expected factor > 0 and original_context > 0, got {self}")
+            raise ValueError(
+                f"DynamicScaling: expected factor > 0 and original_context > 0, got {self}"
+            )
 
     def __call__(self, rates: np.ndarray, lengths: jax.Array) -> jax.Array:
         if len(rates) < 2:
@@ -215,7 +230,9 @@ class LongScaling:
 
     def __call__(self, rates: np.ndarray, lengths: jax.Array) -> jax.Array:
         if not len(self.short) == len(self.long) == len(rates):
-            raise ValueError(f"LongScaling: expected {len(rates)} divisors, one for each pair of rotated features, got "
-                             f"{len(self.short)} and {len(self.long)}")
+            raise ValueError(
+                f"LongScaling: expected {len(rates)} divisors, one for each pair of rotated features, got "
+                f"{len(self.short)} and {len(self.long)}"
+            )
         short, long = (rates / np.float32(divisors) for divisors in (self.short, self.long))
         return jnp.where((lengths > self.original_context)[:, None], long[None], short[None])

@@ -28,8 +28,11 @@ def whole(value, least=1):
 def collapsed(values):
     """Converts a list of values, one per layer, to its shortest repeating pattern, or to one value if all are equal."""
     values = tuple(values)
-    period = next(n for n in range(1, len(values) + 1) if all(
-        value == values[i % n] for i, value in enumerate(values)))
+    period = next(
+        n
+        for n in range(1, len(values) + 1)
+        if all(value == values[i % n] for i, value in enumerate(values))
+    )
     return values[0] if period == 1 else values[:period]
 
 
@@ -52,10 +55,16 @@ def scaling(value, config, context, long=()):
     make, required, optional = _KINDS["longrope" if kind in long else kind]
     names = set(value) - COMMON
     if not set(required) <= names <= {*required, *optional}:
-        raise ValueError(f"expected the fields {', '.join(required) or 'rope_theta and rope_type'} for the rope_type "
-                         f"{kind!r}" + (f", and possibly {', '.join(optional)}" if optional else ""))
+        raise ValueError(
+            f"expected the fields {', '.join(required) or 'rope_theta and rope_type'} for the rope_type "
+            f"{kind!r}" + (f", and possibly {', '.join(optional)}" if optional else "")
+        )
     longest = whole(config.get("max_position_embeddings", context))
-    given = {name: each for name, each in value.items() if name in {*required, *optional} and each is not None}
+    given = {
+        name: each
+        for name, each in value.items()
+        if name in {*required, *optional} and each is not None
+    }
     for name, each in given.items():
         if name not in ("short_factor", "long_factor", "truncate"):
             number(each, f"numbers above 0, such as {name}")
@@ -67,12 +76,19 @@ def scaling(value, config, context, long=()):
 def _yarn(given, longest):
     amplitude = given.get("attention_factor")
     if amplitude is None and "mscale" in given and "mscale_all_dim" in given:
-        amplitude = (_rope.growth(given["factor"], given["mscale"])
-                     / _rope.growth(given["factor"], given["mscale_all_dim"]))
+        amplitude = _rope.growth(given["factor"], given["mscale"]) / _rope.growth(
+            given["factor"], given["mscale_all_dim"]
+        )
     if not isinstance(given.get("truncate", True), bool):
         raise ValueError("expected true or false as truncate")
-    return _rope.YarnScaling(given["factor"], given["original_max_position_embeddings"], given.get("beta_fast", 32.0),
-                             given.get("beta_slow", 1.0), amplitude, given.get("truncate", True))
+    return _rope.YarnScaling(
+        given["factor"],
+        given["original_max_position_embeddings"],
+        given.get("beta_fast", 32.0),
+        given.get("beta_slow", 1.0),
+        amplitude,
+        given.get("truncate", True),
+    )
 
 
 def _long(given, longest):
@@ -87,27 +103,58 @@ def _long(given, longest):
             raise ValueError(f"expected a list of numbers as {name}")
         for each in given[name]:
             number(each, f"numbers above 0 in {name}")
-    return _rope.LongScaling(tuple(given["short_factor"]), tuple(given["long_factor"]), original, amplitude)
+    return _rope.LongScaling(
+        tuple(given["short_factor"]), tuple(given["long_factor"]), original, amplitude
+    )
 
 
 _ORIGINAL = ("original_max_position_embeddings",)
 _KINDS = {
     "default": (lambda given, longest: None, (), ()),
     "linear": (lambda given, longest: _rope.LinearScaling(given["factor"]), ("factor",), ()),
-    "dynamic": (lambda given, longest: _rope.DynamicScaling(given["factor"], longest), ("factor",), ()),
-    "llama3": (lambda given, longest: _rope.Llama3Scaling(
-        given["factor"], given["low_freq_factor"], given["high_freq_factor"],
-        given["original_max_position_embeddings"]), ("factor", "low_freq_factor", "high_freq_factor"), _ORIGINAL),
-    "yarn": (_yarn, ("factor",), (*_ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-                                  "truncate")),
-    "longrope": (_long, ("short_factor", "long_factor"), (*_ORIGINAL, "factor", "attention_factor")),
+    "dynamic": (
+        lambda given, longest: _rope.DynamicScaling(given["factor"], longest),
+        ("factor",),
+        (),
+    ),
+    "llama3": (
+        lambda given, longest: _rope.Llama3Scaling(
+            given["factor"],
+            given["low_freq_factor"],
+            given["high_freq_factor"],
+            given["original_max_position_embeddings"],
+        ),
+        ("factor", "low_freq_factor", "high_freq_factor"),
+        _ORIGINAL,
+    ),
+    "yarn": (
+        _yarn,
+        ("factor",),
+        (
+            *_ORIGINAL,
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+    ),
+    "longrope": (
+        _long,
+        ("short_factor", "long_factor"),
+        (*_ORIGINAL, "factor", "attention_factor"),
+    ),
 }
 
 
 def written(model, base, scale, partial=None) -> dict[str, Any]:
     """Returns transformers' `rope_parameters` for a base and a scaling. `partial` is the fraction of each head's
     features that is rotated."""
-    fields: dict[str, Any] = {"rope_theta": base, **({} if partial is None else {"partial_rotary_factor": partial})}
+    fields: dict[str, Any] = {
+        "rope_theta": base,
+        **({} if partial is None else {"partial_rotary_factor": partial}),
+    }
     match scale:
         case None:
             return {"rope_type": "default", **fields}
@@ -116,22 +163,48 @@ def written(model, base, scale, partial=None) -> dict[str, Any]:
         case _rope.DynamicScaling() if scale.original_context == model.context:
             return {"rope_type": "dynamic", "factor": scale.factor, **fields}
         case _rope.Llama3Scaling():
-            return {"rope_type": "llama3", "factor": scale.factor, "low_freq_factor": scale.low_freq_factor,
-                    "high_freq_factor": scale.high_freq_factor,
-                    "original_max_position_embeddings": scale.original_context, **fields}
+            return {
+                "rope_type": "llama3",
+                "factor": scale.factor,
+                "low_freq_factor": scale.low_freq_factor,
+                "high_freq_factor": scale.high_freq_factor,
+                "original_max_position_embeddings": scale.original_context,
+                **fields,
+            }
         case _rope.YarnScaling():
-            return {"rope_type": "yarn", "factor": scale.factor, "beta_fast": scale.beta_fast,
-                    "beta_slow": scale.beta_slow, "attention_factor": scale.amplitude, "truncate": scale.truncate,
-                    "original_max_position_embeddings": scale.original_context, **fields}
+            return {
+                "rope_type": "yarn",
+                "factor": scale.factor,
+                "beta_fast": scale.beta_fast,
+                "beta_slow": scale.beta_slow,
+                "attention_factor": scale.amplitude,
+                "truncate": scale.truncate,
+                "original_max_position_embeddings": scale.original_context,
+                **fields,
+            }
         case _rope.LongScaling():
-            return {"rope_type": "longrope", "short_factor": list(scale.short), "long_factor": list(scale.long),
-                    "attention_factor": scale.amplitude,
-                    "original_max_position_embeddings": scale.original_context, **fields}
+            return {
+                "rope_type": "longrope",
+                "short_factor": list(scale.short),
+                "long_factor": list(scale.long),
+                "attention_factor": scale.amplitude,
+                "original_max_position_embeddings": scale.original_context,
+                **fields,
+            }
     raise ValueError(f"config.json has no form for rope_scaling={scale!r}")
 
 
-def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_rotary_factor"), turns=False, long=(),
-         spread: Callable = lambda config, base: base, original: int | None = None) -> dict[str, Fields]:
+def rope(
+    theta=10000.0,
+    partial=1.0,
+    *,
+    context,
+    names=("rope_theta", "partial_rotary_factor"),
+    turns=False,
+    long=(),
+    spread: Callable = lambda config, base: base,
+    original: int | None = None,
+) -> dict[str, Fields]:
     """Returns a dict of `Fields` objects for the fields of config.json that describe rotary positions.
 
     These fields state the base of the rotary frequencies, the scaling of the rotary frequencies, and the fraction of
@@ -157,6 +230,7 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
             level of config.json lacks this field. If `original` is None, `original_max_position_embeddings` is read
             only from `rope_scaling` or `rope_parameters`.
     """
+
     def inner(config) -> Mapping[str, Any]:
         value = config.get("rope_scaling") or config.get("rope_parameters")
         return value if isinstance(value, dict) else {}
@@ -182,18 +256,33 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
     def both(value, config):
         if not isinstance(value, dict):
             raise ValueError("expected an object or null")
-        if original is not None and value.get("rope_type", value.get("type")) in ("longrope", *long):
-            value = {**value, "original_max_position_embeddings":
-                     config.get("original_max_position_embeddings", original)}
+        if original is not None and value.get("rope_type", value.get("type")) in (
+            "longrope",
+            *long,
+        ):
+            value = {
+                **value,
+                "original_max_position_embeddings": config.get(
+                    "original_max_position_embeddings", original
+                ),
+            }
         fields = {"rope_scaling": scaling(value, config, context, long)}
         if "rope_theta" in value:
-            fields["rotary_base"] = spread(config, number(value["rope_theta"], "a rope_theta above 0"))
+            fields["rotary_base"] = spread(
+                config, number(value["rope_theta"], "a rope_theta above 0")
+            )
         if "partial_rotary_factor" in value:
             fields["rotary_dim"] = _rotated(value["partial_rotary_factor"], config, turns)
         return fields
 
     def older(value, config):
-        return both(value, config) if value else {} if config.get("rope_parameters") else {"rope_scaling": None}
+        return (
+            both(value, config)
+            if value
+            else {}
+            if config.get("rope_parameters")
+            else {"rope_scaling": None}
+        )
 
     def newer(value, config):
         return both(value, config) if value and not config.get("rope_scaling") else {}
@@ -201,13 +290,21 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
     def write(model):
         bases = model.rotary_base if isinstance(model.rotary_base, tuple) else (model.rotary_base,)
         head_dim = model.head_dim or model.width // model.heads
-        ratio = None if not turns else 1.0 if model.rotary_dim is None else model.rotary_dim / head_dim
-        return written(model, next(each for each in bases if each is not None), model.rope_scaling, ratio)
+        ratio = (
+            None if not turns else 1.0 if model.rotary_dim is None else model.rotary_dim / head_dim
+        )
+        return written(
+            model, next(each for each in bases if each is not None), model.rope_scaling, ratio
+        )
 
     return {
         names[0]: Fields(base, lambda config: SKIP if "rope_theta" in inner(config) else theta),
-        names[1]: Fields(part, lambda config: SKIP if "partial_rotary_factor" in inner(config) else partial),
-        "rope_scaling": Fields(older, lambda config: SKIP if config.get("rope_parameters") else None),
+        names[1]: Fields(
+            part, lambda config: SKIP if "partial_rotary_factor" in inner(config) else partial
+        ),
+        "rope_scaling": Fields(
+            older, lambda config: SKIP if config.get("rope_parameters") else None
+        ),
         "rope_parameters": Fields(newer, write=write),
     }
 
@@ -225,6 +322,7 @@ def rope_by_type(merged: Callable, types: Callable, context: int) -> dict[str, F
             the field `layer_types`.
         context: the value of `max_position_embeddings` that is used if config.json lacks this field.
     """
+
     def bases(value, config):
         held = config.get("rope_parameters")
         if not isinstance(value, dict) or (held and set(held) - {FULL, SLIDING}):
@@ -238,10 +336,16 @@ def rope_by_type(merged: Callable, types: Callable, context: int) -> dict[str, F
                 raise ValueError("expected a partial_rotary_factor of 1")
         kinds = config.get("layer_types") or types(config)
         if not isinstance(kinds, list) or not set(map(str, kinds)) <= {FULL, SLIDING}:
-            return {}    # the check of layer_types raises the error
-        scalings = {name: scaling(each, config, context) for name, each in found.items() if name in kinds}
-        return {"rotary_base": collapsed(number(found[kind]["rope_theta"], "a rope_theta above 0") for kind in kinds),
-                "rope_scaling": collapsed(scalings[kind] for kind in kinds)}
+            return {}  # the check of layer_types raises the error
+        scalings = {
+            name: scaling(each, config, context) for name, each in found.items() if name in kinds
+        }
+        return {
+            "rotary_base": collapsed(
+                number(found[kind]["rope_theta"], "a rope_theta above 0") for kind in kinds
+            ),
+            "rope_scaling": collapsed(scalings[kind] for kind in kinds),
+        }
 
     def older(value, config):
         if value is not None and not isinstance(value, dict):
@@ -250,7 +354,9 @@ def rope_by_type(merged: Callable, types: Callable, context: int) -> dict[str, F
         return {}
 
     def write(model):
-        values = zip(*(layers(model, each) for each in (model.window, model.rotary_base, model.rope_scaling)))
+        values = zip(
+            *(layers(model, each) for each in (model.window, model.rotary_base, model.rope_scaling))
+        )
         kinds = {SLIDING if window else FULL: (base, scale) for window, base, scale in values}
         return {kind: written(model, *pair) for kind, pair in kinds.items()}
 
@@ -264,22 +370,32 @@ def _rotated(part, config, turns):
         raise ValueError("expected a partial_rotary_factor " + ("from 0 to 1" if turns else "of 1"))
     if part == 1:
         return None
-    head_dim = config.get("head_dim") or whole(config.get("hidden_size")) // whole(config.get("num_attention_heads"))
+    head_dim = config.get("head_dim") or whole(config.get("hidden_size")) // whole(
+        config.get("num_attention_heads")
+    )
     rotated = int(head_dim * part)
     if rotated < 2 or rotated % 2:
-        raise ValueError(f"expected a partial_rotary_factor that rotates an even number of the {head_dim} features")
+        raise ValueError(
+            f"expected a partial_rotary_factor that rotates an even number of the {head_dim} features"
+        )
     return None if rotated == head_dim else rotated
 
 
 def layer_types(value, config, depth):
     """Returns `layer_types`, after checking that it has one of the two supported types for each layer."""
     depth = config.get("num_hidden_layers", depth)
-    if not isinstance(value, list) or len(value) != depth or not all(each in (FULL, SLIDING) for each in value):
+    if (
+        not isinstance(value, list)
+        or len(value) != depth
+        or not all(each in (FULL, SLIDING) for each in value)
+    ):
         raise ValueError(f"expected {depth} times {FULL!r} or {SLIDING!r}")
     return value
 
 
-def windows(depth, size, derived: Callable, used: Callable = lambda config: True) -> dict[str, Fields]:
+def windows(
+    depth, size, derived: Callable, used: Callable = lambda config: True
+) -> dict[str, Fields]:
     """Returns a dict of `Fields` objects for the fields of config.json that describe sliding-window attention.
 
     The fields for sliding-window attention are `layer_types` and `sliding_window`.
@@ -290,13 +406,19 @@ def windows(depth, size, derived: Callable, used: Callable = lambda config: True
             field.
         used: function that takes the content of config.json, and returns whether attention windows are used.
     """
+
     def window(config):
         return config.get("sliding_window", size) if used(config) else None
 
     def types(value, config):
-        held, value = window(config), layer_types(absent(config) if value is None else value, config, depth)
+        held, value = (
+            window(config),
+            layer_types(absent(config) if value is None else value, config, depth),
+        )
         if held is None and SLIDING in value:
-            raise ValueError("expected no sliding_attention without sliding_window (and use_sliding_window)")
+            raise ValueError(
+                "expected no sliding_attention without sliding_window (and use_sliding_window)"
+            )
         return {"window": collapsed(held if each == SLIDING else None for each in value)}
 
     def absent(config):
@@ -307,12 +429,16 @@ def windows(depth, size, derived: Callable, used: Callable = lambda config: True
 
     return {
         "layer_types": Fields(types, absent, write=write),
-        "sliding_window": Fields(lambda value, config: {} if value is None else (whole(value), {})[1],
-                                 write=lambda model: next(filter(None, layers(model, model.window)), SKIP)),
+        "sliding_window": Fields(
+            lambda value, config: {} if value is None else (whole(value), {})[1],
+            write=lambda model: next(filter(None, layers(model, model.window)), SKIP),
+        ),
     }
 
 
 def layers(model, value):
     """Returns a list with one value for each layer. `value` is a single value for all layers, or a tuple that is
     repeated."""
-    return [value[i % len(value)] if isinstance(value, tuple) else value for i in range(model.depth)]
+    return [
+        value[i % len(value)] if isinstance(value, tuple) else value for i in range(model.depth)
+    ]

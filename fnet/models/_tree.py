@@ -43,7 +43,9 @@ class Trees(NamedTuple):
 export.register_namedtuple_serialization(Trees, serialized_name="fnet.models.Trees")
 
 
-def pack_trees(trees: Sequence, vocabulary: Mapping[Hashable, int], nodes: int | None = None) -> Trees:
+def pack_trees(
+    trees: Sequence, vocabulary: Mapping[Hashable, int], nodes: int | None = None
+) -> Trees:
     """Converts trees to arrays, for `TreeLSTM`.
 
     A tree is a tuple: the label of the root, then the subtrees. A tree that has only one node may be given as the label
@@ -69,14 +71,18 @@ def pack_trees(trees: Sequence, vocabulary: Mapping[Hashable, int], nodes: int |
     longest = max(map(len, rows), default=0)
     size = longest if nodes is None else nodes
     if longest > size:
-        raise ValueError(f"pack_trees: the largest tree has {longest} nodes, more than nodes={size}")
+        raise ValueError(
+            f"pack_trees: the largest tree has {longest} nodes, more than nodes={size}"
+        )
     labels = np.zeros((len(rows), size), np.int32)
     parents = np.full((len(rows), size), size, np.int32)
     for row, found in enumerate(rows):
         for place, (label, parent) in enumerate(found):
             if label not in vocabulary:
-                raise ValueError(f"pack_trees: tree {row} has the label {label!r}, which is not in the vocabulary: "
-                                 f"{', '.join(map(repr, list(vocabulary)[:8]))}")
+                raise ValueError(
+                    f"pack_trees: tree {row} has the label {label!r}, which is not in the vocabulary: "
+                    f"{', '.join(map(repr, list(vocabulary)[:8]))}"
+                )
             labels[row, place] = vocabulary[label]
             parents[row, place] = size if parent is None else parent
     return Trees(labels, parents, np.array([len(found) for found in rows], np.int32))
@@ -84,7 +90,10 @@ def pack_trees(trees: Sequence, vocabulary: Mapping[Hashable, int], nodes: int |
 
 def _postorder(tree):
     """Returns [(label, index of the parent)], without recursion, because a tree may exceed Python's recursion limit."""
-    order, stack = [], [(tree, None)]                # preorder with children from right to left is reversed postorder
+    order, stack = (
+        [],
+        [(tree, None)],
+    )  # preorder with children from right to left is reversed postorder
     while stack:
         node, parent = stack.pop()
         label, *children = node if isinstance(node, tuple) and node else (node,)
@@ -138,36 +147,55 @@ class TreeLSTM(Model):
     _: KW_ONLY
     forget_bias: float = 1.0
 
-    def forward(self, scope: nn.Scope, labels: jax.Array, parents: jax.Array,
-                lengths: jax.Array) -> jax.Array:                               # [batch, nodes]
+    def forward(
+        self, scope: nn.Scope, labels: jax.Array, parents: jax.Array, lengths: jax.Array
+    ) -> jax.Array:  # [batch, nodes]
         labels, parents = jnp.asarray(labels), jnp.asarray(parents)
-        if labels.ndim != 2 or labels.shape != parents.shape or jnp.shape(lengths) != labels.shape[:1]:
-            raise ValueError("TreeLSTM: expected labels and parents [batch, nodes] and lengths [batch]; got "
-                             f"{labels.shape}, {parents.shape} and {jnp.shape(lengths)}")
+        if (
+            labels.ndim != 2
+            or labels.shape != parents.shape
+            or jnp.shape(lengths) != labels.shape[:1]
+        ):
+            raise ValueError(
+                "TreeLSTM: expected labels and parents [batch, nodes] and lengths [batch]; got "
+                f"{labels.shape}, {parents.shape} and {jnp.shape(lengths)}"
+            )
         batch, nodes = labels.shape
         rows, order = jnp.arange(batch, dtype=jnp.int32), jnp.arange(nodes, dtype=jnp.int32)
-        parents = jnp.where(order[None] < jnp.asarray(lengths)[:, None].astype(jnp.int32), parents, nodes)
-        x = nn.Embed(self.vocab_size, self.width)(scope["embed"], labels)   # [batch, nodes, width]
-        gates = nn.Dense(3 * self.width)(scope["gates"], x)                 # i, o and u of every node
+        parents = jnp.where(
+            order[None] < jnp.asarray(lengths)[:, None].astype(jnp.int32), parents, nodes
+        )
+        x = nn.Embed(self.vocab_size, self.width)(scope["embed"], labels)  # [batch, nodes, width]
+        gates = nn.Dense(3 * self.width)(scope["gates"], x)  # i, o and u of every node
         forget = nn.Dense(self.width, bias_init=constant(self.forget_bias))(scope["forget"], x)
-        of_parents = automatic(lambda x, at: jnp.take_along_axis(x, at[..., None], 1), like(labels, 0))
-        forget = of_parents(forget, jnp.minimum(parents, nodes - 1))        # the parent's x W_f
-        add = automatic(lambda old, rows, parent, new: old.at[rows, parent].add(new), like(labels, 0))
+        of_parents = automatic(
+            lambda x, at: jnp.take_along_axis(x, at[..., None], 1), like(labels, 0)
+        )
+        forget = of_parents(forget, jnp.minimum(parents, nodes - 1))  # the parent's x W_f
+        add = automatic(
+            lambda old, rows, parent, new: old.at[rows, parent].add(new), like(labels, 0)
+        )
 
         def step(sums, node):
             place, parent, gates, forget = node
-            hidden, cell = (lax.dynamic_index_in_dim(each, place, 1, keepdims=False) for each in sums)
-            i, o, u = jnp.split(gates + nn.Dense(3 * self.width, use_bias=False)(scope["recurrent"], hidden), 3, -1)
+            hidden, cell = (
+                lax.dynamic_index_in_dim(each, place, 1, keepdims=False) for each in sums
+            )
+            i, o, u = jnp.split(
+                gates + nn.Dense(3 * self.width, use_bias=False)(scope["recurrent"], hidden), 3, -1
+            )
             cell = jax.nn.sigmoid(i) * jnp.tanh(u) + cell
-            hidden = jax.nn.sigmoid(o) * jnp.tanh(cell)                     # [batch, width]
-            kept = jax.nn.sigmoid(forget + nn.Dense(self.width, use_bias=False)(scope["recurrent_forget"], hidden))
+            hidden = jax.nn.sigmoid(o) * jnp.tanh(cell)  # [batch, width]
+            kept = jax.nn.sigmoid(
+                forget + nn.Dense(self.width, use_bias=False)(scope["recurrent_forget"], hidden)
+            )
             share = hidden, kept * cell
             return tuple(add(old, rows, parent, new) for old, new in zip(sums, share)), hidden
 
         # The sums of h_k and of f_k c_k over the children so far. The last node is for roots and padding.
         sums = (resharded(jnp.zeros((batch, nodes + 1, self.width), x.dtype), like(labels, 0)),) * 2
         inputs = order, parents.T, gates.swapaxes(0, 1), forget.swapaxes(0, 1)
-        _, hidden = lax.scan(step, sums, inputs)                            # [nodes, batch, width]
+        _, hidden = lax.scan(step, sums, inputs)  # [nodes, batch, width]
         return nn.Dense(self.classes, axes=("in", "classes"))(scope["head"], hidden.swapaxes(0, 1))
 
     def example(self) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -46,13 +46,39 @@ from fnet.models.weights._weight_names import (
 )
 
 __all__ = [
-    "CONV", "DENSE", "DEPTHWISE", "SAME", "Layout", "Names", "Rule", "Spare", "Tied", "find", "flattened", "keras",
-    "load", "load_adapter", "load_gguf", "model", "names_of", "revision", "save", "save_adapter", "torch",
+    "CONV",
+    "DENSE",
+    "DEPTHWISE",
+    "SAME",
+    "Layout",
+    "Names",
+    "Rule",
+    "Spare",
+    "Tied",
+    "find",
+    "flattened",
+    "keras",
+    "load",
+    "load_adapter",
+    "load_gguf",
+    "model",
+    "names_of",
+    "revision",
+    "save",
+    "save_adapter",
+    "torch",
 ]
 
 
-def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None, *, dtype=None,
-         names: str | None = None, check_config: bool = True, revision: str | None = None) -> tuple:
+def load(
+    model: Model | str | os.PathLike,
+    path: str | os.PathLike | None = None,
+    *,
+    dtype=None,
+    names: str | None = None,
+    check_config: bool = True,
+    revision: str | None = None,
+) -> tuple:
     """Reads pretrained weights: `(params, state)` for a model, or `(model, params, state)` for a folder or a preset.
 
     If the weights are not given by a path, `load` searches fnet's cache (~/.cache/fnet) and Hugging Face's cache. If
@@ -103,25 +129,31 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
     ...     params, state = models.pretrained.load(model, file)
     """
     if dtype is not None and not jax.dtypes.issubdtype(dtype, np.floating):
-        raise TypeError(f"pretrained.load: expected a floating-point dtype such as jnp.bfloat16; got dtype={dtype!r}. "
-                        "To quantize weights, use fnet.compress.quantize")
+        raise TypeError(
+            f"pretrained.load: expected a floating-point dtype such as jnp.bfloat16; got dtype={dtype!r}. "
+            "To quantize weights, use fnet.compress.quantize"
+        )
     if not isinstance(model, str | os.PathLike):
         if path is None:
-            raise TypeError(f"pretrained.load: pass the path of the weights for this {type(model).__name__}, a file, "
-                            "a folder or a name; only a folder and the name of a preset imply them")
+            raise TypeError(
+                f"pretrained.load: pass the path of the weights for this {type(model).__name__}, a file, "
+                "a folder or a name; only a folder and the name of a preset imply them"
+            )
         return _load(model, find(path, revision=revision), dtype, names, check_config)
     if isinstance(model, str) and any(model in cls.PRESETS for cls in _classes()):
         path = find(model if path is None else path, revision=revision)
         model = _variant(_class_of(model), model, path, {})
     elif path is not None:
-        raise ValueError(f"pretrained.load: expected a model or the name of a preset before the path, got {model!r}; "
-                         "a folder with a config.json is loaded without a second argument")
+        raise ValueError(
+            f"pretrained.load: expected a model or the name of a preset before the path, got {model!r}; "
+            "a folder with a config.json is loaded without a second argument"
+        )
     else:
         try:
             path = find(model, revision=revision)
         except FileNotFoundError:
             if isinstance(model, str) and model.isidentifier():
-                _class_of(model)        # raises, with the presets of similar names
+                _class_of(model)  # raises, with the presets of similar names
             raise
         model = _of_folder(path)
     return model, *_load(model, path, dtype, names, check_config)
@@ -134,8 +166,10 @@ def _load(model, path, dtype, names, check_config):
     config = _config.check(model, tensors.path.parent) if check_config else None
     name, key_map = _match.detect_names(model, leaves, tensors, names)
     if config and name not in config.names:
-        raise ValueError(f"{tensors.path} has the names of {name}, but config.json next to it describes weights with "
-                         f"the names of {' or '.join(config.names)}; move one of them to another folder")
+        raise ValueError(
+            f"{tensors.path} has the names of {name}, but config.json next to it describes weights with "
+            f"the names of {' or '.join(config.names)}; move one of them to another folder"
+        )
     _match.check_config(model, name, tensors.path, config.compared() if config else ())
     _match.check_keys(model, name, key_map, tensors)
     _match.check_header(model, name, tensors.path)
@@ -146,8 +180,16 @@ def _load(model, path, dtype, names, check_config):
     return trees["params"], trees["state"]
 
 
-def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike, *, names: str | None = None,
-         like: str | os.PathLike | None = None, max_shard_size: int | str = "5GB") -> Path:
+def save(
+    model: Model,
+    params: Mapping,
+    state: Mapping,
+    path: str | os.PathLike,
+    *,
+    names: str | None = None,
+    like: str | os.PathLike | None = None,
+    max_shard_size: int | str = "5GB",
+) -> Path:
     """Writes the parameters and the state of a model to a file or folder that the original framework can load.
 
     `save` is the inverse of `load`. If `path` is a folder, `save` also writes a config.json, provided that the format
@@ -218,10 +260,16 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
     trees, arrays = {"params": params, "state": state}, {}
     for entry in (*key_map.reads, *_beside(key_map, source)):
         if isinstance(entry.rule, Spare):
-            arrays |= {key: source.arrays[key] if source and key in source.arrays else np.asarray(entry.rule.write)
-                       for key in entry.keys}
+            arrays |= {
+                key: source.arrays[key]
+                if source and key in source.arrays
+                else np.asarray(entry.rule.write)
+                for key in entry.keys
+            }
         else:
-            arrays |= _written(entry, [np.asarray(_match.get(trees[kinds[place]], place)) for place in entry.paths])
+            arrays |= _written(
+                entry, [np.asarray(_match.get(trees[kinds[place]], place)) for place in entry.paths]
+            )
     metadata = {**rules.metadata, **(source.metadata if source else {})}
     if rules.header:
         _llama2c.write(path, rules.header(model), arrays)
@@ -282,8 +330,9 @@ def names_of(model: Model, path: str | os.PathLike) -> str:
     ...     models.pretrained.names_of(model, file)
     'torchvision'
     """
-    return _match.detect_names(model, _match.leaves_of(model)[1],
-                               _match.renamed(model, _tensors.read(find(path))), None)[0]
+    return _match.detect_names(
+        model, _match.leaves_of(model)[1], _match.renamed(model, _tensors.read(find(path))), None
+    )[0]
 
 
 def find(name: str | os.PathLike, *, revision: str | None = None) -> Path:
@@ -343,23 +392,30 @@ def _class_of(name):
     if cls is None:
         presets = [preset for cls in classes for preset in cls.PRESETS]
         near = difflib.get_close_matches(name, presets, 1)
-        raise ValueError(f"no model has a preset {name!r}" + (f"; did you mean {near[0]!r}?" if near else
-                         f"; there are {', '.join(presets)}"))
+        raise ValueError(
+            f"no model has a preset {name!r}"
+            + (f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(presets)}")
+        )
     return cls
 
 
 def _variant(cls, name, path, changes):
     """Returns the preset with the field values that the weights at `path` require."""
     made = cls.preset(name, **changes)
-    names, _ = _match.detect_names(made, _match.leaves_of(made)[1],
-                                   _match.renamed(made, _tensors.read(path)), None)
+    names, _ = _match.detect_names(
+        made, _match.leaves_of(made)[1], _match.renamed(made, _tensors.read(path)), None
+    )
     return dataclasses.replace(made, **{**made.NAMES[names].config, **changes})
 
 
 def _classes():
     from fnet import models
 
-    return [cls for cls in map(models.__dict__.get, models.__all__) if isinstance(cls, type) and issubclass(cls, Model)]
+    return [
+        cls
+        for cls in map(models.__dict__.get, models.__all__)
+        if isinstance(cls, type) and issubclass(cls, Model)
+    ]
 
 
 def _beside(key_map, source):
@@ -375,22 +431,28 @@ def _read(entry, tensors, dtype):
     """Reads the model's arrays for `entry`, and copies each array once, from the memory-mapped file."""
     dtypes = {tensors.arrays[key].dtype for key in entry.keys}
     if len(dtypes) > 1:
-        raise TypeError(f"{tensors.path}: the parts of {_match.ours(entry)} have different dtypes, "
-                        f"{', '.join(sorted(map(str, dtypes)))}; pass dtype=")
+        raise TypeError(
+            f"{tensors.path}: the parts of {_match.ours(entry)} have different dtypes, "
+            f"{', '.join(sorted(map(str, dtypes)))}; pass dtype="
+        )
     (theirs,) = dtypes
     if not jax.dtypes.issubdtype(theirs, np.floating):
-        raise TypeError(f"{tensors.path}: {entry.keys[0]!r} has dtype {theirs}, but {_match.ours(entry)} needs a "
-                        "floating-point dtype")
+        raise TypeError(
+            f"{tensors.path}: {entry.keys[0]!r} has dtype {theirs}, but {_match.ours(entry)} needs a "
+            "floating-point dtype"
+        )
     wanted = np.dtype(theirs if dtype is None else dtype)
     if jax.dtypes.canonicalize_dtype(wanted) != wanted:
-        raise TypeError(f"{tensors.path}: {entry.keys[0]!r} has dtype {wanted}, which JAX supports only with "
-                        "jax_enable_x64; pass dtype=jnp.float32 to cast it")
+        raise TypeError(
+            f"{tensors.path}: {entry.keys[0]!r} has dtype {wanted}, which JAX supports only with "
+            "jax_enable_x64; pass dtype=jnp.float32 to cast it"
+        )
     ours = [_tensors.aligned(spec.shape, wanted) for spec in entry.specs]
     for key, copy in zip(entry.keys, np.ndindex(entry.copies)):
         whole, at = entry.rule.layout.ours(tensors.arrays[key]), 0
         for array in ours:
             width = array.shape[-1] if array.ndim else 1
-            part = whole[..., at:at + width] if len(ours) > 1 else whole
+            part = whole[..., at : at + width] if len(ours) > 1 else whole
             np.copyto(array[copy] if copy else array, part, casting="unsafe")
             at += width
     return [jax.device_put(array) for array in ours]
@@ -399,5 +461,7 @@ def _read(entry, tensors, dtype):
 def _written(entry, arrays):
     """Converts arrays of a model to the layout of the file. Returns {key (array name in the file): array}."""
     whole = np.concatenate(arrays, -1) if len(arrays) > 1 else arrays[0]
-    return {key: entry.rule.layout.theirs(whole[copy] if copy else whole)
-            for key, copy in zip(entry.keys, np.ndindex(entry.copies))}
+    return {
+        key: entry.rule.layout.theirs(whole[copy] if copy else whole)
+        for key, copy in zip(entry.keys, np.ndindex(entry.copies))
+    }

@@ -22,5 +22,20 @@ from fnet.parallel._sharding_rules import rules
 from fnet.parallel._side_by_side import OnChips, SideBySide, compare
 from fnet.parallel._strategies import STRATEGIES, Strategy
 
-__all__ = ["STRATEGIES", "Candidate", "Ledger", "OnChips", "PeersGone", "Plan", "SideBySide", "Strategy", "Transfer",
-           "compare", "feed", "initialize", "ledger", "plan", "rules"]
+__all__ = [
+    "STRATEGIES",
+    "Candidate",
+    "Ledger",
+    "OnChips",
+    "PeersGone",
+    "Plan",
+    "SideBySide",
+    "Strategy",
+    "Transfer",
+    "compare",
+    "feed",
+    "initialize",
+    "ledger",
+    "plan",
+    "rules",
+]

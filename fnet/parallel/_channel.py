@@ -18,9 +18,9 @@ import jax
 from fnet import _jax
 
 GO, END, BATCH, OUT, FAILED = "go", "end", "batch", "out", "failed: "
-_SLICE = 0.5        # seconds that one query to the key-value store waits for a key
-_GRACE = 30.0       # seconds that the main thread has to receive an error about another process
-_LINGER = 5.0       # seconds that the process which runs the store waits for the others to end
+_SLICE = 0.5  # seconds that one query to the key-value store waits for a key
+_GRACE = 30.0  # seconds that the main thread has to receive an error about another process
+_LINGER = 5.0  # seconds that the process which runs the store waits for the others to end
 _LEFT, _FAILED, _GONE = "has left the loop before the others", "has ended", "gone: "
 _numbers = itertools.count()
 
@@ -116,9 +116,13 @@ class Channel:
             return
         self._say(f"{_FAILED} with {type(error).__name__}: {error}".split("\n")[0][:300])
         _jax.processes.leave()
-        if isinstance(error, jax.errors.JaxRuntimeError):    # perhaps because another process has died
+        if isinstance(
+            error, jax.errors.JaxRuntimeError
+        ):  # perhaps because another process has died
             self._suspect()
-        self._last(min(_GRACE, self.timeout) + _LINGER, stay=True)      # else gloo ends the other processes too early
+        self._last(
+            min(_GRACE, self.timeout) + _LINGER, stay=True
+        )  # else gloo ends the other processes too early
 
     def _suspect(self):
         """Prints a line about late processes while this process waits for them."""
@@ -129,7 +133,7 @@ class Channel:
                 print(self.gone(missing, "did not come"), file=sys.stderr, flush=True)
 
     def _say(self, why):
-        with contextlib.suppress(jax.errors.JaxRuntimeError):    # the other processes may have ended
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the other processes may have ended
             self._set(f"left/{self.me}", why)
 
     def leave(self, why: str = "has given up waiting") -> None:
@@ -142,9 +146,13 @@ class Channel:
 
     def gone(self, who: list[int], what: str) -> PeersGone:
         """Returns the error that names the late or missing processes."""
-        names = " and ".join(map(self.name, who[:8])) + (f" and {len(who) - 8} more" if len(who) > 8 else "")
-        return PeersGone(f"feed: {names} {what}, at batch {self.at}, so the others cannot continue; restart all "
-                         "processes, or increase timeout= for slow ones")
+        names = " and ".join(map(self.name, who[:8])) + (
+            f" and {len(who) - 8} more" if len(who) > 8 else ""
+        )
+        return PeersGone(
+            f"feed: {names} {what}, at batch {self.at}, so the others cannot continue; restart all "
+            "processes, or increase timeout= for slow ones"
+        )
 
     def _collected(self, began):
         while True:
@@ -164,9 +172,13 @@ class Channel:
 
     def _verdict(self, began):
         while (verdict := self._wait(f"{self.at}/verdict")) is None:
-            if time.monotonic() - began > self.timeout + 2 * _SLICE:    # the first process reports the error first
+            if (
+                time.monotonic() - began > self.timeout + 2 * _SLICE
+            ):  # the first process reports the error first
                 there = self._list(f"{self.at}/said")
-                raise self._behind([p for p in self.processes if p not in there] or [self.first], True)
+                raise self._behind(
+                    [p for p in self.processes if p not in there] or [self.first], True
+                )
         if verdict.startswith(_GONE):
             raise PeersGone(verdict.removeprefix(_GONE))
         return verdict
@@ -243,4 +255,3 @@ class Channel:
                     time.sleep(_SLICE)
                     break
                 time.sleep(0.05)
-

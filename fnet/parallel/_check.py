@@ -16,8 +16,10 @@ def shape(path, x):
     try:
         made = jax.eval_shape(lambda x: x, x)
     except TypeError:
-        raise TypeError(f"plan: batch{jax.tree_util.keystr(path)} is a {type(x).__name__}; the leaves of a batch are "
-                        "arrays") from None
+        raise TypeError(
+            f"plan: batch{jax.tree_util.keystr(path)} is a {type(x).__name__}; the leaves of a batch are "
+            "arrays"
+        ) from None
     return jax.ShapeDtypeStruct(made.shape, made.dtype)
 
 
@@ -29,26 +31,36 @@ def rows(batch, chips: int) -> int:
             below = x.shape[0] // chips * chips
             key = x.shape == (2,) and x.dtype == "uint32"
             hint = " (if it is a random key, use jax.random.key, which is a scalar)" if key else ""
-            raise ValueError(f"plan: batch{jax.tree_util.keystr(path)} of shape {x.shape} has {x.shape[0]} rows, not a "
-                             f"multiple of {chips} devices; use "
-                             f"{' or '.join(str(n) for n in (below, below + chips) if n)} rows{hint}")
+            raise ValueError(
+                f"plan: batch{jax.tree_util.keystr(path)} of shape {x.shape} has {x.shape[0]} rows, not a "
+                f"multiple of {chips} devices; use "
+                f"{' or '.join(str(n) for n in (below, below + chips) if n)} rows{hint}"
+            )
         found = max(found, x.shape[0] if x.ndim else 0)
     if not found:
-        raise ValueError("plan: the batch has no rows; the first axis of each leaf of a batch must be its rows")
+        raise ValueError(
+            "plan: the batch has no rows; the first axis of each leaf of a batch must be its rows"
+        )
     return found
 
 
 def state(state, out):
     if not isinstance(out, tuple) or len(out) != 2:
-        raise ValueError("plan: expected a step that returns (state, metrics); this one returns "
-                         f"{f'{len(out)} values' if isinstance(out, tuple) else type(out).__name__}")
+        raise ValueError(
+            "plan: expected a step that returns (state, metrics); this one returns "
+            f"{f'{len(out)} values' if isinstance(out, tuple) else type(out).__name__}"
+        )
     if jax.tree.structure(out[0]) != jax.tree.structure(state):
-            raise ValueError(f"plan: the step must return a state with the structure of init's: expected "
-                             f"{jax.tree.structure(state)}, got {jax.tree.structure(out[0])}")
+        raise ValueError(
+            f"plan: the step must return a state with the structure of init's: expected "
+            f"{jax.tree.structure(state)}, got {jax.tree.structure(out[0])}"
+        )
     for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(out[0])):
         if (x.shape, x.dtype) != (y.shape, y.dtype):
-            raise ValueError(f"plan: state{jax.tree_util.keystr(path)} must keep its shape and dtype: init returns "
-                             f"{x.dtype}{list(x.shape)}, and the step {y.dtype}{list(y.shape)}")
+            raise ValueError(
+                f"plan: state{jax.tree_util.keystr(path)} must keep its shape and dtype: init returns "
+                f"{x.dtype}{list(x.shape)}, and the step {y.dtype}{list(y.shape)}"
+            )
 
 
 def unused(inputs, jaxpr, tree) -> tuple[str, ...]:
@@ -64,21 +76,35 @@ def unused(inputs, jaxpr, tree) -> tuple[str, ...]:
 def call(plan, state, batch) -> str | None:
     """Returns the reason why a plan's step does not accept this state and batch, or None if it accepts them."""
     if not plan.attached:
-        return f"this plan is for {plan.target}, which are not attached; use devices='local' to run it"
-    parts = (("state", state, plan.state, "plan.place(state)"),
-             ("batch", batch, plan.batch, "jax.device_put(batch, plan.batch)"))
+        return (
+            f"this plan is for {plan.target}, which are not attached; use devices='local' to run it"
+        )
+    parts = (
+        ("state", state, plan.state, "plan.place(state)"),
+        ("batch", batch, plan.batch, "jax.device_put(batch, plan.batch)"),
+    )
     for name, tree, wanted, _ in parts:
         if jax.tree.structure(tree) != jax.tree.structure(wanted):
-            return (f"the {name} has another structure than in the plan: {jax.tree.structure(tree)} and "
-                    f"{jax.tree.structure(wanted)}")
+            return (
+                f"the {name} has another structure than in the plan: {jax.tree.structure(tree)} and "
+                f"{jax.tree.structure(wanted)}"
+            )
     chips = math.prod(plan.mesh.shape[name] for name in plan.axes)
     for path, x in jax.tree.leaves_with_path(batch):
         if jnp.ndim(x) and jnp.shape(x)[0] % chips:
-            return (f"batch{jax.tree_util.keystr(path)} of shape {jnp.shape(x)} has {jnp.shape(x)[0]} rows, not a "
-                    f"multiple of {chips} devices; parallel.feed pads short batches")
+            return (
+                f"batch{jax.tree_util.keystr(path)} of shape {jnp.shape(x)} has {jnp.shape(x)[0]} rows, not a "
+                f"multiple of {chips} devices; parallel.feed pads short batches"
+            )
     for name, tree, wanted, put in parts:
         for (path, x), where in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(wanted)):
-            if isinstance(x, jax.Array) and x.committed and not x.sharding.is_equivalent_to(where, x.ndim):
-                return (f"{name}{jax.tree_util.keystr(path)} does not have the plan's sharding, but {x.sharding}; call "
-                        f"{put}")
+            if (
+                isinstance(x, jax.Array)
+                and x.committed
+                and not x.sharding.is_equivalent_to(where, x.ndim)
+            ):
+                return (
+                    f"{name}{jax.tree_util.keystr(path)} does not have the plan's sharding, but {x.sharding}; call "
+                    f"{put}"
+                )
     return None

@@ -10,7 +10,13 @@ import jax
 
 from fnet.parallel._ledger import Ledger, ledger
 
-_FULL = ("RESOURCE_EXHAUSTED", "Ran out of memory", "out of memory", "exceeds the memory", "Exceeded hbm capacity")
+_FULL = (
+    "RESOURCE_EXHAUSTED",
+    "Ran out of memory",
+    "out of memory",
+    "exceeds the memory",
+    "Exceeded hbm capacity",
+)
 
 
 class Compiled(NamedTuple):
@@ -38,11 +44,17 @@ def compiled(step, state, batch) -> Compiled:
         said = str(error)
         if not any(mark in said for mark in _FULL):
             raise
-        line = next((line for line in said.splitlines() if any(mark in line for mark in _FULL)), said)
+        line = next(
+            (line for line in said.splitlines() if any(mark in line for mark in _FULL)), said
+        )
         return Compiled(0, None, None, re.split(r"\. (?=[A-Z])", line.strip())[0][:200])
     stats = program.memory_analysis()
-    peak = (stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-            + stats.temp_size_in_bytes)
+    peak = (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+    )
     return Compiled(stats.argument_size_in_bytes, peak, _sent(program))
 
 

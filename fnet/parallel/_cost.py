@@ -30,12 +30,24 @@ class Time(NamedTuple):
     @property
     def bound(self) -> str:
         """The resource with the longest time: "compute", "memory", "links" or "unknown"."""
-        known = {name: each for name, each in zip(("compute", "memory", "links"), self) if each is not None}
+        known = {
+            name: each
+            for name, each in zip(("compute", "memory", "links"), self)
+            if each is not None
+        }
         return max(known, key=known.__getitem__, default="unknown")
 
 
-def time(counted: Count, target: Target, state: int, persistent: int, sent: float, between: float, *,
-         alike: int = 1) -> Time:
+def time(
+    counted: Count,
+    target: Target,
+    state: int,
+    persistent: int,
+    sent: float,
+    between: float,
+    *,
+    alike: int = 1,
+) -> Time:
     """Returns the minimum time of a step.
 
     Args:
@@ -56,8 +68,11 @@ def time(counted: Count, target: Target, state: int, persistent: int, sent: floa
         extra = 2 * max(0, persistent - alike * state / target.count) * target.count
         memory = (alike * counted.total.fused_bytes + extra) / (chip.bandwidth * share)
     rates = [(sent, target.sent), (between, target.sent_between)]
-    links = None if any(amount and not rate for amount, rate in rates) else sum(
-        amount / rate for amount, rate in rates if amount)
+    links = (
+        None
+        if any(amount and not rate for amount, rate in rates)
+        else sum(amount / rate for amount, rate in rates if amount)
+    )
     return Time(compute, memory, links)
 
 
@@ -75,7 +90,9 @@ def units(batch: Any) -> Units:
     tokens nor images is counted in rows."""
     leaves = jax.tree.leaves(batch)
     rows = max((x.shape[0] for x in leaves if x.ndim), default=1)
-    tokens = max((x.size for x in leaves if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer)), default=0)
+    tokens = max(
+        (x.size for x in leaves if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer)), default=0
+    )
     images = any(x.ndim == 4 for x in leaves)
     return Units("tokens", tokens) if tokens else Units("images" if images else "rows", rows)
 
@@ -90,10 +107,14 @@ def price(target: Target, seconds: float, count: int) -> list[str]:
     hourly = next((each for each in chip.prices if each.per == "hour"), None)
     if hourly:
         dollars = hours * hourly.usd
-        said.append(f"${dollars:.3g} a step, ${dollars / count * 1e6:.3g} a million UNITS (${hourly.usd:g} an hour and "
-                    f"chip, {hourly.date}, {hourly.source})")
+        said.append(
+            f"${dollars:.3g} a step, ${dollars / count * 1e6:.3g} a million UNITS (${hourly.usd:g} an hour and "
+            f"chip, {hourly.date}, {hourly.source})"
+        )
     if chip.power_watts:
         energy = hours * chip.power_watts
-        said.append(f"{energy:.3g} Wh a step, {energy / count * 1e6:.3g} Wh a million UNITS ({chip.power_watts:g} W a "
-                    "chip)")
+        said.append(
+            f"{energy:.3g} Wh a step, {energy / count * 1e6:.3g} Wh a million UNITS ({chip.power_watts:g} W a "
+            "chip)"
+        )
     return said

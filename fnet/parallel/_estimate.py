@@ -15,7 +15,18 @@ import jax
 
 from fnet import _jax
 from fnet.hardware._count import Kept, heavy
-from fnet.jaxpr import Frame, Scope, batch_axes, before, description, marks, nbytes, product, read, scan
+from fnet.jaxpr import (
+    Frame,
+    Scope,
+    batch_axes,
+    before,
+    description,
+    marks,
+    nbytes,
+    product,
+    read,
+    scan,
+)
 from fnet.parallel._ledger import Ledger, Transfer
 
 
@@ -28,7 +39,7 @@ class Held(NamedTuple):
     line: str
 
     def __str__(self):
-        return f"{self.bytes / 2 ** 20:,.0f} MiB {self.what}{f' at {self.line}' if self.line else ''}"
+        return f"{self.bytes / 2**20:,.0f} MiB {self.what}{f' at {self.line}' if self.line else ''}"
 
 
 class Estimate(NamedTuple):
@@ -60,8 +71,15 @@ class Split(NamedTuple):
 NOWHERE = Split()
 
 
-def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: bool = False,
-             kernels: str | None = None, casts: bool = False) -> Estimate:
+def estimate(
+    closed,
+    arguments: list[Split],
+    mesh: dict[str, int],
+    *,
+    whole: bool = False,
+    kernels: str | None = None,
+    casts: bool = False,
+) -> Estimate:
     """Estimates a step.
 
     Args:
@@ -80,23 +98,36 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
     for v, split in zip(jaxpr.invars, arguments):
         if split.rows is None:
             walk.remember(v.aval.shape, split)
-            if split.data:    # a scan reads the part of one layer
+            if split.data:  # a scan reads the part of one layer
                 walk.remember(v.aval.shape[1:], _inside(split))
     given = _given(jaxpr, arguments)
     state = sum(walk.bytes(aval, split) for aval, split in given.values())
     peak, live = walk.frame(read(jaxpr), given, 1, _Loop(1), outermost=True)
-    if whole and walk.data > 1:    # new parameters are gathered while gradients and old parameters are still alive
+    if (
+        whole and walk.data > 1
+    ):  # new parameters are gathered while gradients and old parameters are still alive
         gathered = 0
         for v, split in zip(jaxpr.invars, arguments):
-            if split.rows is None and split.data is None and walk.known.get(v.aval.shape, NOWHERE).data is not None:
+            if (
+                split.rows is None
+                and split.data is None
+                and walk.known.get(v.aval.shape, NOWHERE).data is not None
+            ):
                 size = walk.bytes(v.aval, split)
                 walk.transfers.append(Transfer("all-gather", "", size, walk.data, 1))
                 gathered += size
         peak = max(peak, 2 * gathered)
-    largest = [Held(walk.bytes(v.aval, split), v.aval.str_short(), "an argument")
-               for v, split in zip(jaxpr.invars, arguments)] + live
+    largest = [
+        Held(walk.bytes(v.aval, split), v.aval.str_short(), "an argument")
+        for v, split in zip(jaxpr.invars, arguments)
+    ] + live
     largest.sort(key=lambda held: -held.bytes)
-    return Estimate(state + peak, Ledger(tuple(walk.transfers)), Ledger(tuple(walk.between)), tuple(largest[:12]))
+    return Estimate(
+        state + peak,
+        Ledger(tuple(walk.transfers)),
+        Ledger(tuple(walk.between)),
+        tuple(largest[:12]),
+    )
 
 
 class _Loop(NamedTuple):
@@ -126,13 +157,27 @@ class _Walk:
             self.known[shape] = split
 
     def chips(self, split) -> int:
-        n = self.data * self.slices if split.rows is not None else self.data if split.data is not None else 1
+        n = (
+            self.data * self.slices
+            if split.rows is not None
+            else self.data
+            if split.data is not None
+            else 1
+        )
         return n * math.prod(self.mesh[name] for _, name in split.more)
 
     def bytes(self, aval, split) -> int:
         return math.ceil(nbytes(aval) / self.chips(split))
 
-    def frame(self, frame: Frame, given: dict[int, tuple[Any, Split]], times: int, loop: _Loop, *, outermost=False):
+    def frame(
+        self,
+        frame: Frame,
+        given: dict[int, tuple[Any, Split]],
+        times: int,
+        loop: _Loop,
+        *,
+        outermost=False,
+    ):
         """Estimates the peak memory of the operations of one jaxpr, without the inputs of the jaxpr. Returns the peak
         number of bytes, and the arrays that are live at this peak."""
         kept, values, same = Kept(frame, epilogues=loop.fused), dict(given), set(loop.same)
@@ -163,7 +208,9 @@ class _Walk:
         order = {id(op): at for at, op in enumerate(frame.ops)}
         last: dict[int, int] = {}
         for op in reversed(kept.real):
-            needed = order[id(op)]    # last use of the inputs; a value not in memory is computed by its readers
+            needed = order[
+                id(op)
+            ]  # last use of the inputs; a value not in memory is computed by its readers
             for out in op.outs:
                 out = kept.name(out)
                 if not kept(out):
@@ -180,7 +227,7 @@ class _Walk:
                 name = kept.name(out)
                 if name not in given and kept(name) and (name in last or name in kept.outputs):
                     if outermost and name in kept.outputs and not heavy(op):
-                        continue    # the output overwrites an input
+                        continue  # the output overwrites an input
                     begins.setdefault(order[id(op)], []).append(name)
                     if name not in kept.outputs:
                         dies.setdefault(last[name], []).append(name)
@@ -189,7 +236,7 @@ class _Walk:
         for at, op in enumerate(frame.ops):
             ending = dies.get(at, ())
             reused = 0
-            if not heavy(op) or op.eqn.primitive.name == "scan":    # in place
+            if not heavy(op) or op.eqn.primitive.name == "scan":  # in place
                 reused = sum(alive[i] for i in ending if i in alive)
             new = {i: size(i) for i in begins.get(at, ())}
             needs, within = inner.get(at, (0, []))
@@ -201,8 +248,14 @@ class _Walk:
             for i in ending:
                 now -= alive.pop(i, 0)
         makers = {kept.name(out): op for op in kept.real for out in op.outs}
-        live = [Held(size(i), values[i][0].str_short() + (f" of {makers[i].scope}" if makers[i].scope else ""),
-                     _jax.line(makers[i].eqn)) for i in then]
+        live = [
+            Held(
+                size(i),
+                values[i][0].str_short() + (f" of {makers[i].scope}" if makers[i].scope else ""),
+                _jax.line(makers[i].eqn),
+            )
+            for i in then
+        ]
         return peak, [*live, *deeper]
 
     def bodies(self, op, splits, found, times):
@@ -215,7 +268,7 @@ class _Walk:
             if sub.kind == "scan":
                 parts = scan(op.eqn)
                 consts, carry = parts.consts, parts.carry
-                inputs = [*splits[:consts], *found[:carry], *map(_inside, splits[consts + carry:])]
+                inputs = [*splits[:consts], *found[:carry], *map(_inside, splits[consts + carry :])]
             elif sub.kind == "branch":
                 inputs = splits[1:]
             inputs = inputs if len(inputs) == len(jaxpr.invars) else [NOWHERE] * len(jaxpr.invars)
@@ -224,8 +277,12 @@ class _Walk:
                 ahead = len(jaxpr.constvars)
                 summed = frozenset(v.aval.size for v in jaxpr.outvars[:carry] if v.aval.shape)
                 loop = _Loop(times, frozenset(range(ahead + consts)), summed)
-            needs = self.frame(frame, _given(jaxpr, inputs), times * (sub.times or 1) if sub.kind == "scan" else times,
-                               loop)
+            needs = self.frame(
+                frame,
+                _given(jaxpr, inputs),
+                times * (sub.times or 1) if sub.kind == "scan" else times,
+                loop,
+            )
             if sub.kind == "scan" and self.casts:
                 needs = needs[0] + self.cast(frame, op.eqn, splits, len(jaxpr.constvars)), needs[1]
             worst = max(worst, needs, key=lambda each: each[0])
@@ -237,10 +294,14 @@ class _Walk:
         first, found = scan(eqn).consts + scan(eqn).carry, {}
         for op in frame.ops:
             if (multiplied := product(op.eqn)) is not None:
-                found.update((i - ahead, multiplied.dtype.itemsize) for i in op.ins if i is not None)
-        return sum(self.bytes(v.aval, split) * found[i] // v.aval.dtype.itemsize
-                   for i, (v, split) in enumerate(zip(eqn.invars, splits))
-                   if i >= first and i in found and split.rows is None and found[i] < v.aval.dtype.itemsize)
+                found.update(
+                    (i - ahead, multiplied.dtype.itemsize) for i in op.ins if i is not None
+                )
+        return sum(
+            self.bytes(v.aval, split) * found[i] // v.aval.dtype.itemsize
+            for i, (v, split) in enumerate(zip(eqn.invars, splits))
+            if i >= first and i in found and split.rows is None and found[i] < v.aval.dtype.itemsize
+        )
 
     def plainly(self, eqn) -> bool:
         """Whether a composite operation is lowered to ordinary operations instead of a kernel."""
@@ -253,7 +314,9 @@ class _Walk:
         sent = self.transfers, self.between
         self.transfers, self.between = [], []
         plain = description(op.eqn.primitive).plain(op.eqn)
-        found = self.frame(read(plain, Scope(op.scope)), _given(plain, splits), 1, _Loop(1, fused=True))
+        found = self.frame(
+            read(plain, Scope(op.scope)), _given(plain, splits), 1, _Loop(1, fused=True)
+        )
         self.transfers, self.between = sent
         return found
 
@@ -269,15 +332,24 @@ class _Walk:
         rows = [split.rows for split in splits]
         out_rows = batch_axes(eqn, rows)
         takes_rows = any(note is not None for note in rows)
-        whole = heavy(op) and takes_rows and not op.bodies    # a product with activations needs complete weights
-        out_data = [None] * len(eqn.outvars) if takes_rows and not op.bodies and whole else batch_axes(
-            eqn, [None if r is not None else split.data for r, split in zip(rows, splits)])
+        whole = (
+            heavy(op) and takes_rows and not op.bodies
+        )  # a product with activations needs complete weights
+        out_data = (
+            [None] * len(eqn.outvars)
+            if takes_rows and not op.bodies and whole
+            else batch_axes(
+                eqn, [None if r is not None else split.data for r, split in zip(rows, splits)]
+            )
+        )
         temporary = 0
         if whole and self.data > 1:
             for i, v, split, turns in zip(op.ins, eqn.invars, splits, weights):
                 if split.data is not None and split.rows is None:
-                    size = math.ceil(nbytes(v.aval) / math.prod(self.mesh[name] for _, name in split.more))
-                    if (multiplied := product(eqn)) is not None:    # cast, then gathered
+                    size = math.ceil(
+                        nbytes(v.aval) / math.prod(self.mesh[name] for _, name in split.more)
+                    )
+                    if (multiplied := product(eqn)) is not None:  # cast, then gathered
                         size = size * multiplied.dtype.itemsize // v.aval.dtype.itemsize
                     temporary += size
                     if (key := (i, "transpose" in marks(eqn))) not in gathered:
@@ -287,12 +359,21 @@ class _Walk:
         more = self.further(eqn, splits, out_rows, scope, times)
         for v, row, data, names in zip(eqn.outvars, out_rows, out_data, more):
             split = Split(row, None if row is not None else data, names)
-            floats = hasattr(v.aval, "dtype") and jax.dtypes.issubdtype(v.aval.dtype, jax.numpy.floating)
+            floats = hasattr(v.aval, "dtype") and jax.dtypes.issubdtype(
+                v.aval.dtype, jax.numpy.floating
+            )
             final = split
-            if row is None and data is None and v.aval.shape in self.known and (takes_rows or op.bodies):
+            if (
+                row is None
+                and data is None
+                and v.aval.shape in self.known
+                and (takes_rows or op.bodies)
+            ):
                 final = split._replace(data=self.known[v.aval.shape].data)
             if takes_rows and row is None and floats and heavy(op) and not op.bodies:
-                self.reduced(v.aval, final, scope, loop.once if v.aval.size in loop.summed else times)
+                self.reduced(
+                    v.aval, final, scope, loop.once if v.aval.size in loop.summed else times
+                )
             # With replicated parameters, gradients are replicated until the optimizer reads its part of them.
             found.append(split if self.whole else final)
         return found, temporary
@@ -302,7 +383,9 @@ class _Walk:
         added."""
         local = self.bytes(aval, split)
         if self.data > 1:
-            collective, size = ("reduce-scatter", local) if split.data is not None else ("all-reduce", local)
+            collective, size = (
+                ("reduce-scatter", local) if split.data is not None else ("all-reduce", local)
+            )
             self.transfers.append(Transfer(collective, scope, size, self.data, times))
         if self.slices > 1:
             self.between.append(Transfer("all-reduce", scope, local, self.slices, times))
@@ -314,18 +397,30 @@ class _Walk:
         names = {name for split in splits for _, name in split.more}
         found = [[] for _ in eqn.outvars]
         for name in sorted(names):
-            notes = [next((axis for axis, each in split.more if each == name), None) for split in splits]
+            notes = [
+                next((axis for axis, each in split.more if each == name), None) for split in splits
+            ]
             outs = batch_axes(eqn, notes)
             if eqn.primitive.name == "reshape" and notes[0] is not None:
                 outs = [_reshaped(eqn, notes[0], self.mesh[name])]
             for k, (axis, row) in enumerate(zip(outs, out_rows)):
                 if axis is not None and axis != row:
                     found[k].append((axis, name))
-            if product(eqn) is not None and outs == [None] and all(
-                    note is not None for note in notes[:2]):
+            if (
+                product(eqn) is not None
+                and outs == [None]
+                and all(note is not None for note in notes[:2])
+            ):
                 split = Split(out_rows[0], None, tuple(found[0]))
-                self.transfers.append(Transfer("all-reduce", scope, self.bytes(eqn.outvars[0].aval, split),
-                                               self.mesh[name], times))
+                self.transfers.append(
+                    Transfer(
+                        "all-reduce",
+                        scope,
+                        self.bytes(eqn.outvars[0].aval, split),
+                        self.mesh[name],
+                        times,
+                    )
+                )
         return [tuple(each) for each in found]
 
 
@@ -338,7 +433,11 @@ def _given(jaxpr, splits) -> dict[int, tuple[Any, Split]]:
 
 def _inside(split: Split) -> Split:
     """Returns the sharding of x[i], which is `x` without its first axis. `split` is the sharding of `x`."""
-    return Split(before(split.rows), before(split.data), tuple((axis - 1, name) for axis, name in split.more if axis))
+    return Split(
+        before(split.rows),
+        before(split.data),
+        tuple((axis - 1, name) for axis, name in split.more if axis),
+    )
 
 
 def _reshaped(eqn, axis, chips) -> int | None:
@@ -348,5 +447,9 @@ def _reshaped(eqn, axis, chips) -> int | None:
     must be the same in the input and in the result."""
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     ahead = math.prod(old[:axis])
-    places = [i for i in range(len(new)) if math.prod(new[:i]) == ahead and new[i] % chips == 0 and new[i] > 1]
+    places = [
+        i
+        for i in range(len(new))
+        if math.prod(new[:i]) == ahead and new[i] % chips == 0 and new[i] > 1
+    ]
     return places[-1] if places else None

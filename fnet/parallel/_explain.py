@@ -13,32 +13,44 @@ def table(plan) -> str:
     """Returns a table of the compared strategies, with the reason why each strategy was selected or rejected. Every
     number in the table is marked as exact, compiled or estimated."""
     memory = plan.chip.memory_bytes and plan.chip.per_device.memory_bytes
-    room = f"{memory / 2 ** 30:,.1f} GiB each" if memory else "of unknown memory"
+    room = f"{memory / 2**30:,.1f} GiB each" if memory else "of unknown memory"
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
     said = [f"{plan.target}, {room}: {plan.strategy}, {plan.options.words}", f"mesh: {mesh}", ""]
     said += _rows(plan)
     said += ["", *_sent(plan)]
     if plan.replicated:
         more = f"; and {len(plan.replicated) - 8} more" if len(plan.replicated) > 8 else ""
-        said += ["replicated: " + "; ".join(f"{path} {list(shape)} ({why})" for path, shape, why in plan.replicated[:8])
-                 + more]
-    working = {name for where in jax.tree.leaves(plan.state) for name in where.spec} | {"slice", "data"}
+        said += [
+            "replicated: "
+            + "; ".join(f"{path} {list(shape)} ({why})" for path, shape, why in plan.replicated[:8])
+            + more
+        ]
+    working = {name for where in jax.tree.leaves(plan.state) for name in where.spec} | {
+        "slice",
+        "data",
+    }
     for name, size in plan.mesh.shape.items():
         if name not in working and size > 1:
-            said += [f"no rule uses the mesh axis {name}, so the {size} devices along it do the same work"]
+            said += [
+                f"no rule uses the mesh axis {name}, so the {size} devices along it do the same work"
+            ]
     said += _avoided(plan)
     if plan.unused:
         said += [f"leaves of the batch that the step does not read: {', '.join(plan.unused)}"]
     said += _costs(plan)
     for option, rows in plan.largest_batches:
-        more = ", with activations recomputed" * option.remat + f", in {option.microbatches} microbatches" * (
-            option.microbatches > 1)
+        more = (
+            ", with activations recomputed" * option.remat
+            + f", in {option.microbatches} microbatches" * (option.microbatches > 1)
+        )
         said.append(f"largest batch that fits{more}: {rows:,} rows (estimated)")
     if not any(each.compiled for each in plan.candidates):
         said += [f"This is an estimate: {plan.target.why or 'nothing was compiled, as requested'}."]
     elif not plan.attached and plan.chip.kind == "gpu":
-        said += ["Compiled without a GPU: this shows the partitioning and the memory of the program, but not which "
-                 "cuDNN kernels it would use."]
+        said += [
+            "Compiled without a GPU: this shows the partitioning and the memory of the program, but not which "
+            "cuDNN kernels it would use."
+        ]
     return "\n".join(said)
 
 
@@ -50,9 +62,17 @@ def _rows(plan) -> list[str]:
         sent = "compiled" if compiled and compiled.ledger is not None else "estimated"
         total = each.ledger.sent + (0 if sent == "compiled" else each.estimate.between.sent)
         state = "exact" if each.exact else "estimated"
-        lines.append((each.strategy, f"{each.persistent / 2 ** 20:,.2f} {state}", f"{each.peak / 2 ** 20:,.2f} {peak}",
-                      f"{total / 2 ** 20:,.2f} {sent}", f"{seconds_text(each.time.seconds)} estimated", each.time.bound,
-                      each.verdict))
+        lines.append(
+            (
+                each.strategy,
+                f"{each.persistent / 2**20:,.2f} {state}",
+                f"{each.peak / 2**20:,.2f} {peak}",
+                f"{total / 2**20:,.2f} {sent}",
+                f"{seconds_text(each.time.seconds)} estimated",
+                each.time.bound,
+                each.verdict,
+            )
+        )
     return aligned(lines, left=(0, 5, 6))
 
 
@@ -68,17 +88,30 @@ def _sent(plan) -> list[str]:
         by_kind: dict[str, float] = {}
         for transfer in one.ledger.transfers:
             by_kind[transfer.collective] = by_kind.get(transfer.collective, 0.0) + transfer.sent
-        said = [f"{name} {sent / 2 ** 20:,.2f}" for name, sent in sorted(by_kind.items(), key=lambda item: -item[1])]
-        lines.append(f"MiB sent by each chip per step with {one.strategy} ({how}): " + (", ".join(said) or "nothing"))
+        said = [
+            f"{name} {sent / 2**20:,.2f}"
+            for name, sent in sorted(by_kind.items(), key=lambda item: -item[1])
+        ]
+        lines.append(
+            f"MiB sent by each chip per step with {one.strategy} ({how}): "
+            + (", ".join(said) or "nothing")
+        )
     if each.estimate.between.sent:
         among = "of these" if each.compiled and each.compiled.ledger is not None else "and"
-        lines.append(f"{among} between {'slices' if plan.chip.kind == 'tpu' else 'machines'}: "
-                     f"{each.estimate.between.sent / 2 ** 20:,.2f} (estimated)")
+        lines.append(
+            f"{among} between {'slices' if plan.chip.kind == 'tpu' else 'machines'}: "
+            f"{each.estimate.between.sent / 2**20:,.2f} (estimated)"
+        )
     if each.compiled and each.compiled.arguments:
-        same = "as predicted" if each.compiled.arguments == each.arguments else (
-            f"{each.compiled.arguments - each.arguments:+,} bytes from the prediction")
-        lines.append(f"state and its part of the batch on each chip: {each.compiled.arguments / 2 ** 20:,.2f} MiB "
-                     f"(compiled), {same}")
+        same = (
+            "as predicted"
+            if each.compiled.arguments == each.arguments
+            else (f"{each.compiled.arguments - each.arguments:+,} bytes from the prediction")
+        )
+        lines.append(
+            f"state and its part of the batch on each chip: {each.compiled.arguments / 2**20:,.2f} MiB "
+            f"(compiled), {same}"
+        )
     return lines
 
 
@@ -87,35 +120,46 @@ def _avoided(plan) -> list[str]:
     lines = []
     for rows in dict.fromkeys(each.rows for each in plan.avoided):
         sizes = [each.nbytes for each in plan.avoided if each.rows == rows]
-        names, wrong = ", ".join(row.name for row in rows), "; ".join(f"{row.operation}, wrong where {row.sharding}"
-                                                                      for row in rows)
+        names, wrong = (
+            ", ".join(row.name for row in rows),
+            "; ".join(f"{row.operation}, wrong where {row.sharding}" for row in rows),
+        )
         count = f"{len(sizes)} equation{'s' * (len(sizes) > 1)}"
-        lines.append(f"not left to XLA ({names}): {wrong}: {count}, {sum(sizes):,} bytes held unsplit by each chip")
+        lines.append(
+            f"not left to XLA ({names}): {wrong}: {count}, {sum(sizes):,} bytes held unsplit by each chip"
+        )
     return lines
 
 
 def _costs(plan) -> list[str]:
     time, units = plan.chosen.time, _cost.units(plan.shapes)
-    if not time.seconds:    # unknown, or a step that reads nothing
+    if not time.seconds:  # unknown, or a step that reads nothing
         return []
-    parts = [f"{name} {seconds_text(each)}" for name, each in zip(("compute", "memory", "links"), time)]
-    said = [f"a step at the chips' peak rates (estimated): {seconds_text(time.seconds)}, bound by {time.bound} "
-            f"({', '.join(parts)}), {units.count / time.seconds:,.0f} {units.name}/s at most"]
-    return said + ["at that speed (estimated): " + each.replace("UNITS", units.name)
-                   for each in _cost.price(plan.target, time.seconds, units.count)]
+    parts = [
+        f"{name} {seconds_text(each)}" for name, each in zip(("compute", "memory", "links"), time)
+    ]
+    said = [
+        f"a step at the chips' peak rates (estimated): {seconds_text(time.seconds)}, bound by {time.bound} "
+        f"({', '.join(parts)}), {units.count / time.seconds:,.0f} {units.name}/s at most"
+    ]
+    return said + [
+        "at that speed (estimated): " + each.replace("UNITS", units.name)
+        for each in _cost.price(plan.target, time.seconds, units.count)
+    ]
 
 
 def nothing_fits(target, judged, room, most) -> str:
     """Returns the error message for the case that no strategy fits into memory."""
     least = min(judged, key=lambda each: each.peak)
     memory = target.chip.memory_bytes and target.chip.per_device.memory_bytes
-    if not memory:    # only the compiler's message is available
+    if not memory:  # only the compiler's message is available
         return f"plan: nothing fits on {target}: {judged[-1].verdict}"
     how = "compiled" if least.compiled and least.compiled.peak is not None else "estimated"
     largest = "; ".join(map(str, least.estimate.largest[:4]))
     rows = next((rows for option, rows in reversed(most)), None)
     smaller = f" of at most {rows:,} rows (estimated)" if rows else ""
-    return (f"plan: nothing fits into {memory / 2 ** 30:.1f} GiB on each of {target}; {least.strategy} needs least, "
-            f"{least.peak / 2 ** 30:.1f} GiB ({how}); use a smaller batch{smaller}, ft.microbatch with a keyword "
-            f"microbatches of the step, or more devices. Its largest arrays (estimated): {largest}")
-
+    return (
+        f"plan: nothing fits into {memory / 2**30:.1f} GiB on each of {target}; {least.strategy} needs least, "
+        f"{least.peak / 2**30:.1f} GiB ({how}); use a smaller batch{smaller}, ft.microbatch with a keyword "
+        f"microbatches of the step, or more devices. Its largest arrays (estimated): {largest}"
+    )

@@ -16,10 +16,12 @@ from fnet.parallel._channel import BATCH, END, FAILED, GO, OUT, Channel, Closed,
 from fnet.parallel._local_batches import LocalBatches
 from fnet.parallel._plan import Plan
 
-_AHEAD = 2      # batches that are prepared in advance
+_AHEAD = 2  # batches that are prepared in advance
 
 
-def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, timeout: float = 300.0) -> Iterator[Any]:
+def feed(
+    batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, timeout: float = 300.0
+) -> Iterator[Any]:
     """Yields batches for a step that runs on many devices. In a run of several processes, each process provides some of
     the rows of each batch.
 
@@ -74,26 +76,36 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
     [(8, 3)]
     """
     if not plan.attached:
-        raise ValueError(f"feed: this plan is for {plan.mesh.size} x {plan.chip.name}, which are not attached; use "
-                         "devices='local' or jax.devices() to run it")
+        raise ValueError(
+            f"feed: this plan is for {plan.mesh.size} x {plan.chip.name}, which are not attached; use "
+            "devices='local' or jax.devices() to run it"
+        )
     if not hasattr(batches, "__iter__"):
-        raise TypeError(f"feed: batches must be iterable, e.g. a list or a generator such as (batches(i) for i in "
-                        f"range(steps)); got {type(batches).__name__}")
+        raise TypeError(
+            f"feed: batches must be iterable, e.g. a list or a generator such as (batches(i) for i in "
+            f"range(steps)); got {type(batches).__name__}"
+        )
     if timeout <= 0:
         raise ValueError(f"feed: timeout must be > 0 seconds; got {timeout}")
     rows = LocalBatches(plan, drop_remainder)
     processes = sorted({device.process_index for device in plan.mesh.devices.flat})
     if jax.process_index() not in processes:
-        raise ValueError(f"feed: the plan's devices belong to processes {processes}, but this is process "
-                         f"{jax.process_index()}; plan for jax.devices()")
-    return _alone(batches, rows) if len(processes) == 1 else _together(batches, rows, processes, timeout)
+        raise ValueError(
+            f"feed: the plan's devices belong to processes {processes}, but this is process "
+            f"{jax.process_index()}; plan for jax.devices()"
+        )
+    return (
+        _alone(batches, rows)
+        if len(processes) == 1
+        else _together(batches, rows, processes, timeout)
+    )
 
 
 def _alone(batches, rows):
     placed = None
     for batch in _sized(batches, rows):
         yield (placed := rows.place(batch))
-        _transferred(placed)      # before the arrays may be overwritten
+        _transferred(placed)  # before the arrays may be overwritten
 
 
 def _sized(batches, rows):
@@ -128,7 +140,9 @@ class _Peers:
         self.channel = Channel(processes, timeout, self.decide)
         self.ready: queue.Queue = queue.Queue()
         self.room, self.taken = threading.Semaphore(_AHEAD), threading.Event()
-        self.since: float | None = None      # when the thread began to wait for this process's own batch
+        self.since: float | None = (
+            None  # when the thread began to wait for this process's own batch
+        )
         threading.Thread(target=self.fill, daemon=True, name="feed").start()
 
     def next(self) -> Any:
@@ -143,8 +157,10 @@ class _Peers:
                     why = f"had no batch of its own within {self.timeout:g} s"
                     me, at = self.channel.name(self.channel.me), self.channel.at
                     self.channel.leave(why)
-                    raise PeersGone(f"feed: {me}, this one, {why}, at batch {at}, so the others stop waiting; check "
-                                    "the source of its batches, or increase timeout=") from None
+                    raise PeersGone(
+                        f"feed: {me}, this one, {why}, at batch {at}, so the others stop waiting; check "
+                        "the source of its batches, or increase timeout="
+                    ) from None
         if error is not None:
             self.taken.set()
             if isinstance(error, PeersGone):
@@ -161,7 +177,7 @@ class _Peers:
                 self.since = time.monotonic()
                 try:
                     batch = next(self.batches, None)
-                except BaseException as found:    # passed to the loop, which raises it
+                except BaseException as found:  # passed to the loop, which raises it
                     error = found
                 self.since = None
                 batch, found = self.agreed(batch, error)
@@ -174,8 +190,11 @@ class _Peers:
     def agreed(self, batch, error):
         """Decides together with the other processes whether to run a step. Returns (batch on the devices, None) to run
         the step, (None, error) to raise an error, or (None, None) at the end."""
-        said = (BATCH if batch is not None else OUT) if error is None else (
-            FAILED + f"{type(error).__name__}: {error}".split("\n")[0][:300])
+        said = (
+            (BATCH if batch is not None else OUT)
+            if error is None
+            else (FAILED + f"{type(error).__name__}: {error}".split("\n")[0][:300])
+        )
         try:
             verdict = self.channel.agree(said)
             if error is not None or verdict == END:
@@ -201,5 +220,7 @@ class _Peers:
             return GO
         if len(out) == len(said) or self.rows.drop:
             return END
-        return (f"feed: {name(out[0])} has no more batches after {at}, but others have; {self.rows.why}, so its rows "
-                f"cannot be padded; {self.rows.choices}")
+        return (
+            f"feed: {name(out[0])} has no more batches after {at}, but others have; {self.rows.why}, so its rows "
+            f"cannot be padded; {self.rows.choices}"
+        )

@@ -35,14 +35,23 @@ device_description_str: "NVIDIA A100-SXM4-80GB"
 def devices(chip, each: int, machines: int = 1) -> tuple[list | None, str]:
     """Returns (devices to compile for, ""), or (None, the reason why there are no such devices)."""
     if chip.name not in CONFIGURATIONS:
-        return None, (f"XLA's description of {chip.name} is not included in fnet; included are "
-                      f"{', '.join(CONFIGURATIONS)}")
+        return None, (
+            f"XLA's description of {chip.name} is not included in fnet; included are "
+            f"{', '.join(CONFIGURATIONS)}"
+        )
     import jax
     from jax.experimental import topologies
 
     try:
-        return list(topologies.get_topology_desc(platform="cuda", target_config=CONFIGURATIONS[chip.name],
-                                                 topology=f"1x{machines}x{each}").devices), ""
+        return list(
+            topologies.get_topology_desc(
+                platform="cuda",
+                target_config=CONFIGURATIONS[chip.name],
+                topology=f"1x{machines}x{each}",
+            ).devices
+        ), ""
     except (NotImplementedError, RuntimeError):
-        return None, ("compiling for CUDA needs JAX's plugin: python -m pip install --no-deps "
-                      f"jax-cuda13-pjrt=={jax.__version__} jax-cuda13-plugin=={jax.__version__}")
+        return None, (
+            "compiling for CUDA needs JAX's plugin: python -m pip install --no-deps "
+            f"jax-cuda13-pjrt=={jax.__version__} jax-cuda13-plugin=={jax.__version__}"
+        )

@@ -12,9 +12,16 @@ import jax
 from fnet import _jax
 
 
-def initialize(coordinator_address: str | None = None, num_processes: int | None = None,
-               process_id: int | None = None, *, local_device_ids: int | Sequence[int] | None = None,
-               initialization_timeout: int = 600, heartbeat_timeout: int = 100, shutdown_timeout: int = 300) -> None:
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: int | Sequence[int] | None = None,
+    initialization_timeout: int = 600,
+    heartbeat_timeout: int = 100,
+    shutdown_timeout: int = 300,
+) -> None:
     """Connects this process with the other processes of a run. After the call, `jax.devices()` lists the devices of all
     processes.
 
@@ -47,41 +54,69 @@ def initialize(coordinator_address: str | None = None, num_processes: int | None
 
     >>> parallel.initialize()    # no effect in a run of one process
     """
-    seconds = {"initialization_timeout": initialization_timeout, "heartbeat_timeout": heartbeat_timeout,
-               "shutdown_timeout": shutdown_timeout}
+    seconds = {
+        "initialization_timeout": initialization_timeout,
+        "heartbeat_timeout": heartbeat_timeout,
+        "shutdown_timeout": shutdown_timeout,
+    }
     for name, value in seconds.items():
         if value < 1:
             raise ValueError(f"initialize: {name} must be >= 1 second; got {value}")
     if jax.distributed.is_initialized():
         return
     coordinator_address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    given = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
+    given = {
+        "coordinator_address": coordinator_address,
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
     missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < 3 and not _jax.processes.cluster_size():
         there = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
-        raise ValueError(f"initialize: expected {' and '.join(missing)} together with {there}, because JAX detects no "
-                         "cluster here; pass all three, or none for a single process")
+        raise ValueError(
+            f"initialize: expected {' and '.join(missing)} together with {there}, because JAX detects no "
+            "cluster here; pass all three, or none for a single process"
+        )
     count = _jax.processes.cluster_size() if num_processes is None else num_processes
     if count in (None, 0, 1):
         return
     if not missing:
         _check(coordinator_address, num_processes, process_id)
     if _jax.processes.backend_is_up():
-        raise RuntimeError("initialize: JAX is already initialized with the devices of this process; call initialize "
-                           "before creating an array and before jax.devices()")
-    which = f"process {process_id} of {count}" if process_id is not None else f"this one of {count} processes"
-    _join(which, coordinator_address, process_id == 0, initialization_timeout,
-          {**given, "local_device_ids": local_device_ids, "heartbeat_timeout_seconds": heartbeat_timeout,
-           "shutdown_timeout_seconds": shutdown_timeout})
+        raise RuntimeError(
+            "initialize: JAX is already initialized with the devices of this process; call initialize "
+            "before creating an array and before jax.devices()"
+        )
+    which = (
+        f"process {process_id} of {count}"
+        if process_id is not None
+        else f"this one of {count} processes"
+    )
+    _join(
+        which,
+        coordinator_address,
+        process_id == 0,
+        initialization_timeout,
+        {
+            **given,
+            "local_device_ids": local_device_ids,
+            "heartbeat_timeout_seconds": heartbeat_timeout,
+            "shutdown_timeout_seconds": shutdown_timeout,
+        },
+    )
 
 
 def _check(address, processes, process):
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(f"initialize: coordinator_address must be host:port, such as '10.0.0.1:1234'; got {address!r}")
+        raise ValueError(
+            f"initialize: coordinator_address must be host:port, such as '10.0.0.1:1234'; got {address!r}"
+        )
     if not 0 <= process < processes:
-        raise ValueError(f"initialize: process_id={process} with num_processes={processes}: expected 0 to "
-                         f"{processes - 1}")
+        raise ValueError(
+            f"initialize: process_id={process} with num_processes={processes}: expected 0 to "
+            f"{processes - 1}"
+        )
 
 
 def _join(which, address, first, seconds, options):
@@ -109,8 +144,10 @@ def _join(which, address, first, seconds, options):
             why = "not all of the others connected; start all of them with the same address and number of processes"
         else:
             why = "nothing answers there; check that process 0 is running at that address and is reachable"
-        raise TimeoutError(f"initialize: {which} waited {seconds} s at {where}, and {why} "
-                           "(to wait longer, increase initialization_timeout=)")
+        raise TimeoutError(
+            f"initialize: {which} waited {seconds} s at {where}, and {why} "
+            "(to wait longer, increase initialization_timeout=)"
+        )
 
 
 def _answers(address: str) -> bool:

@@ -15,9 +15,11 @@ from fnet.jaxpr import scope_of_operation
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _COLLECTIVE = re.compile(rf"^\s+(?:ROOT )?%\S+ = (.*?) ({_KINDS})(-start)?\(")
-_CALLED = re.compile(r"(?:body|condition|to_apply|calls|called_computations|true_computation|false_computation|"
-                     r"branch_computations)=(\{[^}]*\}|%[\w.\-]+)")
-_TRIPS = re.compile(r'known_trip_count[^0-9]*(\d+)')
+_CALLED = re.compile(
+    r"(?:body|condition|to_apply|calls|called_computations|true_computation|false_computation|"
+    r"branch_computations)=(\{[^}]*\}|%[\w.\-]+)"
+)
+_TRIPS = re.compile(r"known_trip_count[^0-9]*(\d+)")
 _CONSTANT = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = [su]\d+\[\]\S* constant\((\d+)\)")
 _LESS = re.compile(r"^\s+ROOT %\S+ = pred\[\]\S* compare\(.*%([\w.\-]+)\), direction=LT")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
@@ -54,8 +56,13 @@ class Transfer(NamedTuple):
         to use the algorithm that sends the fewest bytes (Chan et al., 2007, Collective communication, section 4).
         """
         n = self.group
-        share = {"all-reduce": 2 * (n - 1) / n, "all-gather": (n - 1) / n, "reduce-scatter": n - 1,
-                 "all-to-all": (n - 1) / n, "ragged-all-to-all": (n - 1) / n}
+        share = {
+            "all-reduce": 2 * (n - 1) / n,
+            "all-gather": (n - 1) / n,
+            "reduce-scatter": n - 1,
+            "all-to-all": (n - 1) / n,
+            "ragged-all-to-all": (n - 1) / n,
+        }
         return self.bytes * self.times * share.get(self.collective, 1)
 
 
@@ -97,9 +104,14 @@ class Ledger(NamedTuple):
             row[1] += transfer.sent
         lines = [("collective", "times", "MiB sent", "scope")]
         for (collective, scope), (times, sent) in sorted(rows.items(), key=lambda row: -row[1][1]):
-            lines.append((collective, f"{times:,}", f"{sent / 2 ** 20:,.3f}", scope or "(no scope)"))
-        return "\n".join([f"{self.sent / 2 ** 20:,.3f} MiB sent by each chip in a step", "",
-                          *aligned(lines, left=(0, 3))])
+            lines.append((collective, f"{times:,}", f"{sent / 2**20:,.3f}", scope or "(no scope)"))
+        return "\n".join(
+            [
+                f"{self.sent / 2**20:,.3f} MiB sent by each chip in a step",
+                "",
+                *aligned(lines, left=(0, 3)),
+            ]
+        )
 
 
 def ledger(program: jax.stages.Compiled | str) -> Ledger:
@@ -132,24 +144,38 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
         elif bodies:
             bodies[name].append(line)
     if entry is None:
-        raise ValueError(f"ledger: expected the HLO of a compiled program; got text that begins with {text[:40]!r}")
+        raise ValueError(
+            f"ledger: expected the HLO of a compiled program; got text that begins with {text[:40]!r}"
+        )
     default = int(found[1]) if (found := re.search(r"num_partitions=(\d+)", text)) else 1
     transfers: list[Transfer] = []
-    at: dict[str, int] = {}    # the index of each channel's transfer
-    pieces = "AsyncCollective" in text    # on TPUs, a collective may be divided into pieces in one channel
+    at: dict[str, int] = {}  # the index of each channel's transfer
+    pieces = (
+        "AsyncCollective" in text
+    )  # on TPUs, a collective may be divided into pieces in one channel
 
     def enter(name, times):
         for line in bodies.get(name, ()):
             if found := _COLLECTIVE.match(line):
-                each = Transfer(found[2], _scope(line), _bytes(found[1], found[2], bool(found[3])),
-                                _group(line, default), times)
-                if name.startswith("all-reduce-scatter"):    # the reduce-scatter of TPUs
-                    each = each._replace(collective="reduce-scatter", bytes=each.bytes // each.group)
+                each = Transfer(
+                    found[2],
+                    _scope(line),
+                    _bytes(found[1], found[2], bool(found[3])),
+                    _group(line, default),
+                    times,
+                )
+                if name.startswith("all-reduce-scatter"):  # the reduce-scatter of TPUs
+                    each = each._replace(
+                        collective="reduce-scatter", bytes=each.bytes // each.group
+                    )
                 channel = _CHANNEL.search(line) if pieces else None
                 if channel and channel[1] in at:
-                    there = transfers[at[channel[1]]]    # a transfer may start before a loop and continue in the loop
-                    transfers[at[channel[1]]] = there._replace(bytes=max(there.bytes, each.bytes),
-                                                               times=min(there.times, each.times))
+                    there = transfers[
+                        at[channel[1]]
+                    ]  # a transfer may start before a loop and continue in the loop
+                    transfers[at[channel[1]]] = there._replace(
+                        bytes=max(there.bytes, each.bytes), times=min(there.times, each.times)
+                    )
                     continue
                 if channel:
                     at[channel[1]] = len(transfers)
@@ -177,18 +203,20 @@ def _trips(line, bodies) -> int:
 
 
 def _bytes(shapes, collective, started):
-    sizes = [math.prod(map(int, filter(None, dims.split(",")))) * _bits(dtype) / 8
-             for dtype, dims in _ARRAY.findall(shapes)]
+    sizes = [
+        math.prod(map(int, filter(None, dims.split(",")))) * _bits(dtype) / 8
+        for dtype, dims in _ARRAY.findall(shapes)
+    ]
     if started and collective in ("all-gather", "collective-permute") and len(sizes) > 1:
         # The result of a start operation also lists its operands: (operands, results), and two counters for a permute.
-        sizes = sizes[1:2] if collective == "collective-permute" else sizes[len(sizes) // 2:]
+        sizes = sizes[1:2] if collective == "collective-permute" else sizes[len(sizes) // 2 :]
     return math.ceil(sum(sizes))
 
 
 def _bits(dtype):
     if dtype in _BITS:
         return _BITS[dtype]
-    found = re.match(r"[a-z]+(\d+)", dtype)    # f32, bf16, s8, u4, f8e4m3fn, c64
+    found = re.match(r"[a-z]+(\d+)", dtype)  # f32, bf16, s8, u4, f8e4m3fn, c64
     return int(found[1]) if found else 32
 
 
@@ -197,7 +225,9 @@ def _group(line, default):
         return found[1].count(",") + 1
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
         return int(found[1])
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}", line):    # by axes, or parts of axes
+    if found := re.search(
+        r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}", line
+    ):  # by axes, or parts of axes
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
         parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])
         return math.prod(int(part) if part else sizes.get(name, 1) for name, part in parts)

@@ -21,25 +21,35 @@ def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
             allowed.
     """
     if asked is not None and not isinstance(asked, Mapping):
-        raise TypeError(f"plan: mesh must be a dict {{axis: length}}, such as {{'data': -1}}; got {asked!r}")
+        raise TypeError(
+            f"plan: mesh must be a dict {{axis: length}}, such as {{'data': -1}}; got {asked!r}"
+        )
     found = {name: int(n) for name, n in (asked or {"data": -1}).items()}
     open_ = [name for name, n in found.items() if n == -1]
     if len(open_) > 1 or any(n < 1 and n != -1 for n in found.values()):
-        raise ValueError("plan: the mesh's axes must have lengths >= 1, or -1 for the remaining length of one axis; "
-                         f"got {dict(found)}")
+        raise ValueError(
+            "plan: the mesh's axes must have lengths >= 1, or -1 for the remaining length of one axis; "
+            f"got {dict(found)}"
+        )
     if "data" not in found:
         found["data"] = 1 if open_ else -1
         open_ = open_ or ["data"]
     fixed = math.prod(n for n in found.values() if n != -1)
-    by_group = "slice" not in found and target.groups > 1 and (bool(open_) or fixed * target.groups == target.count)
+    by_group = (
+        "slice" not in found
+        and target.groups > 1
+        and (bool(open_) or fixed * target.groups == target.count)
+    )
     if by_group:
         found["slice"] = target.groups
         fixed *= target.groups
     if open_:
         found[open_[0]] = max(1, target.count // fixed)
     if math.prod(found.values()) != target.count:
-        raise ValueError(f"plan: mesh {dict(found)} needs {math.prod(found.values())} devices; {target.name!r} has "
-                         f"{target.count}")
+        raise ValueError(
+            f"plan: mesh {dict(found)} needs {math.prod(found.values())} devices; {target.name!r} has "
+            f"{target.count}"
+        )
     first = [name for name in ("slice", "data") if name in found]
     return {name: found[name] for name in (*first, *(name for name in found if name not in first))}
 
@@ -65,6 +75,8 @@ def _on_torus(devices, shape, slices):
     if len(by_slice) != slices:
         return np.array(devices).reshape(shape)
     inner = shape[1:] if slices > 1 else shape
-    placed = [mesh_utils.create_device_mesh(inner, each, allow_split_physical_axes=True)
-              for _, each in sorted(by_slice.items())]
+    placed = [
+        mesh_utils.create_device_mesh(inner, each, allow_split_physical_axes=True)
+        for _, each in sorted(by_slice.items())
+    ]
     return np.stack(placed).reshape(shape)

@@ -23,16 +23,34 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import jaxpr
-from fnet.jaxpr import DOT, Interpreter, Value, batch_axes, before, misdivided, nbytes, restore, scan
+from fnet.jaxpr import (
+    DOT,
+    Interpreter,
+    Value,
+    batch_axes,
+    before,
+    misdivided,
+    nbytes,
+    restore,
+    scan,
+)
 from fnet.transforms._lowered import lowered
 
-PINNED = frozenset(("dot_general", "conv_general_dilated", "gather", "lowered", "attention", "attention_backward"))
-PARTIAL = "partial"    # marks a partial sum, an array whose first axis is the axis of chips
+PINNED = frozenset(
+    ("dot_general", "conv_general_dilated", "gather", "lowered", "attention", "attention_backward")
+)
+PARTIAL = "partial"  # marks a partial sum, an array whose first axis is the axis of chips
 _CALLS = jaxpr.INLINED | {"remat2", "checkpoint"}
 
 
-def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, batch: int = 1,
-        activations: bool = True) -> Callable:
+def pin(
+    step: Callable,
+    mesh: Mesh,
+    axis: str | tuple[str, ...] = "data",
+    *,
+    batch: int = 1,
+    activations: bool = True,
+) -> Callable:
     """Returns a training step with sharding constraints that keep its activations split along the batch axis.
 
     The sharding constraints are added to the results of matrix products, convolutions and gathers. If a loop
@@ -72,21 +90,29 @@ class Avoided(NamedTuple):
     nbytes: int
 
 
-def avoided(closed: Any, mesh: Mesh, axis: str | tuple[str, ...], state: Any, batch: Any) -> tuple[Avoided, ...]:
+def avoided(
+    closed: Any, mesh: Mesh, axis: str | tuple[str, ...], state: Any, batch: Any
+) -> tuple[Avoided, ...]:
     """Returns the equations of a step `(state, batch) -> ...` that XLA would divide wrongly over the mesh. `closed` is
     the jaxpr of the step."""
     if not any(misdivided.in_equation(eqn, mesh) for eqn in jaxpr.equations(closed.jaxpr)):
         return ()
     interpreter = _Pins(mesh, axis, False)
     interpreter.given = _rows((state, batch), 1)
-    jax.eval_shape(lambda arrays: interpreter.outputs(closed, arrays), jax.tree.leaves((state, batch)))
+    jax.eval_shape(
+        lambda arrays: interpreter.outputs(closed, arrays), jax.tree.leaves((state, batch))
+    )
     return tuple(interpreter.avoided.values())
 
 
 def _rows(args, batch) -> list[int | None]:
     """Returns for each array of the arguments the index of its batch axis, which is 0 in argument number `batch`."""
-    return [0 if i == batch and leaf.ndim else None for i, arg in enumerate(args)
-            for leaf in jax.tree.leaves(arg) if jaxpr.is_array(leaf)]
+    return [
+        0 if i == batch and leaf.ndim else None
+        for i, arg in enumerate(args)
+        for leaf in jax.tree.leaves(arg)
+        if jaxpr.is_array(leaf)
+    ]
 
 
 class _Pins(Interpreter):
@@ -100,8 +126,10 @@ class _Pins(Interpreter):
         names = (axis,) if isinstance(axis, str) else axis
         self.chips = math.prod(mesh.shape[name] for name in names)
         self.alone = all(n == 1 for name, n in mesh.shape.items() if name not in names)
-        self.late = False    # whether sums over the batch may stay partial
-        self.avoided: dict[int, Avoided] = {}    # by the id of the equation: a loop's body is evaluated several times
+        self.late = False  # whether sums over the batch may stay partial
+        self.avoided: dict[
+            int, Avoided
+        ] = {}  # by the id of the equation: a loop's body is evaluated several times
 
     def depends(self, at):
         return self.late
@@ -123,28 +151,40 @@ class _Pins(Interpreter):
         if (apart := self.apart(eqn, inputs, notes)) is not None:
             return apart
         whole = misdivided.in_equation(eqn, self.mesh)
-        if whole is not None and misdivided.GROUPED in whole.rows and (summed := self.over_rows(eqn, at, inputs)):
+        if (
+            whole is not None
+            and misdivided.GROUPED in whole.rows
+            and (summed := self.over_rows(eqn, at, inputs))
+        ):
             return summed
         if whole is not None:
-            self.avoided[id(eqn)] = Avoided(whole.rows, at.path, self.held_bytes(eqn, whole, inputs, notes))
+            self.avoided[id(eqn)] = Avoided(
+                whole.rows, at.path, self.held_bytes(eqn, whole, inputs, notes)
+            )
             if misdivided.NEGATIVE in whole.rows:
                 arrays = [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)]
                 return [Value(misdivided.cropped(eqn, *arrays), notes[0])]
-            inputs = [Value(misdivided.unsplit(value.x, self.mesh, axes), value.note)
-                      for value, axes in zip(inputs, whole.inputs)]
+            inputs = [
+                Value(misdivided.unsplit(value.x, self.mesh, axes), value.note)
+                for value, axes in zip(inputs, whole.inputs)
+            ]
         late, self.late = self.late, False
         outputs = self.default(eqn, at, inputs, self.wanted(plan, eqn))
         self.late = late
         if whole is not None:
-            outputs = [Value(misdivided.unsplit(y.x, self.mesh, axes), y.note)
-                       for y, axes in zip(outputs, whole.outputs)]
+            outputs = [
+                Value(misdivided.unsplit(y.x, self.mesh, axes), y.note)
+                for y, axes in zip(outputs, whole.outputs)
+            ]
         pins = name in PINNED and self.activations
-        return [Value(self.held(y.x, note) if pins else y.x, note) for y, note in zip(outputs, notes)]
+        return [
+            Value(self.held(y.x, note) if pins else y.x, note) for y, note in zip(outputs, notes)
+        ]
 
     def held(self, x, note):
         if note is None or x.ndim < 2 or x.shape[note] % self.chips:
             return x
-        free = [P.UNCONSTRAINED] * x.ndim    # None would replicate the axis
+        free = [P.UNCONSTRAINED] * x.ndim  # None would replicate the axis
         free[note] = self.axis
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*free)))
 
@@ -155,20 +195,30 @@ class _Pins(Interpreter):
         XLA would gather the batch, and also sum over the mesh axes over which the batch is not split.
         """
         numbers = jaxpr.product(eqn).dimensions
-        rows = numbers.lhs_spec[1], numbers.rhs_spec[1]    # the gradient contracts the batch, like a feature axis
+        rows = (
+            numbers.lhs_spec[1],
+            numbers.rhs_spec[1],
+        )  # the gradient contracts the batch, like a feature axis
         if tuple(value.note for value in inputs) != rows or inputs[0].x.shape[rows[0]] % self.chips:
             return None
         arrays = [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)]
         specs = tuple(P(*[None] * row, self.axis) for row in rows)
-        mapped = jax.shard_map(lambda *xs: lax.psum(jaxpr.bind(eqn, xs)[0].x, self.axis), mesh=self.mesh,
-                               in_specs=specs, out_specs=P(), check_vma=False)
+        mapped = jax.shard_map(
+            lambda *xs: lax.psum(jaxpr.bind(eqn, xs)[0].x, self.axis),
+            mesh=self.mesh,
+            in_specs=specs,
+            out_specs=P(),
+            check_vma=False,
+        )
         self.avoided[id(eqn)] = Avoided((misdivided.GROUPED,), at.path, nbytes(eqn.outvars[0].aval))
         return [Value(mapped(*arrays))]
 
     def held_bytes(self, eqn, whole, inputs, notes) -> int:
         """The bytes on each chip of the arrays that have axes that must not be split."""
-        arrays = [*zip(eqn.invars, whole.inputs, (value.note for value in inputs)),
-                  *zip(eqn.outvars, whole.outputs, notes)]
+        arrays = [
+            *zip(eqn.invars, whole.inputs, (value.note for value in inputs)),
+            *zip(eqn.outvars, whole.outputs, notes),
+        ]
         spread = lambda note, axes: self.chips if note is not None and note not in axes else 1
         return sum(nbytes(v.aval) // spread(note, axes) for v, axes, note in arrays if axes)
 
@@ -185,8 +235,13 @@ class _Pins(Interpreter):
                 return None
             specs.append(P() if value.note is None else P(self.axis))
         arrays = [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)]
-        mapped = jax.shard_map(lambda *xs: tuple(y.x for y in jaxpr.bind(eqn, xs)), mesh=self.mesh,
-                               in_specs=tuple(specs), out_specs=(P(self.axis),) * len(notes), check_vma=False)
+        mapped = jax.shard_map(
+            lambda *xs: tuple(y.x for y in jaxpr.bind(eqn, xs)),
+            mesh=self.mesh,
+            in_specs=tuple(specs),
+            out_specs=(P(self.axis),) * len(notes),
+            check_vma=False,
+        )
         return [Value(y, 0) for y in mapped(*arrays)]
 
     def scan(self, eqn, at, inputs, notes):
@@ -198,25 +253,38 @@ class _Pins(Interpreter):
         parts = scan(eqn)
         consts, carry = parts.consts, parts.carry
         given = [value.note for value in inputs]
-        inside = [*given[:consts], *notes[:carry], *(before(note) for note in given[consts + carry:])]
-        init = [restore(value, v.aval) for value, v in zip(inputs[consts:consts + carry], eqn.invars[consts:])]
+        inside = [
+            *given[:consts],
+            *notes[:carry],
+            *(before(note) for note in given[consts + carry :]),
+        ]
+        init = [
+            restore(value, v.aval)
+            for value, v in zip(inputs[consts : consts + carry], eqn.invars[consts:])
+        ]
         late, self.late = self.late, False
         summed = self.summed(parts, at, inside)
         for i in summed:
             inside[consts + i] = PARTIAL
         self.late = bool(summed)
         body = self.body(parts.closed, at, _wanted(summed, eqn.outvars), inside)
-        constants = [self.ready(value.x, note, parts.jaxpr, i)
-                     for i, (value, note) in enumerate(zip(inputs, inside[:consts]))]
-        held = lambda carried: [x if i in summed or not self.activations else self.held(x, note)
-                                for i, (x, note) in enumerate(zip(carried, notes))]
+        constants = [
+            self.ready(value.x, note, parts.jaxpr, i)
+            for i, (value, note) in enumerate(zip(inputs, inside[:consts]))
+        ]
+        held = lambda carried: [
+            x if i in summed or not self.activations else self.held(x, note)
+            for i, (x, note) in enumerate(zip(carried, notes))
+        ]
 
         def turn(carried, slices):
             outputs = body(*constants, *carried, *slices)
             return held(outputs[:carry]), outputs[carry:]
 
         start = held([self.zeros(x) if i in summed else x for i, x in enumerate(init)])
-        carried, stacked = lax.scan(turn, start, [value.x for value in inputs[consts + carry:]], **parts.options)
+        carried, stacked = lax.scan(
+            turn, start, [value.x for value in inputs[consts + carry :]], **parts.options
+        )
         self.late = late
         carried = [init[i] + x.sum(0) if i in summed else x for i, x in enumerate(carried)]
         return [Value(y, note) for y, note in zip([*carried, *stacked], notes)]
@@ -228,12 +296,20 @@ class _Pins(Interpreter):
         gather in the scan. Second, the interpreter constrains activations (`self.activations`). Third, the batch is
         split over all axes of the mesh (`self.alone`).
         """
-        if note is not None or not self.activations or not self.alone or x.ndim < 2 or self.chips == 1:
+        if (
+            note is not None
+            or not self.activations
+            or not self.alone
+            or x.ndim < 2
+            or self.chips == 1
+        ):
             return x
         if not _taken(program, program.invars[i]):
             return x
         # The barrier prevents XLA from moving the gather back into the loop.
-        return lax.optimization_barrier(lax.with_sharding_constraint(x, NamedSharding(self.mesh, P())))
+        return lax.optimization_barrier(
+            lax.with_sharding_constraint(x, NamedSharding(self.mesh, P()))
+        )
 
     # Partial sums.
 
@@ -259,14 +335,22 @@ class _Pins(Interpreter):
         if self.chips == 1:
             return frozenset()
         consts, carry, closed, program = parts.consts, parts.carry, parts.closed, parts.jaxpr
-        found = frozenset(i for i in range(carry) if inside[consts + i] is None
-                          and _only_added_to(program, program.invars[consts + i], program.outvars[i]))
+        found = frozenset(
+            i
+            for i in range(carry)
+            if inside[consts + i] is None
+            and _only_added_to(program, program.invars[consts + i], program.outvars[i])
+        )
         while found:
             notes = [PARTIAL if i - consts in found else note for i, note in enumerate(inside)]
             self.late = True
             body = self.body(closed, at, _wanted(found, program.outvars), notes)
-            types = [jax.ShapeDtypeStruct(((self.chips,) if note == PARTIAL else ()) + v.aval.shape, v.aval.dtype)
-                     for v, note in zip(program.invars, notes)]
+            types = [
+                jax.ShapeDtypeStruct(
+                    ((self.chips,) if note == PARTIAL else ()) + v.aval.shape, v.aval.dtype
+                )
+                for v, note in zip(program.invars, notes)
+            ]
             jax.eval_shape(body, *types)
             self.late = False
             kept = frozenset(i for i in found if body.notes[i] == PARTIAL)
@@ -304,8 +388,10 @@ class _Pins(Interpreter):
             return None
         x, y = (self.cut(value.x, value.note) for value in inputs[:2])
         move = lambda axes, row: tuple(axis + (axis >= row) for axis in axes)
-        numbers = ((move(left, rows[0]), move(right, rows[1])),
-                   ((rows[0], *move(left_batch, rows[0])), (rows[1], *move(right_batch, rows[1]))))
+        numbers = (
+            (move(left, rows[0]), move(right, rows[1])),
+            ((rows[0], *move(left_batch, rows[0])), (rows[1], *move(right_batch, rows[1]))),
+        )
         options = {**found.options, "dimension_numbers": numbers}
         if eqn.primitive is DOT:
             out = DOT.bind(x, y, **options)
@@ -316,7 +402,7 @@ class _Pins(Interpreter):
     def cut(self, x, row):
         """Reshapes x from [..., rows, ...] to [..., chips, rows / chips, ...]."""
         x = self.held(x, row)
-        x = x.reshape(*x.shape[:row], self.chips, x.shape[row] // self.chips, *x.shape[row + 1:])
+        x = x.reshape(*x.shape[:row], self.chips, x.shape[row] // self.chips, *x.shape[row + 1 :])
         return self.held(x, row)
 
 
@@ -327,16 +413,25 @@ def _wanted(summed, outvars) -> tuple:
 def _linear(eqn) -> bool:
     """Whether a sum of cast arrays is the cast of their sum, up to rounding. `eqn` is the cast."""
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    return after.itemsize >= 4 and (jnp.issubdtype(after, jnp.inexact) or jnp.issubdtype(before, jnp.integer))
+    return after.itemsize >= 4 and (
+        jnp.issubdtype(after, jnp.inexact) or jnp.issubdtype(before, jnp.integer)
+    )
 
 
 def _only_added_to(program, before, after) -> bool:
     """Whether the body of a scan only adds a value to a carry, and does not use the carry in any other way."""
-    readers = [eqn for eqn in program.eqns for v in eqn.invars if v is before]    # c + c reads c twice
-    return (len(readers) == 1 and readers[0].primitive.name in ("add", "add_any") and readers[0].outvars[0] is after
-            and not any(v is after for eqn in program.eqns for v in eqn.invars)
-            and not any(v is before for v in program.outvars)    # a returned carry must be complete
-            and sum(v is after for v in program.outvars) == 1 and len(before.aval.shape) > 1)
+    readers = [
+        eqn for eqn in program.eqns for v in eqn.invars if v is before
+    ]  # c + c reads c twice
+    return (
+        len(readers) == 1
+        and readers[0].primitive.name in ("add", "add_any")
+        and readers[0].outvars[0] is after
+        and not any(v is after for eqn in program.eqns for v in eqn.invars)
+        and not any(v is before for v in program.outvars)  # a returned carry must be complete
+        and sum(v is after for v in program.outvars) == 1
+        and len(before.aval.shape) > 1
+    )
 
 
 def _taken(program, v) -> bool:

@@ -61,13 +61,21 @@ class Candidate:
     def peak(self) -> int:
         """The peak memory of each chip in bytes. The peak is read from the compiled program if the step was compiled
         with the candidate's strategy, and estimated otherwise."""
-        return self.compiled.peak if self.compiled and self.compiled.peak is not None else self.estimate.peak
+        return (
+            self.compiled.peak
+            if self.compiled and self.compiled.peak is not None
+            else self.estimate.peak
+        )
 
     @property
     def ledger(self) -> Ledger:
         """The transfers between chips. The transfers are read from the compiled program if the step was compiled with
         the candidate's strategy, and estimated otherwise."""
-        return self.compiled.ledger if self.compiled and self.compiled.ledger is not None else self.estimate.ledger
+        return (
+            self.compiled.ledger
+            if self.compiled and self.compiled.ledger is not None
+            else self.estimate.ledger
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,14 +164,20 @@ class Plan:
         file. A step donates only the copy of the state, so the original arrays remain valid."""
         self._check_attached("place")
         if jax.tree.structure(state) != jax.tree.structure(self.state):
-            raise ValueError(f"plan.place: the state has another structure than in the plan: "
-                             f"{jax.tree.structure(state)} and {jax.tree.structure(self.state)}")
-        return jax.tree.map(lambda x, where: jax.device_put(jnp.array(x, copy=True), where), state, self.state)
+            raise ValueError(
+                f"plan.place: the state has another structure than in the plan: "
+                f"{jax.tree.structure(state)} and {jax.tree.structure(self.state)}"
+            )
+        return jax.tree.map(
+            lambda x, where: jax.device_put(jnp.array(x, copy=True), where), state, self.state
+        )
 
     def _check_attached(self, what):
         if not self.attached:
-            raise ValueError(f"plan.{what}: this plan is for {self.target}, which are not attached; use "
-                             "devices='local' to run it")
+            raise ValueError(
+                f"plan.{what}: this plan is for {self.target}, which are not attached; use "
+                "devices='local' to run it"
+            )
 
     def jit(self, step: Callable) -> Callable:
         """Compiles the training step `step(state, batch) -> (state, metrics)` for the plan's devices.
@@ -187,21 +201,29 @@ class Plan:
             not attached, or if the sharding of an array differs from the plan's sharding. ValueError is also raised if
             the number of rows is not a multiple of the number of devices that share the batch.
         """
-        compiled = jax.jit(self.options.applied(step, self.mesh, self.axes), in_shardings=(self.state, self.batch),
-                           out_shardings=(self.state, NamedSharding(self.mesh, P())), donate_argnums=0)
+        compiled = jax.jit(
+            self.options.applied(step, self.mesh, self.axes),
+            in_shardings=(self.state, self.batch),
+            out_shardings=(self.state, NamedSharding(self.mesh, P())),
+            donate_argnums=0,
+        )
 
         def explained(call):
             def run(state, batch):
                 try:
                     return call(state, batch)
                 except (TypeError, ValueError) as error:
-                    if reason := self.objection(state, batch):    # after an error only: valid calls have no overhead
+                    if reason := self.objection(
+                        state, batch
+                    ):  # after an error only: valid calls have no overhead
                         raise ValueError(f"plan.jit: {reason}") from error
                     raise
 
             return run
 
-        return Compiled(step, explained(compiled), explained(compiled.lower), explained(compiled.trace))
+        return Compiled(
+            step, explained(compiled), explained(compiled.lower), explained(compiled.trace)
+        )
 
     def objection(self, state: Any, batch: Any) -> str | None:
         """Returns the reason why the step cannot be called with this state and batch, or None if it can be called."""

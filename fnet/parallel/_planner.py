@@ -23,17 +23,25 @@ from fnet.parallel._shardings import is_parameter, layout, scanned_leaves
 from fnet.parallel._strategies import Strategy, ladder, takes_slices
 from fnet.parallel._targets import target
 
-ROOM = 0.92    # fraction of a chip's memory that a program may use; the runtime needs the rest
-DOUBT = 1.25   # an estimate of memory may be too high by this factor; strategies with higher estimates are not compiled
-CLOSE = 1.05   # bytes or times up to this factor of the minimum count as equal
+ROOM = 0.92  # fraction of a chip's memory that a program may use; the runtime needs the rest
+DOUBT = 1.25  # an estimate of memory may be too high by this factor; strategies with higher estimates are not compiled
+CLOSE = 1.05  # bytes or times up to this factor of the minimum count as equal
 _LATER = "not compiled"
 _UNKNOWN = "unknown without compiling: it may send several times as much"
-FEW = 16       # for up to this number of devices, every strategy that may fit is compiled
+FEW = 16  # for up to this number of devices, every strategy that may fit is compiled
 
 
-def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[jax.Device] = "local",
-         strategy: str = "auto", mesh: Mapping[str, int] | None = None,
-         rules: Mapping[str, tuple[str | None, ...]] | None = None, compile: bool = True) -> Plan:
+def plan(
+    step: Callable,
+    init: Callable,
+    batch: Any,
+    *,
+    devices: str | Sequence[jax.Device] = "local",
+    strategy: str = "auto",
+    mesh: Mapping[str, int] | None = None,
+    rules: Mapping[str, tuple[str | None, ...]] | None = None,
+    compile: bool = True,
+) -> Plan:
     """Selects a sharding strategy with which a step runs on many devices. The step is written for one device.
 
         plan = parallel.plan(step, init, batch)
@@ -141,10 +149,17 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
     if best is None:
         largest = draft.largest_batches() if chips.count == 1 else ()
         raise ValueError(_explain.nothing_fits(chips, judged, ROOM, largest))
-    verdicts = tuple(dataclasses.replace(each, verdict=each.verdict or _verdict(each, best, judged)) for each in judged)
+    verdicts = tuple(
+        dataclasses.replace(each, verdict=each.verdict or _verdict(each, best, judged))
+        for each in judged
+    )
     chosen = draft.plan(best.options)
     find = draft.largest_batches if chips.count == 1 else None
-    held = avoided(traced(best.options)[0], places, chosen.axes, state, batch) if chips.count > 1 else ()
+    held = (
+        avoided(traced(best.options)[0], places, chosen.axes, state, batch)
+        if chips.count > 1
+        else ()
+    )
     return dataclasses.replace(chosen, candidates=verdicts, avoided=held, _find_largest=find)
 
 
@@ -157,9 +172,11 @@ class Traced:
         self._found = {(False, 1): (closed, count_jaxpr(closed))}
         leaves = [path for path, _ in jax.tree.leaves_with_path(state)]
         self.scanned = scanned_leaves(closed.jaxpr, leaves)
-        self.unused = _check.unused(closed.jaxpr.invars[len(leaves):], closed.jaxpr, batch)
+        self.unused = _check.unused(closed.jaxpr.invars[len(leaves) :], closed.jaxpr, batch)
         # XLA removes the arguments that the step does not read.
-        self.complete = not self.unused and not _check.unused(closed.jaxpr.invars[:len(leaves)], closed.jaxpr, state)
+        self.complete = not self.unused and not _check.unused(
+            closed.jaxpr.invars[: len(leaves)], closed.jaxpr, state
+        )
 
     def __call__(self, option: Strategy) -> tuple[Any, Count]:
         key = option.remat, option.microbatches
@@ -181,13 +198,24 @@ class Drafts:
     Also determines which strategies fit into memory."""
 
     def __init__(self, chips, axes, places, state, batch, traced, rules, init):
-        self.chips, self.axes, self.places, self.state, self.batch = chips, axes, places, state, batch
+        self.chips, self.axes, self.places, self.state, self.batch = (
+            chips,
+            axes,
+            places,
+            state,
+            batch,
+        )
         self.traced, self.init = traced, init
-        parameters = [(path_of(path[1:]), leaf.shape) for path, leaf in jax.tree.leaves_with_path(state)
-                      if is_parameter(path, state)]
+        parameters = [
+            (path_of(path[1:]), leaf.shape)
+            for path, leaf in jax.tree.leaves_with_path(state)
+            if is_parameter(path, state)
+        ]
         self.ruled = applied(rules, parameters, axes)
         working = {name for spec in self.ruled.values() for name in spec} | {"slice", "data"}
-        self.alike = math.prod(n for name, n in axes.items() if name not in working)    # devices that do the same work
+        self.alike = math.prod(
+            n for name, n in axes.items() if name not in working
+        )  # devices that do the same work
         chip = chips.chip
         self.memory = None if chip.memory_bytes is None else chip.per_device.memory_bytes
 
@@ -198,10 +226,19 @@ class Drafts:
         over = rows_over(self.places)
         spec = P(over[0] if len(over) == 1 else over)
         rows = jax.tree.map(lambda x: place(spec if x.ndim else P()), self.batch)
-        return Plan(self.chips, self.places, option, state, rows, tuple(found.whole), self.batch, self.traced.unused,
-                    self.init)
+        return Plan(
+            self.chips,
+            self.places,
+            option,
+            state,
+            rows,
+            tuple(found.whole),
+            self.batch,
+            self.traced.unused,
+            self.init,
+        )
 
-    @functools.lru_cache(None)    # noqa: B019 (lives only while a plan is created)
+    @functools.lru_cache(None)  # noqa: B019 (lives only while a plan is created)
     def layout(self, kind):
         return layout(self.state, kind, self.axes["data"], self.traced.scanned, self.ruled)
 
@@ -211,16 +248,30 @@ class Drafts:
         persistent = _held(self.state, draft.state, self.chips.chip)
         arguments = persistent + _held(self.batch, draft.batch, self.chips.chip)
         estimated = _estimated(draft, closed, self.state, self.batch)
-        return self.timed(Candidate(option, persistent.bytes, arguments.bytes, arguments.exact, estimated, None,
-                                    _cost.Time(None, None, None)), counted)
+        return self.timed(
+            Candidate(
+                option,
+                persistent.bytes,
+                arguments.bytes,
+                arguments.exact,
+                estimated,
+                None,
+                _cost.Time(None, None, None),
+            ),
+            counted,
+        )
 
     def timed(self, each: Candidate, counted: Count | None = None) -> Candidate:
         counted = counted or self.traced(each.options)[1]
         state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.state))
         between = each.estimate.between.sent
         sent = each.ledger.sent - (between if each.compiled and each.compiled.ledger else 0)
-        return dataclasses.replace(each, time=_cost.time(counted, self.chips, state, each.persistent, max(0, sent),
-                                                         between, alike=self.alike))
+        return dataclasses.replace(
+            each,
+            time=_cost.time(
+                counted, self.chips, state, each.persistent, max(0, sent), between, alike=self.alike
+            ),
+        )
 
     def compared(self, rung: list[Strategy], compile: bool) -> list[Candidate]:
         """Compares the strategies in the list `rung`, and returns a candidate (a strategy with its costs) for each
@@ -229,46 +280,74 @@ class Drafts:
         if not compile or self.chips.devices is None:
             free = lambda option: option.state == "fsdp" and not option.pins
             judged = [self.judged(each, 1.0) for each in estimated]
-            return [dataclasses.replace(each, verdict=each.verdict or _UNKNOWN) if free(each.options) else each
-                    for each in judged]
-        likely = [each for each in estimated if not self.memory or each.estimate.peak <= DOUBT * ROOM * self.memory]
-        likely.sort(key=lambda each: (each.estimate.ledger.sent + each.estimate.between.sent, rung.index(each.options)))
+            return [
+                dataclasses.replace(each, verdict=each.verdict or _UNKNOWN)
+                if free(each.options)
+                else each
+                for each in judged
+            ]
+        likely = [
+            each
+            for each in estimated
+            if not self.memory or each.estimate.peak <= DOUBT * ROOM * self.memory
+        ]
+        likely.sort(
+            key=lambda each: (
+                each.estimate.ledger.sent + each.estimate.between.sent,
+                rung.index(each.options),
+            )
+        )
         if first := _best(likely, self.memory):
             likely = [first, *(each for each in likely if each is not first)]
         if len(rung) == 1:
-            likely = estimated    # compile it, because the user requested it
+            likely = estimated  # compile it, because the user requested it
         done: dict[Strategy, Candidate] = {}
         for each in likely:
             if self.chips.count > FEW and any(not made.verdict for made in done.values()):
                 options = {option._replace(pins=not option.pins) for option in done}
                 if each.options not in options:
                     continue
-            compiled = _compile.compiled(self.plan(each.options).jit(self.traced.step), self.state, self.batch)
-            done[each.options] = self.judged(self.timed(dataclasses.replace(each, compiled=compiled)), 1.0)
-        sizes = [(each.arguments, each.compiled.arguments) for each in done.values() if each.compiled.peak is not None]
+            compiled = _compile.compiled(
+                self.plan(each.options).jit(self.traced.step), self.state, self.batch
+            )
+            done[each.options] = self.judged(
+                self.timed(dataclasses.replace(each, compiled=compiled)), 1.0
+            )
+        sizes = [
+            (each.arguments, each.compiled.arguments)
+            for each in done.values()
+            if each.compiled.peak is not None
+        ]
         if self.traced.complete and any(predicted != size for predicted, size in sizes):
             estimated = [dataclasses.replace(each, exact=False) for each in estimated]
             done = {option: dataclasses.replace(each, exact=False) for option, each in done.items()}
-        rest = lambda each: dataclasses.replace(each, verdict=self.judged(each, DOUBT).verdict
-                                                or f"{_LATER}: estimated to send no less")
+        rest = lambda each: dataclasses.replace(
+            each, verdict=self.judged(each, DOUBT).verdict or f"{_LATER}: estimated to send no less"
+        )
         return [done.get(each.options) or rest(each) for each in estimated]
 
     def judged(self, each: Candidate, doubt: float) -> Candidate:
         if each.compiled and each.compiled.peak is None:
-            return dataclasses.replace(each, verdict=f"rejected by the compiler: {each.compiled.said}")
+            return dataclasses.replace(
+                each, verdict=f"rejected by the compiler: {each.compiled.said}"
+            )
         if self.memory and each.peak > doubt * ROOM * self.memory:
-            return dataclasses.replace(each, verdict=f"rejected: needs more than {ROOM:.0%} of "
-                                                     f"{self.memory / 2 ** 30:.1f} GiB")
+            return dataclasses.replace(
+                each,
+                verdict=f"rejected: needs more than {ROOM:.0%} of {self.memory / 2**30:.1f} GiB",
+            )
         return each
 
-    @functools.lru_cache(None)    # noqa: B019
+    @functools.lru_cache(None)  # noqa: B019
     def largest_batches(self) -> tuple[tuple[Strategy, int], ...]:
         """Returns pairs (strategy, largest number of rows that fits on one chip). The result has a pair (strategy,
         rows) for "data", "data+remat" and, if the step supports microbatches, "data+remat+microbatches=8"."""
         if not self.memory:
             return ()
         options = [Strategy("data"), Strategy("data", remat=True)]
-        options += [Strategy("data", remat=True, microbatches=8)] if takes_slices(self.traced.step) else []
+        options += (
+            [Strategy("data", remat=True, microbatches=8)] if takes_slices(self.traced.step) else []
+        )
         return tuple((option, self.rows(option)) for option in options)
 
     def rows(self, option: Strategy) -> int:
@@ -279,10 +358,15 @@ class Drafts:
         numbers of rows that it has tried: the largest number that fits into memory, and the smallest number that does
         not fit. If all or none of the tried numbers fit, the search extrapolates from two of these numbers.
         """
+
         def peak(rows):
-            resized = lambda x: jax.ShapeDtypeStruct((rows * x.shape[0] // given, *x.shape[1:]), x.dtype)
+            resized = lambda x: jax.ShapeDtypeStruct(
+                (rows * x.shape[0] // given, *x.shape[1:]), x.dtype
+            )
             batch = jax.tree.map(lambda x: resized(x) if x.ndim else x, self.batch)
-            return _estimated(self.plan(option), self.traced.resized(option, batch), self.state, batch).peak
+            return _estimated(
+                self.plan(option), self.traced.resized(option, batch), self.state, batch
+            ).peak
 
         room = ROOM * self.memory
         given = max(x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim)
@@ -305,8 +389,10 @@ class Drafts:
 
 def _shards(tree, shardings) -> list[jax.ShapeDtypeStruct]:
     """Returns the shapes of the leaves' shards on each chip."""
-    return [jax.ShapeDtypeStruct(where.shard_shape(x.shape), x.dtype)
-            for x, where in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings))]
+    return [
+        jax.ShapeDtypeStruct(where.shard_shape(x.shape), x.dtype)
+        for x, where in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings))
+    ]
 
 
 def _held(tree, shardings, chip) -> Stored:
@@ -339,8 +425,14 @@ def _estimated(plan, closed, state, batch) -> Estimate:
     kernels = "cuda" if cudnn else "tpu" if chip.kind == "tpu" and alone else None
     splits = [_split(where.spec) for where in jax.tree.leaves(plan.state)]
     splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(batch)]
-    found = estimate(closed, splits, axes, whole=plan.options.state == "zero1", kernels=kernels,
-                     casts=chip.kind != "cpu")
+    found = estimate(
+        closed,
+        splits,
+        axes,
+        whole=plan.options.state == "zero1",
+        kernels=kernels,
+        casts=chip.kind != "cpu",
+    )
     padded = (_held(state, plan.state, chip) + _held(batch, plan.batch, chip)).bytes
     unpadded = _unpadded(state, plan.state) + _unpadded(batch, plan.batch)
     return found._replace(peak=max(padded, found.peak + padded - unpadded))
@@ -348,7 +440,9 @@ def _estimated(plan, closed, state, batch) -> Estimate:
 
 def _split(spec) -> Split:
     data = next((i for i, name in enumerate(spec) if name == "data"), None)
-    return Split(None, data, tuple((i, name) for i, name in enumerate(spec) if name not in (None, "data")))
+    return Split(
+        None, data, tuple((i, name) for i, name in enumerate(spec) if name not in (None, "data"))
+    )
 
 
 def _best(judged: list[Candidate], memory: float | None) -> Candidate | None:
@@ -363,8 +457,10 @@ def _best(judged: list[Candidate], memory: float | None) -> Candidate | None:
     close = [each for each in fit if _sent(each) <= CLOSE * least]
     fastest = min((each.time.seconds or 0 for each in close), default=0)
     close = [each for each in close if (each.time.seconds or 0) <= CLOSE * fastest]
-    return next((each for each in close if not memory or each.peak <= memory / 2),
-                min(close, key=lambda each: each.peak))
+    return next(
+        (each for each in close if not memory or each.peak <= memory / 2),
+        min(close, key=lambda each: each.peak),
+    )
 
 
 def _sent(each: Candidate) -> float:
@@ -383,8 +479,9 @@ def _verdict(each, best, judged):
             return "chosen: the only one that fits" if len(judged) > 1 else "chosen"
         if all(sent <= _sent(other) for other in others):
             return "chosen: it sends least of those that fit"
-        return "chosen: it sends about the least, and " + _merit(best, next(
-            other for other in others if _sent(other) < sent))
+        return "chosen: it sends about the least, and " + _merit(
+            best, next(other for other in others if _sent(other) < sent)
+        )
     if not least:
         return "sends more" if sent else "sends as little, and splits more"
     if sent > CLOSE * least:

@@ -47,16 +47,22 @@ def rules(spec: Any, axes: Mapping[str, str]) -> dict[str, tuple[str | None, ...
             found[re.escape(path_of(path))] = tuple(mine)
     for name in axes:
         if name not in seen:
-            raise ValueError(f"rules: no parameter has an axis named {name!r}; there are {', '.join(sorted(seen))}")
+            raise ValueError(
+                f"rules: no parameter has an axis named {name!r}; there are {', '.join(sorted(seen))}"
+            )
     return found
 
 
 def path_of(path) -> str:
     """Returns a path in a tree as names joined by "/"."""
-    return "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path)
+    return "/".join(
+        str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path
+    )
 
 
-def applied(rules: Rules, parameters: list[tuple[str, tuple[int, ...]]], mesh: Mapping[str, int]) -> dict[str, tuple]:
+def applied(
+    rules: Rules, parameters: list[tuple[str, tuple[int, ...]]], mesh: Mapping[str, int]
+) -> dict[str, tuple]:
     """Returns a dict {path of a parameter: spec} for the parameters that match a sharding rule. A spec contains, for
     each axis of the parameter, a mesh axis or None.
 
@@ -70,17 +76,23 @@ def applied(rules: Rules, parameters: list[tuple[str, tuple[int, ...]]], mesh: M
         try:
             match = re.compile(pattern).fullmatch
         except re.error as error:
-            raise ValueError(f"plan: the rule {pattern!r} is not a regular expression: {error}") from None
+            raise ValueError(
+                f"plan: the rule {pattern!r} is not a regular expression: {error}"
+            ) from None
         spec = tuple(spec)
         mine = [(path, shape) for path, shape in parameters if match(path)]
         if not mine:
             listed = ", ".join(path for path, _ in parameters[:8]) or "no parameters; pass rules={}"
-            raise ValueError(f"plan: the rule {pattern!r} matches no parameter; there are {listed}"
-                             f"{', ...' if len(parameters) > 8 else ''}")
+            raise ValueError(
+                f"plan: the rule {pattern!r} matches no parameter; there are {listed}"
+                f"{', ...' if len(parameters) > 8 else ''}"
+            )
         for path, shape in mine:
             if path in found:
-                raise ValueError(f"plan: two rules match {path} {list(shape)}: {found[path][0]!r} and {pattern!r}; "
-                                 "expected one for each parameter")
+                raise ValueError(
+                    f"plan: two rules match {path} {list(shape)}: {found[path][0]!r} and {pattern!r}; "
+                    "expected one for each parameter"
+                )
             _check(pattern, spec, path, shape, mesh)
             found[path] = pattern, spec
     return {path: spec for path, (_, spec) in found.items()}
@@ -88,20 +100,27 @@ def applied(rules: Rules, parameters: list[tuple[str, tuple[int, ...]]], mesh: M
 
 def _check(pattern, spec, path, shape, mesh):
     if len(spec) > len(shape):
-        raise ValueError(f"plan: the rule {pattern!r}: {spec} is for {len(spec)} axes, but {path} {list(shape)} has "
-                         f"{len(shape)}")
+        raise ValueError(
+            f"plan: the rule {pattern!r}: {spec} is for {len(spec)} axes, but {path} {list(shape)} has "
+            f"{len(shape)}"
+        )
     named = [name for name in spec if name is not None]
     for name in named:
         if name not in mesh or name in ("data", "slice"):
             there = [axis for axis in mesh if axis not in ("data", "slice")]
-            raise ValueError(f"plan: the rule {pattern!r} for {path} {list(shape)} uses the mesh axis {name!r}; "
-                             f"available are "
-                             f"{', '.join(there) or 'none; pass mesh= with such an axis'}")
+            raise ValueError(
+                f"plan: the rule {pattern!r} for {path} {list(shape)} uses the mesh axis {name!r}; "
+                f"available are "
+                f"{', '.join(there) or 'none; pass mesh= with such an axis'}"
+            )
     if len(set(named)) < len(named):
-        raise ValueError(f"plan: the rule {pattern!r} for {path} {list(shape)} uses a mesh axis twice: "
-                         f"{spec}")
+        raise ValueError(
+            f"plan: the rule {pattern!r} for {path} {list(shape)} uses a mesh axis twice: {spec}"
+        )
     for axis, (size, name) in enumerate(zip(shape, spec)):
         if name is not None and size % mesh[name]:
             nearest = next(n for n in range(mesh[name], 0, -1) if size % n == 0)
-            raise ValueError(f"plan: the rule {pattern!r} splits axis {axis} of {path} {list(shape)} over {name!r}, "
-                             f"but {size} is not a multiple of {mesh[name]}; use {name}={nearest}")
+            raise ValueError(
+                f"plan: the rule {pattern!r} splits axis {axis} of {path} {list(shape)} over {name!r}, "
+                f"but {size} is not a multiple of {mesh[name]}; use {name}={nearest}"
+            )

@@ -12,8 +12,12 @@ from fnet import _jax
 from fnet.jaxpr import bodies, is_implicit, scan
 from fnet.parallel._sharding_rules import path_of
 
-SMALL = 1 << 12    # arrays with fewer elements are not split: transfers would take more time than is saved
-_KEEPS = frozenset(("convert_element_type", "copy", "optimization_barrier", "sharding_constraint", "name"))
+SMALL = (
+    1 << 12
+)  # arrays with fewer elements are not split: transfers would take more time than is saved
+_KEEPS = frozenset(
+    ("convert_element_type", "copy", "optimization_barrier", "sharding_constraint", "name")
+)
 
 
 class Layout(NamedTuple):
@@ -24,7 +28,9 @@ class Layout(NamedTuple):
     whole: list
 
 
-def layout(state, kind: str, chips: int, scanned: frozenset[str], ruled: dict[str, tuple] | None = None) -> Layout:
+def layout(
+    state, kind: str, chips: int, scanned: frozenset[str], ruled: dict[str, tuple] | None = None
+) -> Layout:
     """Returns the partition specs of a state. If `kind` is "data", no leaf is split. If `kind` is "zero1", all leaves
     except parameters are split. If `kind` is "fsdp", all leaves are split. Small leaves and leaves without a suitable
     axis are replicated.
@@ -50,7 +56,14 @@ def layout(state, kind: str, chips: int, scanned: frozenset[str], ruled: dict[st
     beside, by_path = _beside(state, ()), {}
     specs, whole = [], []
     for path, leaf in leaves:
-        source = next((named[path[i:], leaf.shape] for i in range(len(path)) if (path[i:], leaf.shape) in named), path)
+        source = next(
+            (
+                named[path[i:], leaf.shape]
+                for i in range(len(path))
+                if (path[i:], leaf.shape) in named
+            ),
+            path,
+        )
         mine = (ruled or {}).get(path_of(source[1:]), ()) if source in model else ()
         if kind == "data" or (kind == "zero1" and path in model):
             specs.append(P(*mine))
@@ -71,7 +84,11 @@ def _spec(shape, chips, mine, *, first):
     if math.prod(shape) < SMALL:
         return P(*mine), "small"
     taken = {i for i, name in enumerate(mine) if name is not None}
-    axes = [i for i in range(1 if first else 0, len(shape)) if shape[i] % chips == 0 and shape[i] and i not in taken]
+    axes = [
+        i
+        for i in range(1 if first else 0, len(shape))
+        if shape[i] % chips == 0 and shape[i] and i not in taken
+    ]
     if not axes:
         return P(*mine), f"no axis of {list(shape)} is a multiple of {chips}"
     axis = max(axes, key=lambda i: (shape[i], i))
@@ -86,7 +103,9 @@ def _beside(tree, path) -> dict:
     """Returns a dict {path of an array of scales: path of the array of values}. The dict contains these paths for
     each implicit array of the tree that has scales, such as a quantized array."""
     found = {}
-    for inner, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: is_implicit(x) and x is not tree):
+    for inner, leaf in jax.tree.leaves_with_path(
+        tree, is_leaf=lambda x: is_implicit(x) and x is not tree
+    ):
         if is_implicit(leaf):
             key = lambda name, at=(*path, *inner): (*at, jax.tree_util.GetAttrKey(name))
             found |= {key(name): key(values) for name, values in leaf.beside.items()}
@@ -99,7 +118,9 @@ def is_parameter(path, state) -> bool:
     tuple."""
     if not path:
         return False
-    return path_of(path[:1]) == ("params" if hasattr(state, "params") or isinstance(state, dict) else "0")
+    return path_of(path[:1]) == (
+        "params" if hasattr(state, "params") or isinstance(state, dict) else "0"
+    )
 
 
 def scanned_leaves(jaxpr, paths: list) -> frozenset[str]:

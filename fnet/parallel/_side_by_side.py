@@ -95,8 +95,11 @@ class OnChips:
     def _priced(self) -> float:
         """The number by which a price is multiplied: 1 if `name` is a system with its own price, otherwise the number
         of chips."""
-        return 1 if self.name in hw.systems and hw.systems[self.name].prices else self.target.chip.chips_of(
-            self.target.count)
+        return (
+            1
+            if self.name in hw.systems and hw.systems[self.name].prices
+            else self.target.chip.chips_of(self.target.count)
+        )
 
     def figures(self, steps: float, period: str) -> dict[str, Figure]:
         """Returns the column of the comparison table for one kind of chips, as a dict {quantity: `Figure`}. Each
@@ -112,23 +115,43 @@ class OnChips:
         return {
             "chips": Figure(str(self.target)),
             "dtype of products": Figure(str(self.count.dtype)),
-            "peak of a chip": Figure(f"{si(peak.flops, digits=3)}FLOP/s", peak.basis) if peak else unknown,
+            "peak of a chip": Figure(f"{si(peak.flops, digits=3)}FLOP/s", peak.basis)
+            if peak
+            else unknown,
             "FLOPs of a step": Figure(f"{si(self.count.flops)}F", "exact"),
             "bytes moved by a step": Figure(f"{si(self.count.total.fused_bytes)}B", "estimated"),
             "bound by": Figure(time.bound, "estimated"),
-            "best possible time": Figure(seconds_text(time.seconds), "estimated") if time.seconds else unknown,
-            f"{self.units.name} per second": Figure(f"{self.units.count / time.seconds:,.0f}", "estimated")
-            if time.seconds else unknown,
-            "memory of a device": Figure(f"{self.memory / 2**30:.4g} GiB", chip.basis("memory_bytes"))
-            if self.memory else unknown,
+            "best possible time": Figure(seconds_text(time.seconds), "estimated")
+            if time.seconds
+            else unknown,
+            f"{self.units.name} per second": Figure(
+                f"{self.units.count / time.seconds:,.0f}", "estimated"
+            )
+            if time.seconds
+            else unknown,
+            "memory of a device": Figure(
+                f"{self.memory / 2**30:.4g} GiB", chip.basis("memory_bytes")
+            )
+            if self.memory
+            else unknown,
             "needed on a device": Figure(f"{self.peak / 2**30:.3g} GiB", "estimated"),
             "fits": Figure(said, "estimated" if self.rows else ""),
-            **{f"largest batch, {name}": Figure(f"{self.rows[i]:,}", "estimated") if self.rows else unknown
-               for i, name in enumerate(names)},
-            f"energy per {period}": Figure(f"{hours:,.3g} Wh", "estimated") if hours is not None else unknown,
-            f"rent per {period}": Figure(f"${dollars:,.3g}", "estimated") if dollars is not None else Figure("unknown"),
+            **{
+                f"largest batch, {name}": Figure(f"{self.rows[i]:,}", "estimated")
+                if self.rows
+                else unknown
+                for i, name in enumerate(names)
+            },
+            f"energy per {period}": Figure(f"{hours:,.3g} Wh", "estimated")
+            if hours is not None
+            else unknown,
+            f"rent per {period}": Figure(f"${dollars:,.3g}", "estimated")
+            if dollars is not None
+            else Figure("unknown"),
             "price": _price(self.values),
-            "FLOP per dollar": Figure(f"{self.values[0].flop_per_dollar:.2g}", "derived") if self.values else unknown,
+            "FLOP per dollar": Figure(f"{self.values[0].flop_per_dollar:.2g}", "derived")
+            if self.values
+            else unknown,
         }
 
 
@@ -164,8 +187,16 @@ class SideBySide:
             cells = [each.get(name, Figure("-")) for each in figures]
             bases = {cell.basis for cell in cells if cell.basis}
             shared = bases.pop() if len(bases) == 1 else ""
-            rows.append([name, shared, *(cell.text + (f" ({cell.basis})" if cell.basis and not shared else "")
-                                         for cell in cells)])
+            rows.append(
+                [
+                    name,
+                    shared,
+                    *(
+                        cell.text + (f" ({cell.basis})" if cell.basis and not shared else "")
+                        for cell in cells
+                    ),
+                ]
+            )
         return rows
 
     def __str__(self) -> str:
@@ -180,16 +211,34 @@ class SideBySide:
 
     def notes(self) -> list[str]:
         """Returns the lines below the table of `compare`, which explain the figures and cite the prices' sources."""
-        notes = ["FLOPs are exact (convolutions: padding included). The best possible time is the longest of compute,",
-                 "memory traffic and transfers at the chips' peak rates; programs reach a part of these. Energy: this",
-                 "time at the chips' thermal design power, without host and cooling."]
-        notes += [f"{column.name}: price of {value.price.date}, {value.price.source}; FLOP per dollar: "
-                  f"{value.assumption}" for column in self.columns for value in column.values[:1]]
-        return [*notes, *dict.fromkeys(f"note: {note}" for column in self.columns for note in column.count.notes)]
+        notes = [
+            "FLOPs are exact (convolutions: padding included). The best possible time is the longest of compute,",
+            "memory traffic and transfers at the chips' peak rates; programs reach a part of these. Energy: this",
+            "time at the chips' thermal design power, without host and cooling.",
+        ]
+        notes += [
+            f"{column.name}: price of {value.price.date}, {value.price.source}; FLOP per dollar: "
+            f"{value.assumption}"
+            for column in self.columns
+            for value in column.values[:1]
+        ]
+        return [
+            *notes,
+            *dict.fromkeys(
+                f"note: {note}" for column in self.columns for note in column.count.notes
+            ),
+        ]
 
 
-def compare(step: Callable, init: Callable, batch: Any, chips: Sequence[str], *, precision: str = "auto",
-            examples: int | None = None) -> SideBySide:
+def compare(
+    step: Callable,
+    init: Callable,
+    batch: Any,
+    chips: Sequence[str],
+    *,
+    precision: str = "auto",
+    examples: int | None = None,
+) -> SideBySide:
     """Compares the estimated time, memory and cost of the same training step on several chips. The chips need not be
     attached, and nothing is compiled or run.
 
@@ -226,7 +275,9 @@ def compare(step: Callable, init: Callable, batch: Any, chips: Sequence[str], *,
     ('memory', 2007040)
     """
     if not chips:
-        raise ValueError("compare: expected at least one name of a chip, such as 'RTX 2080 Ti'; got none")
+        raise ValueError(
+            "compare: expected at least one name of a chip, such as 'RTX 2080 Ti'; got none"
+        )
     batch = jax.tree.map_with_path(_check.shape, batch)
     rows = _check.rows(batch, 1)
     state = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
@@ -234,14 +285,19 @@ def compare(step: Callable, init: Callable, batch: Any, chips: Sequence[str], *,
     columns = []
     for name in chips:
         on = _target(name)
-        policy = hw.policy(on.chip if precision in ("auto", "as written") else precision, probe=False)
+        policy = hw.policy(
+            on.chip if precision in ("auto", "as written") else precision, probe=False
+        )
         key = "" if precision == "as written" else policy.compute.name
         if key not in traced:
             cast = ft.autocast(step, policy) if key else step
             traced[key] = Traced(cast, state, batch)
         columns.append(_column(name, on, policy, init, traced[key]))
-    return SideBySide(tuple(columns), 1000 if examples is None else examples / rows,
-                      "1,000 steps" if examples is None else "epoch")
+    return SideBySide(
+        tuple(columns),
+        1000 if examples is None else examples / rows,
+        "1,000 steps" if examples is None else "epoch",
+    )
 
 
 def _target(name: str) -> Target:
@@ -259,17 +315,32 @@ def _column(name, on, policy, init, traced) -> OnChips:
     most = memory and tuple(map(draft.rows, _OPTIONS))
     system = hw.systems[on.name] if on.name in hw.systems else None
     chip: Chip = on.chip
-    watts = (system and system.power_watts) or (chip.power_watts and chip.power_watts * chip.chips_of(on.count))
+    watts = (system and system.power_watts) or (
+        chip.power_watts and chip.power_watts * chip.chips_of(on.count)
+    )
     counted = traced(_OPTIONS[0])[1]
     peak = chip.peak(counted.dtype) if counted.dtype else None
     values = hw.flop_per_dollar(system if system and system.prices else chip, peak and peak.dtype)
-    return OnChips(name, on, policy, counted, first.time, first.estimate.peak, memory, most,
-                   _cost.units(traced.batch), watts, values)
+    return OnChips(
+        name,
+        on,
+        policy,
+        counted,
+        first.time,
+        first.estimate.peak,
+        memory,
+        most,
+        _cost.units(traced.batch),
+        watts,
+        values,
+    )
 
 
 def _price(values) -> Figure:
     if not values:
         return Figure("unknown")
     price = values[0].price
-    return Figure(f"${price.usd:,.6g} {'an hour' if price.per == 'hour' else f'a {price.per}'} ({price.date})",
-                  "published")
+    return Figure(
+        f"${price.usd:,.6g} {'an hour' if price.per == 'hour' else f'a {price.per}'} ({price.date})",
+        "published",
+    )

@@ -20,7 +20,7 @@ STRATEGIES = {
     "fsdp": "parameters and optimizer's state split",
     "fsdp+pins": "parameters and optimizer's state split, activations pinned to the batch",
 }
-MOST = 64    # maximum number of microbatches
+MOST = 64  # maximum number of microbatches
 
 
 class Strategy(NamedTuple):
@@ -45,7 +45,9 @@ class Strategy(NamedTuple):
 
     def __str__(self):
         slices = f"microbatches={self.microbatches}" if self.microbatches > 1 else ""
-        return "+".join(filter(None, (self.state, "pins" * self.pins, "remat" * self.remat, slices)))
+        return "+".join(
+            filter(None, (self.state, "pins" * self.pins, "remat" * self.remat, slices))
+        )
 
     @property
     def words(self) -> str:
@@ -54,7 +56,9 @@ class Strategy(NamedTuple):
         more += [f", {self.microbatches} microbatches one after another"] * (self.microbatches > 1)
         return STRATEGIES[f"{self.state}{'+pins' * self.pins}"] + "".join(more)
 
-    def applied(self, step: Callable, mesh: Mesh | None = None, axes: Sequence[str] = ()) -> Callable:
+    def applied(
+        self, step: Callable, mesh: Mesh | None = None, axes: Sequence[str] = ()
+    ) -> Callable:
         """Returns `step`, rewritten for the strategy. If `mesh` is None or has only one device, activations get no
         sharding constraints, and sums over the batch are not moved out of loops. `axes` are the mesh axes over which
         the batch is split."""
@@ -75,11 +79,19 @@ def parse(strategy: str) -> Strategy | None:
     if strategy == "auto":
         return None
     state, *more = strategy.split("+")
-    slices = [int(found[1]) for part in more if (found := re.fullmatch(r"microbatches=(\d+)", part))]
+    slices = [
+        int(found[1]) for part in more if (found := re.fullmatch(r"microbatches=(\d+)", part))
+    ]
     option = Strategy(state, "pins" in more, "remat" in more, slices[0] if slices else 1)
-    if state not in ("data", "zero1", "fsdp") or str(option) != strategy or (option.pins and state != "fsdp"):
-        raise ValueError(f"plan: unknown strategy {strategy!r}; there are auto, {', '.join(STRATEGIES)}, each "
-                         "also with +remat and +microbatches=N, in this order")
+    if (
+        state not in ("data", "zero1", "fsdp")
+        or str(option) != strategy
+        or (option.pins and state != "fsdp")
+    ):
+        raise ValueError(
+            f"plan: unknown strategy {strategy!r}; there are auto, {', '.join(STRATEGIES)}, each "
+            "also with +remat and +microbatches=N, in this order"
+        )
     return option
 
 
@@ -90,7 +102,11 @@ def ladder(strategy: str, step: Callable, rows: int, chips: int) -> list[list[St
     if option is not None and option.microbatches > 1:
         slices(step, option.microbatches, rows, chips)
     if option is not None:
-        return [[option, option._replace(pins=True)] if option.state == "fsdp" and not option.pins else [option]]
+        return [
+            [option, option._replace(pins=True)]
+            if option.state == "fsdp" and not option.pins
+            else [option]
+        ]
     base = [Strategy("data")]
     if chips > 1:
         base += [Strategy("zero1"), Strategy("fsdp"), Strategy("fsdp", pins=True)]
@@ -114,7 +130,11 @@ def takes_slices(step: Callable) -> bool:
 def slices(step: Callable, n: int, rows: int, chips: int) -> None:
     """Raises an error if a step cannot be split into microbatches."""
     if not takes_slices(step):
-        raise ValueError(f"plan: for microbatches={n} the step needs a keyword: def step(state, batch, *, "
-                         "microbatches=1), which it passes to ft.microbatch")
+        raise ValueError(
+            f"plan: for microbatches={n} the step needs a keyword: def step(state, batch, *, "
+            "microbatches=1), which it passes to ft.microbatch"
+        )
     if rows % (n * chips):
-        raise ValueError(f"plan: {rows} rows are not a multiple of {n} microbatches x {chips} devices")
+        raise ValueError(
+            f"plan: {rows} rows are not a multiple of {n} microbatches x {chips} devices"
+        )

@@ -18,18 +18,29 @@ from fnet.parallel import _gpus
 
 # kind of a slice -> (name in the catalog, number of axes of its torus, minimum length of an axis that is a ring)
 TPUS = {
-    "v2": ("TPU v2", 2, 16), "v3": ("TPU v3", 2, 32), "v4": ("TPU v4", 3, 4), "v5e": ("TPU v5e", 2, 16),
-    "v5p": ("TPU v5p", 3, 4), "v6e": ("TPU v6e", 2, 16), "tpu7x": ("TPU7x", 3, 4),
+    "v2": ("TPU v2", 2, 16),
+    "v3": ("TPU v3", 2, 32),
+    "v4": ("TPU v4", 3, 4),
+    "v5e": ("TPU v5e", 2, 16),
+    "v5p": ("TPU v5p", 3, 4),
+    "v6e": ("TPU v6e", 2, 16),
+    "tpu7x": ("TPU7x", 3, 4),
 }
 # Environment variables for loading libtpu without a TPU: no metadata server, no lock on the library, and no detection
 # of hosts or of the kind of TPU, which would print warnings to stderr.
-_LIBTPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-           "TPU_ACCELERATOR_TYPE": "v5litepod-1"}
-_FORMS = ("'local', a list of devices, a slice of TPUs such as 'v5e:4x4' or 'v5p:4x4x4*2', GPUs such as 'h100:4x8' (4 "
-          "machines of 8), a chip such as 'RTX 3080', or a system such as 'dgx-1'")
+_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+}
+_FORMS = (
+    "'local', a list of devices, a slice of TPUs such as 'v5e:4x4' or 'v5p:4x4x4*2', GPUs such as 'h100:4x8' (4 "
+    "machines of 8), a chip such as 'RTX 3080', or a system such as 'dgx-1'"
+)
 
 
-_MOST = 1 << 20      # maximum number of chips
+_MOST = 1 << 20  # maximum number of chips
 
 
 class Target(NamedTuple):
@@ -60,7 +71,11 @@ class Target(NamedTuple):
 
     def __str__(self):
         chips = max(1, self.count // self.chip.jax_devices_per_chip)
-        divided = f" in {self.groups} {'slices' if self.chip.kind == 'tpu' else 'machines'}" if self.groups > 1 else ""
+        divided = (
+            f" in {self.groups} {'slices' if self.chip.kind == 'tpu' else 'machines'}"
+            if self.groups > 1
+            else ""
+        )
         if chips == self.count or self.chip.kind == "cpu":
             return f"{self.count} x {self.chip.name}{divided}"
         return f"{chips} x {self.chip.name} ({self.count} devices){divided}"
@@ -75,7 +90,9 @@ def target(what: str | Sequence[jax.Device]) -> Target:
     """
     if not isinstance(what, str):
         if not isinstance(what, Iterable):
-            raise TypeError(f"plan: devices must be the name of devices or a list of devices; got {what!r}")
+            raise TypeError(
+                f"plan: devices must be the name of devices or a list of devices; got {what!r}"
+            )
         devices = list(what)
         if not devices:
             raise ValueError("plan: expected at least one device; got an empty list")
@@ -91,7 +108,9 @@ def target(what: str | Sequence[jax.Device]) -> Target:
     if found and kind in TPUS:
         return _slice(what, kind, tuple(map(int, found[1].split("x"))), int(found[2] or 1))
     if found and kind in hardware.chips and hardware.chips[kind].kind == "gpu":
-        return _machines(what, hardware.chips[kind], tuple(map(int, found[1].split("x"))), int(found[2] or 1))
+        return _machines(
+            what, hardware.chips[kind], tuple(map(int, found[1].split("x"))), int(found[2] or 1)
+        )
     raise ValueError(f"plan: devices must be {_FORMS}; got {what!r}" + _nearest(kind))
 
 
@@ -99,8 +118,10 @@ def _nearest(name) -> str:
     if len(variants := hardware.chips.variants(name)) > 1:
         return f": the catalog has {len(variants)} chips {name!r}: {', '.join(map(repr, variants))}; choose one"
     known = (*TPUS, *hardware.chips.nearest(name, 2))
-    return f": unknown chip {name!r}; slices are of {', '.join(TPUS)}; similar names in the catalog: " + ", ".join(
-        repr(near) for near in known[len(TPUS):])
+    return (
+        f": unknown chip {name!r}; slices are of {', '.join(TPUS)}; similar names in the catalog: "
+        + ", ".join(repr(near) for near in known[len(TPUS) :])
+    )
 
 
 def _present(devices, name) -> Target:
@@ -111,8 +132,19 @@ def _present(devices, name) -> Target:
     here = jax.process_count() == 1 or jax.process_index() in hosts
     axes = None
     if chip.kind == "tpu" and hasattr(devices[0], "coords"):
-        axes = [len({device.coords[i] for device in devices}) for i in range(len(devices[0].coords))]
-    return Target(name, chip, len(devices), groups, devices, here, "", *_rates(chip, axes, len(devices) // groups))
+        axes = [
+            len({device.coords[i] for device in devices}) for i in range(len(devices[0].coords))
+        ]
+    return Target(
+        name,
+        chip,
+        len(devices),
+        groups,
+        devices,
+        here,
+        "",
+        *_rates(chip, axes, len(devices) // groups),
+    )
 
 
 def _by_name(name) -> Target:
@@ -126,22 +158,39 @@ def _by_name(name) -> Target:
 
 
 def _absent(name, chip, count, groups=1) -> Target:
-    devices, why = _gpus.devices(chip, count // groups, groups) if chip.kind == "gpu" else (
-        None, f"libtpu cannot compile for a single {chip.name}; use a slice, such as '{_example(chip)}'"
-        if chip.kind == "tpu" else f"{chip.name} is not attached")
-    return Target(name, chip, count, groups, devices, False, why, *_rates(chip, None, count // groups))
+    devices, why = (
+        _gpus.devices(chip, count // groups, groups)
+        if chip.kind == "gpu"
+        else (
+            None,
+            f"libtpu cannot compile for a single {chip.name}; use a slice, such as '{_example(chip)}'"
+            if chip.kind == "tpu"
+            else f"{chip.name} is not attached",
+        )
+    )
+    return Target(
+        name, chip, count, groups, devices, False, why, *_rates(chip, None, count // groups)
+    )
 
 
 def _example(chip) -> str:
-    return next((f"{kind}:{'x'.join(['2', '2', '1'][:axes])}" for kind, (name, axes, _) in TPUS.items()
-                 if hardware.chips[name].name == chip.name), "v5e:2x2")
+    return next(
+        (
+            f"{kind}:{'x'.join(['2', '2', '1'][:axes])}"
+            for kind, (name, axes, _) in TPUS.items()
+            if hardware.chips[name].name == chip.name
+        ),
+        "v5e:2x2",
+    )
 
 
 def _machines(name, chip, shape, repeated) -> Target:
     machines, each = (1, shape[0]) if len(shape) == 1 else shape[:2]
     if len(shape) > 2 or not machines * each * repeated:
-        raise ValueError(f"plan: GPUs must be MACHINESxGPUS, such as 'h100:4x8', or GPUS of one machine, 'h100:8'; got "
-                         f"{name!r}")
+        raise ValueError(
+            f"plan: GPUs must be MACHINESxGPUS, such as 'h100:4x8', or GPUS of one machine, 'h100:8'; got "
+            f"{name!r}"
+        )
     machines *= repeated
     return _absent(name, chip, machines * each, machines)
 
@@ -150,27 +199,34 @@ def _slice(name, kind, shape, slices) -> Target:
     catalog, axes, ring = TPUS[kind]
     chip = hardware.chips[catalog]
     if len(shape) != axes or not all(shape) or not slices:
-        raise ValueError(f"plan: slices of {chip.name} have {axes} axes, e.g. '{kind}:{'x'.join(['2'] * axes)}'; got "
-                         f"{name!r}")
+        raise ValueError(
+            f"plan: slices of {chip.name} have {axes} axes, e.g. '{kind}:{'x'.join(['2'] * axes)}'; got "
+            f"{name!r}"
+        )
     rates = _rates(chip, shape, math.prod(shape) * chip.jax_devices_per_chip, ring)
     count = math.prod(shape) * slices * chip.jax_devices_per_chip
     here = Target(name, chip, count, slices, None, False, "", *rates)
     largest = ring if axes == 2 else 32
     if any(n > largest or (n > 2 and n % 4) for n in shape):
-        raise ValueError(f"plan: there are no TPUs {name!r}: an axis must be 1, 2 or a multiple of 4, up to {largest}")
+        raise ValueError(
+            f"plan: there are no TPUs {name!r}: an axis must be 1, 2 or a multiple of 4, up to {largest}"
+        )
     if importlib.util.find_spec("libtpu") is None:
-        return here._replace(why="libtpu is not installed; it compiles for TPUs that are not attached: pip install "
-                                 "'fnet[tpu-plan]'")
+        return here._replace(
+            why="libtpu is not installed; it compiles for TPUs that are not attached: pip install "
+            "'fnet[tpu-plan]'"
+        )
     from jax.experimental import topologies
 
     options = {"num_slices": slices} if slices > 1 else {}
-    if kind == "v4":    # the two cores of a chip are one device, as in JAX on a v4
+    if kind == "v4":  # the two cores of a chip are one device, as in JAX on a v4
         options["chip_config_name"] = "megacore"
     try:
         with _environment(_LIBTPU):
-            devices = topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{'x'.join(map(str, shape))}",
-                                                   **options).devices
-    except (RuntimeError, ValueError) as error:    # jaxlib's JaxRuntimeError is a RuntimeError
+            devices = topologies.get_topology_desc(
+                platform="tpu", topology_name=f"{kind}:{'x'.join(map(str, shape))}", **options
+            ).devices
+    except (RuntimeError, ValueError) as error:  # jaxlib's JaxRuntimeError is a RuntimeError
         said = str(error).strip().split("\n")[0]
         raise ValueError(f"plan: there are no TPUs {name!r}: {said}") from error
     return here._replace(devices=list(devices))

@@ -17,9 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_LOG, _FILE = 256 << 20, 32 << 20      # largest number of bytes to read from a log, and from another file
+_LOG, _FILE = (
+    256 << 20,
+    32 << 20,
+)  # largest number of bytes to read from a log, and from another file
 _METRICS, _NAME, _LINE = 300, 200, 1 << 20
-_POINTS = 1500      # approximate maximal number of points of a curve
+_POINTS = 1500  # approximate maximal number of points of a curve
 _IMAGE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]{1,400000}={0,2}")
 
 
@@ -55,7 +58,9 @@ class Run:
 
     path: Path
     name: str
-    metrics: dict[str, tuple[list[int], list[float | None]]] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, tuple[list[int], list[float | None]]] = dataclasses.field(
+        default_factory=dict
+    )
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     checkpoints: list[tuple[int, dict[str, float], int]] = dataclasses.field(default_factory=list)
@@ -71,14 +76,22 @@ class Run:
     @property
     def step(self) -> int:
         """The number of the last step in the logs or checkpoints of the run."""
-        return max([0, *(steps[-1] for steps, _ in self.metrics.values() if steps),
-                    *(step for step, _, _ in self.checkpoints)])
+        return max(
+            [
+                0,
+                *(steps[-1] for steps, _ in self.metrics.values() if steps),
+                *(step for step, _, _ in self.checkpoints),
+            ]
+        )
 
     @property
     def steps(self) -> int | None:
         """The number of steps that was passed to `training.fit`, or None if it is unknown."""
         fit = self.facts.get("fit")
-        for found in (fit.get("steps") if isinstance(fit, dict) else None, self.config.get("steps")):
+        for found in (
+            fit.get("steps") if isinstance(fit, dict) else None,
+            self.config.get("steps"),
+        ):
             if isinstance(found, int) and not isinstance(found, bool) and found > 0:
                 return found
         return None
@@ -98,16 +111,40 @@ def read(folder: str | os.PathLike) -> Run:
     """
     path = Path(folder)
     if "://" in str(folder) or re.match(r"(s3|gs|az|memory):/", str(folder)):
-        raise ValueError(f"{folder}: expected a local folder; copy the run from the object store first")
+        raise ValueError(
+            f"{folder}: expected a local folder; copy the run from the object store first"
+        )
     if not path.is_dir():
-        raise ValueError(f"{folder}: {'is a file, expected a' if path.exists() else 'no such'} folder")
+        raise ValueError(
+            f"{folder}: {'is a file, expected a' if path.exists() else 'no such'} folder"
+        )
     run = Run(path, path.resolve().name or str(path))
-    for part in (_metrics, _config, _checkpoints, _events, _predictions, _summary, _samples, _plan, _profiles):
+    for part in (
+        _metrics,
+        _config,
+        _checkpoints,
+        _events,
+        _predictions,
+        _summary,
+        _samples,
+        _plan,
+        _profiles,
+    ):
         try:
             part(run)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError,
-                OverflowError) as error:
-            run.notes.append(f"{part.__name__.strip('_')}: cannot be used ({type(error).__name__}: {str(error)[:200]})")
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+            MemoryError,
+            OverflowError,
+        ) as error:
+            run.notes.append(
+                f"{part.__name__.strip('_')}: cannot be used ({type(error).__name__}: {str(error)[:200]})"
+            )
     if not run.metrics:
         run.notes.insert(0, "no metrics: metrics.jsonl is missing or empty")
     return run
@@ -132,7 +169,9 @@ def _raw(run: Run, path: Path, limit: int) -> bytes | None:
         return None
     with os.fdopen(descriptor, "rb") as file:
         if status.st_size > limit:
-            run.notes.append(f"{path.name}: {status.st_size:,} bytes, of which the last {limit:,} are read")
+            run.notes.append(
+                f"{path.name}: {status.st_size:,} bytes, of which the last {limit:,} are read"
+            )
             file.seek(status.st_size - limit)
             file.readline()
         return file.read(limit)
@@ -162,11 +201,13 @@ def _lines(run: Run, name: str, use: Callable[[int, dict], None]) -> None:
             row = None
         if isinstance(row, dict):
             use(number, row)
-        elif number < len(lines):      # the last line may be incomplete
+        elif number < len(lines):  # the last line may be incomplete
             wrong.append(number)
     if wrong:
-        run.notes.append(f"{name}: {len(wrong)} lines are not JSON objects and are left out, the first of them "
-                         f"{wrong[0]}")
+        run.notes.append(
+            f"{name}: {len(wrong)} lines are not JSON objects and are left out, the first of them "
+            f"{wrong[0]}"
+        )
 
 
 def _metrics(run: Run) -> None:
@@ -179,7 +220,11 @@ def _metrics(run: Run) -> None:
             unnumbered.append(number)
             step = number
         for name, value in row.items():
-            if name == "step" or isinstance(value, bool) or not isinstance(value, int | float | None):
+            if (
+                name == "step"
+                or isinstance(value, bool)
+                or not isinstance(value, int | float | None)
+            ):
                 continue
             name = name[:_NAME]
             if name not in found and len(found) >= _METRICS:
@@ -189,7 +234,9 @@ def _metrics(run: Run) -> None:
 
     _lines(run, "metrics.jsonl", use)
     if unnumbered:
-        run.notes.append(f"metrics.jsonl: {len(unnumbered)} lines have no step; their line number is shown instead")
+        run.notes.append(
+            f"metrics.jsonl: {len(unnumbered)} lines have no step; their line number is shown instead"
+        )
     if dropped:
         run.notes.append(f"metrics.jsonl: {len(dropped)} metrics more than {_METRICS} are left out")
     for name, points in found.items():
@@ -197,7 +244,9 @@ def _metrics(run: Run) -> None:
         run.metrics[name] = thinned(steps, [points[step] for step in steps])
     bad = [name for name, (_, values) in run.metrics.items() if None in values]
     if bad:
-        run.notes.append(f"not finite at some steps: {', '.join(bad[:8])}{' ...' if len(bad) > 8 else ''}")
+        run.notes.append(
+            f"not finite at some steps: {', '.join(bad[:8])}{' ...' if len(bad) > 8 else ''}"
+        )
 
 
 def thinned(steps: list[int], values: list[float | None]) -> tuple[list[int], list[float | None]]:
@@ -229,7 +278,9 @@ def _checkpoints(run: Run) -> None:
     if not folder.is_dir():
         return
     names = sorted(os.listdir(folder))
-    run.damaged = [name[:_NAME] for name in names if re.fullmatch(r"\d{1,18}\.damaged(-\d+)?", name)]
+    run.damaged = [
+        name[:_NAME] for name in names if re.fullmatch(r"\d{1,18}\.damaged(-\d+)?", name)
+    ]
     steps = sorted(int(name) for name in names if re.fullmatch(r"\d{1,18}", name))
     if len(steps) > 1000:
         run.notes.append(f"checkpoints: {len(steps)} steps, of which the last 1000 are shown")
@@ -237,8 +288,15 @@ def _checkpoints(run: Run) -> None:
         inside = folder / str(step)
         manifest = _json(run, inside / "manifest.json", 1 << 28) if step in steps[-20:] else {}
         manifest = manifest if isinstance(manifest, dict) else {}
-        size = sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(inside)
-                   if entry.is_file(follow_symlinks=False)) if inside.is_dir() else 0
+        size = (
+            sum(
+                entry.stat(follow_symlinks=False).st_size
+                for entry in os.scandir(inside)
+                if entry.is_file(follow_symlinks=False)
+            )
+            if inside.is_dir()
+            else 0
+        )
         values = manifest.get("metrics")
         values = list(values.items())[:50] if isinstance(values, dict) else []
         finite = {str(name)[:_NAME]: value for name, value in values if _finite(value) is not None}
@@ -255,7 +313,9 @@ def _events(run: Run) -> None:
     def use(number, row):
         text, when = row.get("text"), row.get("time")
         if isinstance(text, str) and len(run.events) < 2000:
-            run.events.append((row["step"] if _whole(row.get("step")) else 0, _finite(when), text[:2000]))
+            run.events.append(
+                (row["step"] if _whole(row.get("step")) else 0, _finite(when), text[:2000])
+            )
 
     _lines(run, "events.jsonl", use)
 
@@ -265,23 +325,44 @@ def _predictions(run: Run) -> None:
     if found is None:
         return
     classes, counts = found["classes"], found["confusion"]
-    if not (isinstance(classes, list) and isinstance(counts, list) and 0 < len(classes) == len(counts) <= 2000
-            and all(isinstance(row, list) and len(row) == len(classes) and all(
-                _whole(n) and 0 <= n < 1 << 53 for n in row) for row in counts)):
-        run.notes.append("predictions.json: its confusion matrix is not [classes, classes] of counts")
+    if not (
+        isinstance(classes, list)
+        and isinstance(counts, list)
+        and 0 < len(classes) == len(counts) <= 2000
+        and all(
+            isinstance(row, list)
+            and len(row) == len(classes)
+            and all(_whole(n) and 0 <= n < 1 << 53 for n in row)
+            for row in counts
+        )
+    ):
+        run.notes.append(
+            "predictions.json: its confusion matrix is not [classes, classes] of counts"
+        )
         return
     names, mistakes, wrong = [str(name)[:_NAME] for name in classes], [], 0
     for each in found.get("mistakes", [])[:200]:
         label, guess, image = each.get("label"), each.get("guess"), each.get("image")
-        if not (_whole(label) and _whole(guess) and 0 <= label < len(names) and 0 <= guess < len(names)):
+        if not (
+            _whole(label) and _whole(guess) and 0 <= label < len(names) and 0 <= guess < len(names)
+        ):
             wrong += 1
             continue
         if image is not None and not (isinstance(image, str) and _IMAGE.fullmatch(image)):
             image, wrong = None, wrong + 1
-        mistakes.append({"index": each.get("index") if _whole(each.get("index")) else None, "label": names[label],
-                         "guess": names[guess], "probability": _finite(each.get("probability")), "image": image})
+        mistakes.append(
+            {
+                "index": each.get("index") if _whole(each.get("index")) else None,
+                "label": names[label],
+                "guess": names[guess],
+                "probability": _finite(each.get("probability")),
+                "image": image,
+            }
+        )
     if wrong:
-        run.notes.append(f"predictions.json: {wrong} mistakes have an unknown class or an image that is no PNG")
+        run.notes.append(
+            f"predictions.json: {wrong} mistakes have an unknown class or an image that is no PNG"
+        )
     run.predictions = {"classes": names, "confusion": counts, "mistakes": mistakes}
 
 
@@ -306,7 +387,11 @@ def _plan(run: Run) -> None:
 
 def _profiles(run: Run) -> None:
     folder = run.path / "profile"
-    names = [name for name in os.listdir(folder) if re.fullmatch(r"\d{1,18}-\d{1,18}", name)] if folder.is_dir() else []
+    names = (
+        [name for name in os.listdir(folder) if re.fullmatch(r"\d{1,18}-\d{1,18}", name)]
+        if folder.is_dir()
+        else []
+    )
     for name in sorted(names, key=lambda name: int(name.partition("-")[0]))[-8:]:
         found = _json(run, folder / name / "profile.json")
         if isinstance(found, list):
@@ -323,6 +408,11 @@ def _whole(value) -> bool:
 
 def _finite(value) -> float | None:
     """Returns a number that JavaScript can represent, or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300 or not math.isfinite(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or abs(value) > 1e300
+        or not math.isfinite(value)
+    ):
         return None
     return value

@@ -18,11 +18,13 @@ from fnet.report._read import Run, read
 from fnet.training import duration
 from fnet.training._direction import direction
 
-_CHARTS = 80      # the largest number of charts in one report
-_FIRST = ("loss", "accuracy")      # metrics that are shown first
+_CHARTS = 80  # the largest number of charts in one report
+_FIRST = ("loss", "accuracy")  # metrics that are shown first
 
 
-def write(folders: str | os.PathLike | Iterable[str | os.PathLike], path: str | os.PathLike | None = None) -> Path:
+def write(
+    folders: str | os.PathLike | Iterable[str | os.PathLike], path: str | os.PathLike | None = None
+) -> Path:
     """Writes a report of one or several training runs.
 
     The report is a single HTML file that loads no other files and executes no content of the runs. The report shows
@@ -68,45 +70,85 @@ def page(runs: Sequence[Run]) -> str:
         ("overview", "Overview", _overview(runs, names)),
         ("curves", "Curves", _holders(charts, "curves")),
         ("speed", "Speed", _holders(charts, "speed")),
-        ("predictions", "Predictions", "".join(_predictions.html(run, name, len(runs) > 1)
-                                               for run, name in zip(runs, names))),
+        (
+            "predictions",
+            "Predictions",
+            "".join(_predictions.html(run, name, len(runs) > 1) for run, name in zip(runs, names)),
+        ),
         ("samples", "Text samples", "".join(_samples(run, name) for run, name in zip(runs, names))),
         ("model", "Model", _models(runs, names)),
-        ("profile", "Profile", "".join(_tables.profiles(run, name) for run, name in zip(runs, names))),
+        (
+            "profile",
+            "Profile",
+            "".join(_tables.profiles(run, name) for run, name in zip(runs, names)),
+        ),
         ("configuration", "Configuration", _tables.configuration(runs, names)),
         ("environment", "Environment", _tables.environment(runs, names)),
-        ("plan", "Plan", "".join(_preformatted(name, run.plan, "wide") for run, name in zip(runs, names) if run.plan)),
-        ("checkpoints", "Checkpoints", "".join(_tables.checkpoints(run, name) for run, name in zip(runs, names))),
+        (
+            "plan",
+            "Plan",
+            "".join(
+                _preformatted(name, run.plan, "wide") for run, name in zip(runs, names) if run.plan
+            ),
+        ),
+        (
+            "checkpoints",
+            "Checkpoints",
+            "".join(_tables.checkpoints(run, name) for run, name in zip(runs, names)),
+        ),
         ("log", "Log", "".join(_tables.events(run, name) for run, name in zip(runs, names))),
     ]
     sections = [section for section in sections if section[2]]
     if left_out:
-        sections[0] = (*sections[0][:2], sections[0][2] + f'<p class="note">{left_out} charts more than {_CHARTS} are '
-                       "left out.</p>")
+        sections[0] = (
+            *sections[0][:2],
+            sections[0][2] + f'<p class="note">{left_out} charts more than {_CHARTS} are '
+            "left out.</p>",
+        )
     links = "".join(f'<a href="#{key}">{escape(title)}</a>' for key, title, _ in sections)
     body = _page.fill(
-        "fnet.report/report.html", title=escape(title(names)), links=links, facts=escape(_date()),
-        sections="".join(f'<section id="{key}"><h2>{escape(heading)}</h2>{tools(key)}{text}</section>'
-                         for key, heading, text in sections))
+        "fnet.report/report.html",
+        title=escape(title(names)),
+        links=links,
+        facts=escape(_date()),
+        sections="".join(
+            f'<section id="{key}"><h2>{escape(heading)}</h2>{tools(key)}{text}</section>'
+            for key, heading, text in sections
+        ),
+    )
     groups = seed_groups(runs)
-    data = {"runs": [{"name": name, "group": group} for name, group in zip(names, groups)], "charts": charts}
-    return _page.page(f"{title(names)}: report", body, style="fnet.introspect/page.css fnet.report/report.css",
-                      script="fnet.report/chart.js fnet.report/report.js", data=data)
+    data = {
+        "runs": [{"name": name, "group": group} for name, group in zip(names, groups)],
+        "charts": charts,
+    }
+    return _page.page(
+        f"{title(names)}: report",
+        body,
+        style="fnet.introspect/page.css fnet.report/report.css",
+        script="fnet.report/chart.js fnet.report/report.js",
+        data=data,
+    )
 
 
 def title(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}"
+    return (
+        names[0]
+        if len(names) == 1
+        else f"{len(names)} runs: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}"
+    )
 
 
 def tools(key: str) -> str:
     """Returns the HTML of the controls for the report section "curves", and "" for other sections."""
     if key != "curves":
         return ""
-    return ('<div class="tools"><label>Smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" '
-            'value="0"> <output id="smoothed" class="number">0</output></label>'
-            '<div class="group" role="group" aria-label="Scale"><button data-scale="linear">Linear</button>'
-            '<button data-scale="log">Log</button></div><label id="bands-label" hidden><input type="checkbox" '
-            'id="bands" checked> Seeds as bands</label></div><div id="runs" class="runs"></div>')
+    return (
+        '<div class="tools"><label>Smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" '
+        'value="0"> <output id="smoothed" class="number">0</output></label>'
+        '<div class="group" role="group" aria-label="Scale"><button data-scale="linear">Linear</button>'
+        '<button data-scale="log">Log</button></div><label id="bands-label" hidden><input type="checkbox" '
+        'id="bands" checked> Seeds as bands</label></div><div id="runs" class="runs"></div>'
+    )
 
 
 def unique_names(runs: Sequence[Run]) -> list[str]:
@@ -125,8 +167,14 @@ def seed_groups(runs: Sequence[Run]) -> list[int]:
     keys: dict[Any, int] = {}
     found = []
     for i, run in enumerate(runs):
-        rest = {name: value for name, value in run.config.items() if name not in ("seed", "data_dir", "workdir")}
-        key: Any = json.dumps(rest, sort_keys=True, default=str) if rest and "seed" in run.config else i
+        rest = {
+            name: value
+            for name, value in run.config.items()
+            if name not in ("seed", "data_dir", "workdir")
+        }
+        key: Any = (
+            json.dumps(rest, sort_keys=True, default=str) if rest and "seed" in run.config else i
+        )
         found.append(keys.setdefault(key, len(keys)))
     return found
 
@@ -145,13 +193,23 @@ def _charts(runs) -> tuple[list[dict], int]:
                 continue
             values = [None if value is None else float(f"{value:.6g}") for value in values]
             found.setdefault((speed, metric), []).append(
-                {"run": i, "split": "" if speed else split, "steps": steps, "values": values})
+                {"run": i, "split": "" if speed else split, "steps": steps, "values": values}
+            )
     order = lambda key: (key[0], _FIRST.index(key[1]) if key[1] in _FIRST else len(_FIRST), key[1])
-    titles = {"steps_per_second": "steps per second", "mfu": "MFU, model FLOPs utilization",
-              "data": "time waited for data, fraction"}
-    charts = [{"title": titles.get(metric, metric.replace("_", " ")) if speed else metric, "section":
-               "speed" if speed else "curves", "zero": speed, "series": series}
-              for (speed, metric), series in sorted(found.items(), key=lambda item: order(item[0]))]
+    titles = {
+        "steps_per_second": "steps per second",
+        "mfu": "MFU, model FLOPs utilization",
+        "data": "time waited for data, fraction",
+    }
+    charts = [
+        {
+            "title": titles.get(metric, metric.replace("_", " ")) if speed else metric,
+            "section": "speed" if speed else "curves",
+            "zero": speed,
+            "series": series,
+        }
+        for (speed, metric), series in sorted(found.items(), key=lambda item: order(item[0]))
+    ]
     return charts[:_CHARTS], max(0, len(charts) - _CHARTS)
 
 
@@ -159,7 +217,9 @@ def _holders(charts, section) -> str:
     boxes = "".join(
         f'<figure class="card" data-chart="{i}"><figcaption>{escape(chart["title"])}</figcaption>'
         f'<div class="plot" tabindex="0" role="img" aria-label="{escape(_spoken(chart))}"></div></figure>'
-        for i, chart in enumerate(charts) if chart["section"] == section)
+        for i, chart in enumerate(charts)
+        if chart["section"] == section
+    )
     return f'<div class="charts">{boxes}</div>' if boxes else ""
 
 
@@ -169,15 +229,22 @@ def _spoken(chart) -> str:
     for series in chart["series"][:6]:
         finite = [value for value in series["values"] if value is not None]
         if finite:
-            parts.append(f"{series['split'] or 'run'} from {finite[0]:.4g} to {finite[-1]:.4g}, "
-                         f"least {min(finite):.4g}, largest {max(finite):.4g}")
+            parts.append(
+                f"{series['split'] or 'run'} from {finite[0]:.4g} to {finite[-1]:.4g}, "
+                f"least {min(finite):.4g}, largest {max(finite):.4g}"
+            )
     return f"{chart['title']} by step: {'; '.join(parts) or 'no finite values'}"
 
 
 def _overview(runs, names) -> str:
     cards = "".join(_card(run, name, i) for i, (run, name) in enumerate(zip(runs, names)))
-    notes = "".join(f"<li><b>{escape(name)}</b>: {escape(note)}</li>" if len(runs) > 1 else f"<li>{escape(note)}</li>"
-                    for run, name in zip(runs, names) for note in run.notes)
+    notes = "".join(
+        f"<li><b>{escape(name)}</b>: {escape(note)}</li>"
+        if len(runs) > 1
+        else f"<li>{escape(note)}</li>"
+        for run, name in zip(runs, names)
+        for note in run.notes
+    )
     return f'<div class="cards">{cards}</div>' + (f'<ul class="note">{notes}</ul>' if notes else "")
 
 
@@ -191,9 +258,16 @@ def _card(run, name, i) -> str:
             continue
         choose = max if direction(metric, None, "mode=") == "max" else min
         best = choose(finite, key=lambda pair: pair[0])
-        facts.append((metric, f"{finite[-1][0]:.4g}" + (f" (best {best[0]:.4g} at {best[1]:,})"
-                                                        if best[0] != finite[-1][0] else "")))
-    if speeds := [value for value in run.metrics.get("time/steps_per_second", ([], []))[1] if value]:
+        facts.append(
+            (
+                metric,
+                f"{finite[-1][0]:.4g}"
+                + (f" (best {best[0]:.4g} at {best[1]:,})" if best[0] != finite[-1][0] else ""),
+            )
+        )
+    if speeds := [
+        value for value in run.metrics.get("time/steps_per_second", ([], []))[1] if value
+    ]:
         facts.append(("speed", f"{sorted(speeds)[len(speeds) // 2]:.4g} steps/s"))
     times = [when for _, when, _ in run.events if when is not None]
     if len(times) > 1 and 0 <= max(times) - min(times) < 1e9:
@@ -202,20 +276,29 @@ def _card(run, name, i) -> str:
     if isinstance(chip, str):
         facts.append(("chip", chip[:120]))
     rows = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in facts)
-    return (f'<article class="card run p{i % 8}"><h3><i class="dot"></i>{escape(name)}</h3>'
-            f'<p class="state {kind}">{escape(state)}</p><dl>{rows}</dl></article>')
+    return (
+        f'<article class="card run p{i % 8}"><h3><i class="dot"></i>{escape(name)}</h3>'
+        f'<p class="state {kind}">{escape(state)}</p><dl>{rows}</dl></article>'
+    )
 
 
 def _shown(run) -> list[str]:
     """Returns the names of up to four metrics for the summary card of a run: losses and accuracies, first those of
     evaluations, then those of training."""
     names = [name for name in run.metrics if name.rpartition("/")[2] in _FIRST]
-    return sorted(names, key=lambda name: (name.startswith("train/"), _FIRST.index(name.rpartition("/")[2]), name))[:4]
+    return sorted(
+        names,
+        key=lambda name: (name.startswith("train/"), _FIRST.index(name.rpartition("/")[2]), name),
+    )[:4]
 
 
 def status(run: Run) -> tuple[str, str]:
     """Returns a text that describes the state of a run, and the category of this state: "good", "open" or "bad"."""
-    turns = [text for _, _, text in run.events if text.startswith(("began at step", "finished", "ended by "))]
+    turns = [
+        text
+        for _, _, text in run.events
+        if text.startswith(("began at step", "finished", "ended by "))
+    ]
     last = turns[-1] if turns else ""
     if last.startswith("ended by Interrupted"):
         return "interrupted; the same command resumes it", "open"
@@ -232,7 +315,9 @@ def _models(runs, names) -> str:
     of: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         of.setdefault(json.dumps(run.summary), []).append(i)
-    return "".join(_tables.summary(runs[group[0]], ", ".join(names[i] for i in group)) for group in of.values())
+    return "".join(
+        _tables.summary(runs[group[0]], ", ".join(names[i] for i in group)) for group in of.values()
+    )
 
 
 def _samples(run, name) -> str:

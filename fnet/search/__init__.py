@@ -1,8 +1,8 @@
 """Trains many models at the same time (populations), searches for hyperparameters, and trains by federated averaging.
 
-    init_n, step_n = search.population(init, step)
-    state = init_n(jax.random.key(0), {"learning_rate": jnp.logspace(-3, 0, 16)})
-    state = tr.fit(step_n, state, batches, steps=1000)
+init_n, step_n = search.population(init, step)
+state = init_n(jax.random.key(0), {"learning_rate": jnp.logspace(-3, 0, 16)})
+state = tr.fit(step_n, state, batches, steps=1000)
 """
 
 from fnet.search import federated
@@ -14,6 +14,29 @@ from fnet.search._population import Population, each_member, member, population,
 from fnet.search._programs import Bayesian, Cost, cost, feasible
 from fnet.search._space import Choice, Integer, LogUniform, Space, Uniform, sobol
 
-__all__ = ["Bayesian", "Choice", "Cost", "Fits", "Halving", "Integer", "LogUniform", "Methods", "Population", "Space",
-           "Uniform", "cost", "each_member", "evolve", "feasible", "federated", "fits", "halving", "hyperband",
-           "member", "pbt", "population", "sobol", "take"]
+__all__ = [
+    "Bayesian",
+    "Choice",
+    "Cost",
+    "Fits",
+    "Halving",
+    "Integer",
+    "LogUniform",
+    "Methods",
+    "Population",
+    "Space",
+    "Uniform",
+    "cost",
+    "each_member",
+    "evolve",
+    "feasible",
+    "federated",
+    "fits",
+    "halving",
+    "hyperband",
+    "member",
+    "pbt",
+    "population",
+    "sobol",
+    "take",
+]

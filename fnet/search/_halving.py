@@ -48,9 +48,20 @@ class Halving:
         return "\n".join(["members  steps  best score", *rows])
 
 
-def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, score: Callable, *, steps: int,
-            first: int, eta: int = 3, key: jax.Array, workdir: str | os.PathLike | None = None,
-            **options: Any) -> Halving:
+def halving(
+    init_n: Callable,
+    step_n: Callable,
+    hyper: Any,
+    batches: Callable,
+    score: Callable,
+    *,
+    steps: int,
+    first: int,
+    eta: int = 3,
+    key: jax.Array,
+    workdir: str | os.PathLike | None = None,
+    **options: Any,
+) -> Halving:
     """Successive halving: starts many training runs, and repeatedly stops all but the best of them.
 
     A member is a training run of a population, see `population`. The search consists of several stages, which are also
@@ -92,18 +103,30 @@ def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, s
     ([0], 21)
     """
     if not 1 <= first <= steps or eta < 2:
-        raise ValueError(f"halving: expected 1 <= first <= steps and eta >= 2; got first={first}, steps={steps}, "
-                         f"eta={eta}")
+        raise ValueError(
+            f"halving: expected 1 <= first <= steps and eta >= 2; got first={first}, steps={steps}, "
+            f"eta={eta}"
+        )
     n, at, used = members_of(hyper), 0, 0
     state, indices, rungs = init_n(key, hyper), np.arange(n), []
     lengths = [first]
     while lengths[-1] < steps:
         lengths.append(min(lengths[-1] * eta, steps))
     if workdir is not None:
-        same_search(workdir, {
-            "members": n, "steps": steps, "first": first, "eta": eta, "nonfinite": options.get("nonfinite", "stop"),
-            "key": digest(key), f"score (jax {jax.__version__})": program(score, state),
-            **step_n.identity(state, batches(0))}, "rung0")
+        same_search(
+            workdir,
+            {
+                "members": n,
+                "steps": steps,
+                "first": first,
+                "eta": eta,
+                "nonfinite": options.get("nonfinite", "stop"),
+                "key": digest(key),
+                f"score (jax {jax.__version__})": program(score, state),
+                **step_n.identity(state, batches(0)),
+            },
+            "rung0",
+        )
     config = as_dict(options.pop("config", None)) or {}
     for rung, length in enumerate(lengths):
         folder = None if workdir is None else f"{os.fspath(workdir)}/rung{rung}"
@@ -114,14 +137,26 @@ def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, s
         scores = np.where(np.isnan(scores) | np.asarray(state.diverged), -np.inf, scores)
         order = np.argsort(-scores, kind="stable")
         rungs.append((len(indices), length, float(scores[order[0]])))
-        kept = order if rung == len(lengths) - 1 else order[:max(1, len(order) // eta)]
+        kept = order if rung == len(lengths) - 1 else order[: max(1, len(order) // eta)]
         state, indices, scores = take(state, kept), indices[kept], scores[kept]
     return Halving(state, scores, indices, tuple(rungs), used)
 
 
-def hyperband(init_n: Callable, step_n: Callable, space: Space, batches: Callable, score: Callable, *, steps: int,
-              eta: int = 3, seed: int = 0, most: int | None = None, fixed: Mapping[str, Any] | None = None,
-              workdir: str | os.PathLike | None = None, **options: Any) -> list[Halving]:
+def hyperband(
+    init_n: Callable,
+    step_n: Callable,
+    space: Space,
+    batches: Callable,
+    score: Callable,
+    *,
+    steps: int,
+    eta: int = 3,
+    seed: int = 0,
+    most: int | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    workdir: str | os.PathLike | None = None,
+    **options: Any,
+) -> list[Halving]:
     """Hyperband: runs successive halving (see `halving`) several times, with different numbers of training runs.
 
     Each run of successive halving is called a bracket. The first bracket starts many training runs, and stops most of
@@ -164,6 +199,19 @@ def hyperband(init_n: Callable, step_n: Callable, space: Space, batches: Callabl
         points |= {name: np.full(n, value) for name, value in (fixed or {}).items()}
         folder = None if workdir is None else f"{os.fspath(workdir)}/bracket{bracket}"
         key = jax.random.fold_in(jax.random.key(seed), bracket)
-        results.append(halving(init_n, step_n, points, batches, score, steps=steps, first=max(1, steps // eta**bracket),
-                               eta=eta, key=key, workdir=folder, **options))
+        results.append(
+            halving(
+                init_n,
+                step_n,
+                points,
+                batches,
+                score,
+                steps=steps,
+                first=max(1, steps // eta**bracket),
+                eta=eta,
+                key=key,
+                workdir=folder,
+                **options,
+            )
+        )
     return results

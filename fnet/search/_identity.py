@@ -36,7 +36,11 @@ def digest(tree: Any) -> str:
         array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
         seal.update(f"{jax.tree_util.keystr(path)} {kind} {array.dtype} {array.shape}".encode())
         array = np.asarray(_sums(array) if isinstance(array, jax.Array) else array)
-        seal.update(repr(array.tolist()).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes())
+        seal.update(
+            repr(array.tolist()).encode()
+            if array.dtype.hasobject
+            else np.ascontiguousarray(array).tobytes()
+        )
     return seal.hexdigest()
 
 
@@ -49,7 +53,11 @@ def _sums(x: jax.Array) -> jax.Array:
         x = jnp.stack([x.real, x.imag])
     if not jnp.issubdtype(x.dtype, jnp.bool_) and jnp.issubdtype(x.dtype, jnp.inexact):
         x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    words = [x.astype(jnp.uint32), (x >> 32).astype(jnp.uint32)] if x.dtype.itemsize == 8 else [x.astype(jnp.uint32)]
+    words = (
+        [x.astype(jnp.uint32), (x >> 32).astype(jnp.uint32)]
+        if x.dtype.itemsize == 8
+        else [x.astype(jnp.uint32)]
+    )
     position = lax.iota(jnp.uint32, x.size).reshape(x.shape)
     sums = []
     for seed in (0x9E3779B9, 0x85EBCA6B):
@@ -72,7 +80,7 @@ def program(function: Callable, *arguments: Any) -> str:
     depend on the version of JAX or Python."""
     try:
         closed = jax.make_jaxpr(function)(*arguments)
-    except Exception:                                      # it reads concrete values, or is not a JAX function at all
+    except Exception:  # it reads concrete values, or is not a JAX function at all
         return hashlib.blake2b(_code(function, set()).encode(), digest_size=8).hexdigest()
     text = re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr))
     return hashlib.blake2b((text + digest(_constants(closed))).encode(), digest_size=8).hexdigest()
@@ -96,10 +104,13 @@ def _code(value: Any, seen: set[int]) -> str:
         seen = {*seen, id(value)}
         cells = []
         for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):          # an empty cell
+            with contextlib.suppress(ValueError):  # an empty cell
                 cells.append(cell.cell_contents)
-        return " ".join(_code(each, seen) for each in (value.__code__, value.__defaults__, value.__kwdefaults__, cells))
-    if hasattr(value, "__wrapped__"):                      # the result of jax.jit
+        return " ".join(
+            _code(each, seen)
+            for each in (value.__code__, value.__defaults__, value.__kwdefaults__, cells)
+        )
+    if hasattr(value, "__wrapped__"):  # the result of jax.jit
         return _code(value.__wrapped__, seen)
     if isinstance(value, dict):
         return str({name: _code(each, seen) for name, each in value.items()})
@@ -125,13 +136,18 @@ def same_search(workdir: str | os.PathLike, made: Mapping[str, Any], below: str)
     advice = "use the old values, or another workdir"
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
-        changed = [f"{name} was {before[name]!r}, is {made[name]!r}" for name in made
-                   if name in before and json.dumps(before[name]) != json.dumps(made[name])]
+        changed = [
+            f"{name} was {before[name]!r}, is {made[name]!r}"
+            for name in made
+            if name in before and json.dumps(before[name]) != json.dumps(made[name])
+        ]
         if changed:
             raise ConfigError(f"{workdir} holds another search ({'; '.join(changed)}): {advice}")
     elif (folder / below / "config.json").exists():
-        raise ConfigError(f"{workdir} holds a search without {RECORD}, so what it was made with is unknown: use "
-                          "another workdir")
+        raise ConfigError(
+            f"{workdir} holds a search without {RECORD}, so what it was made with is unknown: use "
+            "another workdir"
+        )
     elif jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, f"{json.dumps(dict(made), indent=2)}\n".encode())
@@ -146,5 +162,8 @@ def of_population(step: Callable, state: Any, batch: Any) -> dict[str, Any]:
     made = {f"step (jax {jax.__version__})": program(step, state, batch)}
     if int(state.step) == 0:
         where = f"jax {jax.__version__}, {jax.default_backend()}"
-        made |= {"hyperparameters": digest(state.hyper), f"initial values ({where})": digest(state.members)}
+        made |= {
+            "hyperparameters": digest(state.hyper),
+            f"initial values ({where})": digest(state.members),
+        }
     return made

@@ -37,7 +37,12 @@ class Population:
     __slots__ = ("_members", "diverged", "hyper", "step")
 
     def __init__(self, step: Any, members: Any, hyper: Any, diverged: Any):
-        for name, value in (("step", step), ("_members", members), ("hyper", hyper), ("diverged", diverged)):
+        for name, value in (
+            ("step", step),
+            ("_members", members),
+            ("hyper", hyper),
+            ("diverged", diverged),
+        ):
             object.__setattr__(self, name, value)
 
     @property
@@ -47,9 +52,18 @@ class Population:
     def replace(self, **changes: Any) -> Population:
         """Returns a copy of the population in which the given fields have other values."""
         if unknown := changes.keys() - set(_FIELDS):
-            raise TypeError(f"Population has no field {', '.join(sorted(unknown))}; it has {', '.join(_FIELDS)}")
-        return Population(**{"step": self.step, "members": self._members, "hyper": self.hyper,
-                             "diverged": self.diverged} | changes)
+            raise TypeError(
+                f"Population has no field {', '.join(sorted(unknown))}; it has {', '.join(_FIELDS)}"
+            )
+        return Population(
+            **{
+                "step": self.step,
+                "members": self._members,
+                "hyper": self.hyper,
+                "diverged": self.diverged,
+            }
+            | changes
+        )
 
     def __setattr__(self, name, value):
         raise AttributeError(f"a Population is immutable: use state.replace({name}=...)")
@@ -66,7 +80,9 @@ def _named(population):
     return [(GetAttrKey(name), getattr(population, name)) for name in _FIELDS], None
 
 
-jax.tree_util.register_pytree_with_keys(Population, _named, lambda _, fields: Population(*fields), _fields)
+jax.tree_util.register_pytree_with_keys(
+    Population, _named, lambda _, fields: Population(*fields), _fields
+)
 
 
 class Separate:
@@ -87,7 +103,7 @@ class Separate:
     def together(self) -> Any:
         if self._together is None:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.states)):
-                return self.states                         # the arrays were donated to a step that failed
+                return self.states  # the arrays were donated to a step that failed
             self._together = stacked(self.states, self.mesh)
         return self._together
 
@@ -118,7 +134,9 @@ def parts(tree: Any, n: int, mesh: Mesh | None) -> list[Any]:
     if mesh is None:
         return _parts(tree, n)
     tree = jax.device_put(tree, NamedSharding(mesh, P(mesh.axis_names[0])))
-    on = lambda device: jax.tree.map(lambda x: next(s.data for s in x.addressable_shards if s.device == device), tree)
+    on = lambda device: jax.tree.map(
+        lambda x: next(s.data for s in x.addressable_shards if s.device == device), tree
+    )
     return [part for device in mesh.local_devices for part in _parts(on(device), n // mesh.size)]
 
 
@@ -128,9 +146,13 @@ def stacked(parts: Sequence[Any], mesh: Mesh | None) -> Any:
     if mesh is None:
         return _stacked(parts)
     each, place = len(parts) // len(mesh.local_devices), NamedSharding(mesh, P(mesh.axis_names[0]))
-    local = [_stacked(parts[i:i + each]) for i in range(0, len(parts), each)]
-    return jax.tree.map(lambda *x: jax.make_array_from_single_device_arrays(
-        (each * mesh.size, *x[0].shape[1:]), place, list(x)), *local)
+    local = [_stacked(parts[i : i + each]) for i in range(0, len(parts), each)]
+    return jax.tree.map(
+        lambda *x: jax.make_array_from_single_device_arrays(
+            (each * mesh.size, *x[0].shape[1:]), place, list(x)
+        ),
+        *local,
+    )
 
 
 @jax.jit

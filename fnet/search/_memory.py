@@ -36,8 +36,10 @@ class Fits:
     loop: int
 
     def __str__(self):
-        return (f"{self.vmap:,} members with vmap, {self.loop:,} one by one ({self.memory / 2**30:,.1f} GiB of memory; "
-                f"each {self.state / 2**20:,.1f} MiB of state, {self.working / 2**20:,.1f} MiB of activations)")
+        return (
+            f"{self.vmap:,} members with vmap, {self.loop:,} one by one ({self.memory / 2**30:,.1f} GiB of memory; "
+            f"each {self.state / 2**20:,.1f} MiB of state, {self.working / 2**20:,.1f} MiB of activations)"
+        )
 
 
 def fits(init: Callable, step: Callable, hyper: Any, batch: Any, *, devices: Any = "local") -> Fits:
@@ -72,13 +74,23 @@ def fits(init: Callable, step: Callable, hyper: Any, batch: Any, *, devices: Any
     plan = parallel.plan(one, begin, batch, devices=devices, compile=False)
     memory = plan.target.chip.per_device.memory_bytes
     if not memory:
-        raise ValueError(f"fits: the memory of {plan.target.chip.name} is unknown; name a chip of hardware.chips")
-    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(
-        jax.eval_shape(begin, jax.eval_shape(lambda: jax.random.key(0)))))
+        raise ValueError(
+            f"fits: the memory of {plan.target.chip.name} is unknown; name a chip of hardware.chips"
+        )
+    state = sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(
+            jax.eval_shape(begin, jax.eval_shape(lambda: jax.random.key(0)))
+        )
+    )
     working = max(int(plan.chosen.peak) - state, 0)
     room = int(0.8 * memory)
-    return Fits(state, working, memory, max(room // (state + working), 0), max((room - working) // state, 0))
+    return Fits(
+        state, working, memory, max(room // (state + working), 0), max((room - working) // state, 0)
+    )
 
 
 def _zeros(tree):
-    return jax.tree.map(lambda x: jax.numpy.zeros(jax.numpy.shape(x), jax.numpy.result_type(x)), tree)
+    return jax.tree.map(
+        lambda x: jax.numpy.zeros(jax.numpy.shape(x), jax.numpy.result_type(x)), tree
+    )

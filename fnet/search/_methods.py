@@ -22,9 +22,12 @@ from fnet.training import Mean, MemberMean
 from fnet.training._metrics import as_metrics
 
 METHODS = ("vmap", "split", "loop")
-_ROUNDS, _SECONDS = 9, 3.0      # the measurement: maximal number of rounds, and approximate time for each method
-_TURN = 0.15                    # seconds for which a method runs in a round, long enough to fill the CPU's caches
-_CLOSE = 1.04                   # a method earlier in METHODS is preferred if the times differ by less
+_ROUNDS, _SECONDS = (
+    9,
+    3.0,
+)  # the measurement: maximal number of rounds, and approximate time for each method
+_TURN = 0.15  # seconds for which a method runs in a round, long enough to fill the CPU's caches
+_CLOSE = 1.04  # a method earlier in METHODS is preferred if the times differ by less
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +56,10 @@ class Methods:
         lines = [f"{self.members} members, method '{self.chosen}': {self.reason}"]
         if self.seconds:
             lines.append(f"{'method':6}  ms per step  ms per member")
-        lines += [f"{name:6}  {1e3 * s:11.2f}  {1e3 * s / self.members:13.3f}" for name, s in self.seconds.items()]
+        lines += [
+            f"{name:6}  {1e3 * s:11.2f}  {1e3 * s / self.members:13.3f}"
+            for name, s in self.seconds.items()
+        ]
         return "\n".join(lines)
 
 
@@ -68,7 +74,7 @@ class Step:
 
     def __init__(self, step: Callable, method: str, mesh: Mesh | None, own_batches: bool):
         self._step, self._method, self._mesh, self._own = step, method, mesh, own_batches
-        self._methods: dict[int, Methods] = {}             # by the number of members
+        self._methods: dict[int, Methods] = {}  # by the number of members
         self._programs: dict[str, Callable] = {}
         self.plain = self._traceable("vmap")
         self.__name__ = f"{getattr(step, '__name__', 'step')}_n"
@@ -88,7 +94,9 @@ class Step:
     def separate(self) -> bool:
         return any(each.chosen == "loop" for each in self._methods.values())
 
-    def prepare(self, state: Any, batch: Any, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def prepare(
+        self, state: Any, batch: Any, known: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Selects the method (vmap, split or loop) that trains the population `state`, by timing the methods if
         necessary.
 
@@ -106,7 +114,9 @@ class Step:
             if self._method != "auto":
                 found = Methods(self._method, n, {}, "given as method=")
             elif known and known.get("members") == n and known.get("chosen") in METHODS:
-                found = Methods(known["chosen"], n, known.get("seconds", {}), "chosen when the run began")
+                found = Methods(
+                    known["chosen"], n, known.get("seconds", {}), "chosen when the run began"
+                )
             else:
                 found = self._measured(state, batch)
             self._methods[n] = found
@@ -132,19 +142,25 @@ class Step:
         def run(name, state):
             began = time.perf_counter()
             copies[name], metrics = self._program(name)(state, batch)
-            jax.block_until_ready(metrics)            # waiting for the state would combine its members
+            jax.block_until_ready(metrics)  # waiting for the state would combine its members
             return time.perf_counter() - began
 
         for name in names:
-            run(name, jax.tree.map(jnp.copy, state))       # compiles
+            run(name, jax.tree.map(jnp.copy, state))  # compiles
         for _ in range(_ROUNDS):
             best = min((min(taken) for taken in times.values() if taken), default=math.inf)
             for name, taken in times.items():
                 if sum(taken) > _SECONDS or (taken and min(taken) > 1.5 * best):
                     continue
-                first = run(name, copies[name])            # loads the data of this method into the CPU's caches
+                first = run(
+                    name, copies[name]
+                )  # loads the data of this method into the CPU's caches
                 steps = round(_TURN / first)
-                taken.append(statistics.fmean(run(name, copies[name]) for _ in range(steps)) if steps else first)
+                taken.append(
+                    statistics.fmean(run(name, copies[name]) for _ in range(steps))
+                    if steps
+                    else first
+                )
         seconds = {name: statistics.median(taken) for name, taken in times.items()}
         chosen = next(name for name in names if seconds[name] <= _CLOSE * min(seconds.values()))
         for name in names:
@@ -165,7 +181,9 @@ class Step:
         step = checked(split_convolutions(self._step) if name == "split" else self._step)
 
         def over(members, hyper, diverged, batch):
-            members, metrics = jax.vmap(step, in_axes=(0, 0, 0 if self._own else None))(members, hyper, batch)
+            members, metrics = jax.vmap(step, in_axes=(0, 0, 0 if self._own else None))(
+                members, hyper, batch
+            )
             return members, *marked(diverged, metrics)
 
         def step_n(state, batch):
@@ -186,24 +204,34 @@ class Step:
                 metrics = jax.tree.map(lambda *each: jnp.stack(each), *metrics)
             return step + 1, *marked(diverged, metrics)
 
-        end = jax.jit(end, donate_argnums=0,
-                      out_shardings=None if mesh is None else (NamedSharding(mesh, P()), rows, rows))
+        end = jax.jit(
+            end,
+            donate_argnums=0,
+            out_shardings=None if mesh is None else (NamedSharding(mesh, P()), rows, rows),
+        )
 
         def placed(batch, n, here):
             """Returns a list of batches, one for each member of the population on this process's devices."""
             if self._own:
                 return _state.parts(batch, n, mesh)
             if mesh is None:
-                return [jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), batch)] * n
-            return [copy for device in mesh.local_devices
-                    for copy in [jax.device_put(batch, device)] * (here // len(mesh.local_devices))]
+                return [
+                    jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), batch)
+                ] * n
+            return [
+                copy
+                for device in mesh.local_devices
+                for copy in [jax.device_put(batch, device)] * (here // len(mesh.local_devices))
+            ]
 
         def step_n(state, batch):
             n, members = _members(state), _state.separate(state, mesh)
             here = len(members.states)
             batches, results = placed(batch, n, here), [None] * here
             each = here if mesh is None else n // mesh.size
-            for i in sorted(range(here), key=lambda i: i % each):      # alternates devices, so that all of them compute
+            for i in sorted(
+                range(here), key=lambda i: i % each
+            ):  # alternates devices, so that all of them compute
                 results[i] = one(members.states[i], members.hypers[i], batches[i])
             after, metrics = zip(*results)
             metrics = metrics if mesh is None else _state.stacked(metrics, mesh)
@@ -219,7 +247,9 @@ class Step:
             return f
         rows = P(self._mesh.axis_names[0])
         places = (rows, rows, rows, rows if self._own else P())
-        return jax.shard_map(f, mesh=self._mesh, in_specs=places, out_specs=(rows, rows, rows), check_vma=False)
+        return jax.shard_map(
+            f, mesh=self._mesh, in_specs=places, out_specs=(rows, rows, rows), check_vma=False
+        )
 
 
 def checked(step: Callable) -> Callable:
@@ -232,14 +262,19 @@ def checked(step: Callable) -> Callable:
       TypeError: the step does not return (state, metrics), or the structure of the returned state differs from that of
         the given state.
     """
+
     def run(state, hyper, batch):
         result = step(state, batch, hyper)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise TypeError(f"population: step(state, batch, hyper) must return (state, metrics); got a "
-                            f"{type(result).__name__}")
+            raise TypeError(
+                f"population: step(state, batch, hyper) must return (state, metrics); got a "
+                f"{type(result).__name__}"
+            )
         if jax.tree.structure(result[0]) != jax.tree.structure(state):
-            raise TypeError("population: step(state, batch, hyper) must return a state with the structure of the one "
-                            f"it takes; {jax.tree.structure(state)} became {jax.tree.structure(result[0])}")
+            raise TypeError(
+                "population: step(state, batch, hyper) must return a state with the structure of the one "
+                f"it takes; {jax.tree.structure(state)} became {jax.tree.structure(result[0])}"
+            )
         return result[0], of_members(as_metrics(result[1]))
 
     return run
@@ -265,14 +300,18 @@ def marked(diverged: jax.Array, metrics: Any) -> tuple[jax.Array, Any]:
 def as_members(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Converts each `Mean` in metrics to a `MemberMean`, whose leading axis is the axis of a population's members."""
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"each_member: expected a function that returns a dict of metrics; got a "
-                        f"{type(metrics).__name__}")
+        raise TypeError(
+            f"each_member: expected a function that returns a dict of metrics; got a "
+            f"{type(metrics).__name__}"
+        )
     return of_members(metrics)
 
 
 def of_members(metrics):
-    return {name: MemberMean(metric.total, metric.count) if isinstance(metric, Mean) else metric
-            for name, metric in metrics.items()}
+    return {
+        name: MemberMean(metric.total, metric.count) if isinstance(metric, Mean) else metric
+        for name, metric in metrics.items()
+    }
 
 
 def split_convolutions(step: Callable) -> Callable:
@@ -282,6 +321,7 @@ def split_convolutions(step: Callable) -> Callable:
     which XLA has slow kernels. With the custom vmap rule, a separate convolution is computed for each index of the
     batched axis.
     """
+
     def rule(primitive, scope, inputs, equation):
         if primitive != "conv_general_dilated":
             return NotImplemented
@@ -295,7 +335,9 @@ def split_convolutions(step: Callable) -> Callable:
         def _(size, batched, x, kernel):
             if all(batched):
                 return jnp.stack([convolve(x[i], kernel[i]) for i in range(size)]), True
-            return jax.vmap(single, in_axes=tuple(0 if each else None for each in batched))(x, kernel), True
+            return jax.vmap(single, in_axes=tuple(0 if each else None for each in batched))(
+                x, kernel
+            ), True
 
         return [convolve(*inputs)]
 
@@ -312,7 +354,12 @@ def _convolves(step, state, batch, own) -> bool:
 
     first = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
     batch = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), batch)
-    jax.eval_shape(ft.rewrite(step, rule), first(state.members), first(batch) if own else batch, first(state.hyper))
+    jax.eval_shape(
+        ft.rewrite(step, rule),
+        first(state.members),
+        first(batch) if own else batch,
+        first(state.hyper),
+    )
     return "conv_general_dilated" in seen
 
 

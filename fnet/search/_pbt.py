@@ -14,8 +14,16 @@ from fnet.search._population import Population, take
 from fnet.search._space import Choice, Integer, LogUniform, Space
 
 
-def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, fraction: float = 0.2,
-           factors: tuple[float, float] = (0.8, 1.2), resample: float = 0.25) -> Population:
+def evolve(
+    state: Population,
+    scores: Any,
+    space: Space,
+    key: jax.Array,
+    *,
+    fraction: float = 0.2,
+    factors: tuple[float, float] = (0.8, 1.2),
+    resample: float = 0.25,
+) -> Population:
     """Returns the population after one generation of population-based training (PBT).
 
     The m members of the population with the lowest scores are replaced (truncation selection), where m is `fraction` of
@@ -52,22 +60,26 @@ def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, frac
     [0.1, 0.2, 0.3, 0.4, 0.1]
     """
     n = len(state.diverged)
-    count = min(max(1, round(fraction * n)), n // 2)       # no member is both a parent and replaced
+    count = min(max(1, round(fraction * n)), n // 2)  # no member is both a parent and replaced
     if not 0 < fraction <= 0.5 or not 0 <= resample <= 1 or n < 2:
-        raise ValueError(f"evolve: expected at least 2 members, fraction in (0, 0.5] and resample in [0, 1]; got {n} "
-                         f"members, {fraction} and {resample}")
+        raise ValueError(
+            f"evolve: expected at least 2 members, fraction in (0, 0.5] and resample in [0, 1]; got {n} "
+            f"members, {fraction} and {resample}"
+        )
     for name, kind in space.items():
         if name not in state.hyper or isinstance(kind, Choice):
-            raise ValueError(f"evolve: '{name}' is not a numeric hyperparameter of the population, which has "
-                             f"{', '.join(state.hyper)}")
+            raise ValueError(
+                f"evolve: '{name}' is not a numeric hyperparameter of the population, which has "
+                f"{', '.join(state.hyper)}"
+            )
     scores = jnp.asarray(scores).astype(jnp.float32)
     scores = jnp.where(jnp.isnan(scores) | state.diverged, -jnp.inf, scores)
-    order = jnp.argsort(-scores)                           # best first
+    order = jnp.argsort(-scores)  # best first
     keys = jax.random.split(key, 2 + len(space))
-    sound = jnp.isfinite(scores) | (scores > 0)            # a score of infinity is the best one
+    sound = jnp.isfinite(scores) | (scores > 0)  # a score of infinity is the best one
     parents = order[jax.random.randint(keys[0], (count,), 0, jnp.clip(sound.sum(), 1, count))]
-    rows = jnp.arange(n, dtype=order.dtype).at[order[n - count:]].set(parents)
-    new = jnp.zeros(n, bool).at[order[n - count:]].set(True)
+    rows = jnp.arange(n, dtype=order.dtype).at[order[n - count :]].set(parents)
+    new = jnp.zeros(n, bool).at[order[n - count :]].set(True)
     state, hyper = take(state, rows), {}
     for (name, kind), each in zip(space.items(), keys[2:]):
         draws = jax.random.uniform(each, (3, n))
@@ -88,7 +100,9 @@ def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, frac
     return state.replace(hyper={**state.hyper, **hyper})
 
 
-def pbt(step_n: Callable, score: Callable, space: Space, *, interval: int, seed: int = 0, **options: Any) -> Callable:
+def pbt(
+    step_n: Callable, score: Callable, space: Space, *, interval: int, seed: int = 0, **options: Any
+) -> Callable:
     """Returns a step for `tr.fit` that trains a population and calls `evolve` after every `interval` steps.
 
         step = search.pbt(step_n, lambda state: accuracy(state), space, interval=200)
@@ -130,8 +144,12 @@ class PBT:
 
     def __init__(self, step_n, score, space, interval, seed, options):
         self._step, self._interval, self._score = step_n, interval, score
-        self._choices = {"interval": interval, "seed": seed, "space": space.json(),
-                         "options": repr(sorted(options.items()))}
+        self._choices = {
+            "interval": interval,
+            "seed": seed,
+            "space": space.json(),
+            "options": repr(sorted(options.items())),
+        }
         self.__name__ = "pbt"
 
         def generation(state):
@@ -151,7 +169,9 @@ class PBT:
 
     def plain(self, state, batch):
         new, metrics = self._step.plain(state, batch)
-        return jax.lax.cond(new.step % self._interval == 0, self._evolve, lambda same: same, new), metrics
+        return jax.lax.cond(
+            new.step % self._interval == 0, self._evolve, lambda same: same, new
+        ), metrics
 
     def prepare(self, state, batch, known=None):
         """Selects the method (vmap, split or loop) that trains the members of the population."""

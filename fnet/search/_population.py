@@ -19,8 +19,14 @@ from fnet.search._methods import METHODS, Step
 AXIS = "members"
 
 
-def population(init: Callable, step: Callable, *, method: str = "auto", devices: Sequence[jax.Device] | None = None,
-               own_batches: bool = False) -> tuple[Callable, Step]:
+def population(
+    init: Callable,
+    step: Callable,
+    *,
+    method: str = "auto",
+    devices: Sequence[jax.Device] | None = None,
+    own_batches: bool = False,
+) -> tuple[Callable, Step]:
     """Converts one training run to a population of n training runs with different hyperparameters and initial values.
 
         def init(key, hyper):
@@ -91,9 +97,13 @@ def population(init: Callable, step: Callable, *, method: str = "auto", devices:
     """
     for name, function in (("init", init), ("step", step)):
         if not callable(function):
-            raise TypeError(f"population(init, step): {name} is a function; got a {type(function).__name__}")
+            raise TypeError(
+                f"population(init, step): {name} is a function; got a {type(function).__name__}"
+            )
     if method != "auto" and method not in METHODS:
-        raise ValueError(f"population(method={method!r}): expected 'auto' or one of {', '.join(METHODS)}")
+        raise ValueError(
+            f"population(method={method!r}): expected 'auto' or one of {', '.join(METHODS)}"
+        )
     mesh = None if devices is None else Mesh(np.array(devices), (AXIS,))
     return _init(init, mesh), Step(step, method, mesh, own_batches)
 
@@ -102,14 +112,18 @@ def _init(init, mesh):
     def all_members(keys, hyper):
         members = jax.vmap(init)(keys, hyper)
         n = len(jax.tree.leaves(hyper)[0])
-        return Population(jnp.zeros((), jnp.int32), members, jax.tree.map(jnp.asarray, hyper), jnp.zeros(n, bool))
+        return Population(
+            jnp.zeros((), jnp.int32), members, jax.tree.map(jnp.asarray, hyper), jnp.zeros(n, bool)
+        )
 
     @functools.wraps(init)
     def init_n(key, hyper):
         n = members_of(hyper)
         if mesh is not None and n % mesh.size:
-            raise ValueError(f"population: {n} members cannot be divided evenly among {mesh.size} devices; use a "
-                             f"multiple of {mesh.size} members")
+            raise ValueError(
+                f"population: {n} members cannot be divided evenly among {mesh.size} devices; use a "
+                f"multiple of {mesh.size} members"
+            )
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n))
         if mesh is None:
             return jax.jit(all_members)(keys, hyper)
@@ -122,7 +136,9 @@ def _init(init, mesh):
 def placement(shapes: Population, mesh: Mesh) -> Population:
     """Returns the shardings of a population: the members are sharded over devices, the step counter is replicated."""
     place = lambda tree: jax.tree.map(lambda x: NamedSharding(mesh, P(AXIS)), tree)
-    return Population(NamedSharding(mesh, P()), place(shapes.members), place(shapes.hyper), place(shapes.diverged))
+    return Population(
+        NamedSharding(mesh, P()), place(shapes.members), place(shapes.hyper), place(shapes.diverged)
+    )
 
 
 def members_of(hyper: Any) -> int:
@@ -131,12 +147,19 @@ def members_of(hyper: Any) -> int:
     Raises:
       ValueError: the tree has no leaves, a leaf has no axis, or the leaves have different lengths.
     """
-    sizes = {jax.tree_util.keystr(path, simple=True, separator="/"): np.shape(leaf)[:1]
-             for path, leaf in jax.tree_util.tree_leaves_with_path(hyper)}
+    sizes = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.shape(leaf)[:1]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(hyper)
+    }
     if not sizes or len(set(sizes.values())) > 1 or not all(sizes.values()):
-        known = ", ".join(f"'{name}': {list(size) or 'a number'}" for name, size in sizes.items()) or "no array"
-        raise ValueError(f"population: expected hyperparameters with one value for each member, arrays of the same "
-                         f"length; got {known}")
+        known = (
+            ", ".join(f"'{name}': {list(size) or 'a number'}" for name, size in sizes.items())
+            or "no array"
+        )
+        raise ValueError(
+            f"population: expected hyperparameters with one value for each member, arrays of the same "
+            f"length; got {known}"
+        )
     return int(next(iter(sizes.values()))[0])
 
 
@@ -166,7 +189,9 @@ def take(state: Population, indices: Any) -> Population:
     """
     rows = jnp.asarray(indices, jnp.int32)
     chosen = lambda tree: jax.tree.map(lambda x: x[rows], tree)
-    return state.replace(members=chosen(state.members), hyper=chosen(state.hyper), diverged=state.diverged[rows])
+    return state.replace(
+        members=chosen(state.members), hyper=chosen(state.hyper), diverged=state.diverged[rows]
+    )
 
 
 def each_member(measure: Callable) -> Callable:
@@ -189,6 +214,7 @@ def each_member(measure: Callable) -> Callable:
     >>> measure(init_n(jax.random.key(0), jnp.array([1.0, 3.0])), jnp.ones(5))["error"].result().tolist()
     [0.0, 2.0]
     """
+
     @functools.wraps(measure)
     def measured(state, batch):
         run = jax.vmap(_methods.split_convolutions(measure), in_axes=(0, None))

@@ -41,7 +41,11 @@ class Cost:
 
     def __str__(self):
         memory = "" if self.bytes is None else f"{self.bytes / 1e6:.4g} MB, "
-        time_ = "time unknown" if self.seconds is None else f"{1e3 * self.seconds:.4g} ms ({self.basis})"
+        time_ = (
+            "time unknown"
+            if self.seconds is None
+            else f"{1e3 * self.seconds:.4g} ms ({self.basis})"
+        )
         return f"{self.flops / 1e6:.4g} MFLOP, {memory}{time_}"
 
 
@@ -59,12 +63,21 @@ def cost(f: Callable, *args: Any, chip: str = "auto", calls: int = 7) -> Cost:
     """
     flops = hw.count(f, *args).flops
     if chip != "auto":
-        return Cost(flops, None, hw.roofline(f, *args, chip=chip, measure=False).total.seconds, "estimated")
-    arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, args)
+        return Cost(
+            flops, None, hw.roofline(f, *args, chip=chip, measure=False).total.seconds, "estimated"
+        )
+    arrays = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, args
+    )
     compiled = jax.jit(f).lower(*arrays).compile()
     memory = compiled.memory_analysis()
-    size = None if memory is None else (memory.argument_size_in_bytes + memory.output_size_in_bytes
-                                        + memory.temp_size_in_bytes)
+    size = (
+        None
+        if memory is None
+        else (
+            memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+        )
+    )
     times = []
     for _ in range(calls + 1):
         began = time.perf_counter()
@@ -73,9 +86,15 @@ def cost(f: Callable, *args: Any, chip: str = "auto", calls: int = 7) -> Cost:
     return Cost(flops, size, statistics.median(times[1:]), "measured")
 
 
-def feasible(points: Sequence[Mapping[str, Any]], program: Callable, *, flops: float | None = None,
-             memory: float | None = None, seconds: float | None = None,
-             chip: str = "auto") -> list[tuple[Mapping[str, Any], Cost]]:
+def feasible(
+    points: Sequence[Mapping[str, Any]],
+    program: Callable,
+    *,
+    flops: float | None = None,
+    memory: float | None = None,
+    seconds: float | None = None,
+    chip: str = "auto",
+) -> list[tuple[Mapping[str, Any], Cost]]:
     """Returns the points (sets of hyperparameters) whose programs stay within given limits, for example all networks
     that need at most 5 ms on this CPU.
 
@@ -103,8 +122,10 @@ def feasible(points: Sequence[Mapping[str, Any]], program: Callable, *, flops: f
     if flops is None and memory is None and seconds is None:
         raise ValueError("feasible: give at least one of flops=, memory= and seconds=")
     if memory is not None and chip != "auto":
-        raise ValueError(f"feasible(memory=, chip={chip!r}): memory is known on this device only; use "
-                         "flops= or seconds=")
+        raise ValueError(
+            f"feasible(memory=, chip={chip!r}): memory is known on this device only; use "
+            "flops= or seconds="
+        )
     found = []
     for point in points:
         f, args = program(point)
@@ -112,7 +133,8 @@ def feasible(points: Sequence[Mapping[str, Any]], program: Callable, *, flops: f
             continue
         spent = cost(f, *args, chip=chip)
         within = (memory is None or spent.bytes is None or spent.bytes <= memory) and (
-            seconds is None or (spent.seconds is not None and spent.seconds <= seconds))
+            seconds is None or (spent.seconds is not None and spent.seconds <= seconds)
+        )
         if within:
             found.append((point, spent))
     return found
@@ -143,11 +165,15 @@ class Bayesian:
         try:
             import optuna
         except ModuleNotFoundError:
-            raise ModuleNotFoundError("Bayesian optimization needs Optuna, which is not installed: "
-                                      "pip install 'fnet[search]'") from None
+            raise ModuleNotFoundError(
+                "Bayesian optimization needs Optuna, which is not installed: "
+                "pip install 'fnet[search]'"
+            ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna = optuna
-        self._study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+        self._study = optuna.create_study(
+            direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed)
+        )
         self._space = {name: self._distribution(kind) for name, kind in space.items()}
         self._open: dict[tuple, list] = {}
 
@@ -157,7 +183,9 @@ class Bayesian:
             return distributions.CategoricalDistribution(kind.values)
         if isinstance(kind, Integer):
             return distributions.IntDistribution(kind.low, kind.high)
-        return distributions.FloatDistribution(kind.low, kind.high, log=isinstance(kind, LogUniform))
+        return distributions.FloatDistribution(
+            kind.low, kind.high, log=isinstance(kind, LogUniform)
+        )
 
     def ask(self, n: int = 1) -> list[dict[str, Any]]:
         """Returns the next n points (sets of hyperparameters) to evaluate."""
@@ -173,13 +201,20 @@ class Bayesian:
         an earlier run."""
         for point, score in zip(points, scores, strict=True):
             failed = score != score
-            state = self._optuna.trial.TrialState.FAIL if failed else self._optuna.trial.TrialState.COMPLETE
+            state = (
+                self._optuna.trial.TrialState.FAIL
+                if failed
+                else self._optuna.trial.TrialState.COMPLETE
+            )
             waiting = self._open.get(_identity(point))
             if waiting:
                 self._study.tell(waiting.pop(), None if failed else float(score), state=state)
             elif not failed:
-                self._study.add_trial(self._optuna.trial.create_trial(
-                    params=dict(point), distributions=self._space, value=float(score)))
+                self._study.add_trial(
+                    self._optuna.trial.create_trial(
+                        params=dict(point), distributions=self._space, value=float(score)
+                    )
+                )
 
     @property
     def best(self) -> tuple[dict[str, Any], float]:

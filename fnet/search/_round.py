@@ -42,18 +42,32 @@ class Round:
         self._batch = min(batch_size or self._longest, self._longest)
         self._per_epoch = -(-self._longest // self._batch)
         self._steps = epochs * self._per_epoch
-        self._full = bool((data.sizes > (self._per_epoch - 1) * self._batch).all())      # no client lacks a batch
+        self._full = bool(
+            (data.sizes > (self._per_epoch - 1) * self._batch).all()
+        )  # no client lacks a batch
         every = [None] if devices is None else list(devices)
-        self._each = sampled // len(every)                 # clients of a device
+        self._each = sampled // len(every)  # clients of a device
         arrays = jax.tree.map(jnp.asarray, data.data), jnp.asarray(data.sizes)
-        self._places = [(i * self._each, device, _put(arrays, device)) for i, device in enumerate(every)
-                        if device is None or device.process_index == jax.process_index()]
+        self._places = [
+            (i * self._each, device, _put(arrays, device))
+            for i, device in enumerate(every)
+            if device is None or device.process_index == jax.process_index()
+        ]
         self._summed = _over_processes(devices)
         self._step = population(lambda key, hyper: (), self._member, method=method)[1]
-        self._chosen: dict[str, Any] | None = None         # the method
-        self._choices = {"clients": digest(data.sizes), "their data": digest(data.data), "sampled": sampled,
-                         "epochs": epochs, "batch_size": batch_size, "dropout": dropout}
-        self._begin_jit, self._close_jit = jax.jit(self._begin, static_argnums=3), jax.jit(self._close)
+        self._chosen: dict[str, Any] | None = None  # the method
+        self._choices = {
+            "clients": digest(data.sizes),
+            "their data": digest(data.data),
+            "sampled": sampled,
+            "epochs": epochs,
+            "batch_size": batch_size,
+            "dropout": dropout,
+        }
+        self._begin_jit, self._close_jit = (
+            jax.jit(self._begin, static_argnums=3),
+            jax.jit(self._close),
+        )
         self._end_jit = jax.jit(self._end)
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         self.__name__ = "round"
@@ -63,16 +77,22 @@ class Round:
             return self.plain(state, batch)
         chosen = self._chosen or self.prepare(state)
         at_once, total = 1 if chosen["chosen"] == "loop" else self._each, None
-        servers = [_put((state.params, state.key, state.step), device) for _, device, _ in self._places]
+        servers = [
+            _put((state.params, state.key, state.step), device) for _, device, _ in self._places
+        ]
         for begin in range(0, self._each, at_once):
-            running = [[*self._begin_jit(server, data[1], np.int32(first + begin), at_once), None]
-                       for server, (first, _, data) in zip(servers, self._places)]
-            for at in range(self._steps):                  # alternates devices, so that all of them compute
+            running = [
+                [*self._begin_jit(server, data[1], np.int32(first + begin), at_once), None]
+                for server, (first, _, data) in zip(servers, self._places)
+            ]
+            for at in range(self._steps):  # alternates devices, so that all of them compute
                 for one, server, (_, _, data) in zip(running, servers, self._places):
                     one[0], metrics = self._step(one[0], (np.int32(at), data, server[0]))
                     one[2] = metrics if one[2] is None else self._add(one[2], metrics)
             for one, server, (_, _, data) in zip(running, servers, self._places):
-                closed = jax.device_put(self._close_jit(*one, server[0], data[1]), state.step.sharding)
+                closed = jax.device_put(
+                    self._close_jit(*one, server[0], data[1]), state.step.sharding
+                )
                 total = closed if total is None else self._add(total, closed)
         return self._end_jit(state, self._summed(total))
 
@@ -105,7 +125,11 @@ class Round:
         clients on this device (as a `Population`), and the batch."""
         first, device, data = self._places[0]
         server = _put((state.params, state.key, state.step), device)
-        return self._begin_jit(server, data[1], np.int32(first), self._each)[0], (np.int32(0), data, server[0])
+        return self._begin_jit(server, data[1], np.int32(first), self._each)[0], (
+            np.int32(0),
+            data,
+            server[0],
+        )
 
     def _begin(self, server, sizes, first, count):
         """Returns the initial states of `count` clients of a federated averaging round, beginning with client `first`.
@@ -115,19 +139,28 @@ class Round:
         will not answer.
         """
         params, key, step = server
-        keys, rows = jax.random.split(jax.random.fold_in(key, step), 3), first + jnp.arange(count, dtype=jnp.int32)
+        keys, rows = (
+            jax.random.split(jax.random.fold_in(key, step), 3),
+            first + jnp.arange(count, dtype=jnp.int32),
+        )
         answers = jax.random.uniform(keys[1], (self._sampled,)) >= self._dropout
-        hyper = {"client": jax.random.permutation(keys[0], len(sizes))[rows],
-                 "key": jax.random.split(keys[2], self._sampled)[rows]}
+        hyper = {
+            "client": jax.random.permutation(keys[0], len(sizes))[rows],
+            "key": jax.random.split(keys[2], self._sampled)[rows],
+        }
         members = jax.vmap(lambda _: self._local.init(params))(rows)
-        return Population(jnp.zeros((), jnp.int32), members, hyper, jnp.zeros(count, bool)), answers[rows]
+        return Population(
+            jnp.zeros((), jnp.int32), members, hyper, jnp.zeros(count, bool)
+        ), answers[rows]
 
     def _member(self, carry, batch, hyper):
         """Runs a local step of one client."""
         (at, (data, sizes), server), client, longest = batch, hyper["client"], self._longest
         size, order_key = sizes[client], jax.random.fold_in(hyper["key"], at // self._per_epoch)
         draws = jax.random.uniform(order_key, (longest,))
-        order = jnp.argsort(jnp.where(jnp.arange(longest, dtype=jnp.int32) < size, draws, 2.0))    # padding is last
+        order = jnp.argsort(
+            jnp.where(jnp.arange(longest, dtype=jnp.int32) < size, draws, 2.0)
+        )  # padding is last
         positions = (at % self._per_epoch) * self._batch + jnp.arange(self._batch, dtype=jnp.int32)
         weight = (positions < size).astype(jnp.float32)
         rows = order[jnp.minimum(positions, longest - 1)]
@@ -136,7 +169,7 @@ class Round:
         new, metrics = self._local.step(carry, mine, weight, key, server)
         if self._full:
             return new, metrics
-        some = weight.any()                                # False after the last batch of a client with little data
+        some = weight.any()  # False after the last batch of a client with little data
         keep = lambda a, b: jnp.where(some, a, b)
         metrics = jax.tree.map(lambda x: jnp.where(some, x, jnp.zeros_like(x)), as_metrics(metrics))
         return jax.tree.map(keep, new, carry), metrics
@@ -149,13 +182,19 @@ class Round:
 
         def change(after, before):
             rows = lambda x: x.reshape(-1, *[1] * before.ndim)
-            moved = widened(after) - widened(before)[None]                  # 16 bits have no room for sums of weights
-            moved = jnp.where(rows(answers), moved, 0)                      # diverged clients may have NaNs
+            moved = (
+                widened(after) - widened(before)[None]
+            )  # 16 bits have no room for sums of weights
+            moved = jnp.where(rows(answers), moved, 0)  # diverged clients may have NaNs
             return (rows(weights.astype(moved.dtype)) * moved).sum(0)
 
         sums = {name: Mean(x.total.sum(), x.count.sum()) for name, x in metrics.items()}
-        return (jax.tree.map(change, clients.members[0], server), weights.sum(),
-                answers.sum().astype(jnp.float32), sums)
+        return (
+            jax.tree.map(change, clients.members[0], server),
+            weights.sum(),
+            answers.sum().astype(jnp.float32),
+            sums,
+        )
 
     def _end(self, state, sums):
         changes, total, answers, metrics = sums
@@ -167,9 +206,12 @@ class Round:
         kept = lambda new, old: jax.tree.map(lambda a, b: jnp.where(total > 0, a, b), new, old)
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params))
         sent = (self._sampled + answers) * size
-        return state.replace(step=state.step + 1, params=kept(params, state.params),
-                             opt_state=kept(opt_state, state.opt_state), bytes=state.bytes + sent), metrics | {
-            "answers": answers, "megabytes": sent / 1e6}
+        return state.replace(
+            step=state.step + 1,
+            params=kept(params, state.params),
+            opt_state=kept(opt_state, state.opt_state),
+            bytes=state.bytes + sent,
+        ), metrics | {"answers": answers, "megabytes": sent / 1e6}
 
 
 def _put(tree, device):
@@ -183,11 +225,15 @@ def _over_processes(devices):
         return lambda tree: tree
     mesh = Mesh(np.array([first[i] for i in sorted(first)]), ("processes",))
     rows = NamedSharding(mesh, PartitionSpec("processes"))
-    total = jax.jit(lambda tree: jax.tree.map(lambda x: x.sum(0), tree), out_shardings=NamedSharding(
-        mesh, PartitionSpec()))
+    total = jax.jit(
+        lambda tree: jax.tree.map(lambda x: x.sum(0), tree),
+        out_shardings=NamedSharding(mesh, PartitionSpec()),
+    )
 
     def summed(tree):
-        tree = jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows, np.asarray(x)[None]), tree)
+        tree = jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(rows, np.asarray(x)[None]), tree
+        )
         return jax.tree.map(lambda x: x.addressable_data(0), total(tree))
 
     return summed

@@ -14,11 +14,27 @@ import numpy as np
 # The degree, the coefficients and the initial direction numbers of the primitive polynomials of dimensions 2 to 21:
 # Joe and Kuo (2008), Constructing Sobol Sequences with Better Two-Dimensional Projections, new-joe-kuo-6.
 _POLYNOMIALS = (
-    (1, 0, (1,)), (2, 1, (1, 3)), (3, 1, (1, 3, 1)), (3, 2, (1, 1, 1)), (4, 1, (1, 1, 3, 3)), (4, 4, (1, 3, 5, 13)),
-    (5, 2, (1, 1, 5, 5, 17)), (5, 4, (1, 1, 5, 5, 5)), (5, 7, (1, 1, 7, 11, 19)), (5, 11, (1, 1, 5, 1, 1)),
-    (5, 13, (1, 1, 1, 3, 11)), (5, 14, (1, 3, 5, 5, 31)), (6, 1, (1, 3, 3, 9, 7, 49)), (6, 13, (1, 1, 1, 15, 21, 21)),
-    (6, 16, (1, 3, 1, 13, 27, 49)), (6, 19, (1, 1, 1, 15, 7, 5)), (6, 22, (1, 3, 1, 15, 13, 25)),
-    (6, 25, (1, 1, 5, 5, 19, 61)), (7, 1, (1, 3, 7, 11, 23, 15, 103)), (7, 4, (1, 3, 7, 13, 13, 15, 69)))
+    (1, 0, (1,)),
+    (2, 1, (1, 3)),
+    (3, 1, (1, 3, 1)),
+    (3, 2, (1, 1, 1)),
+    (4, 1, (1, 1, 3, 3)),
+    (4, 4, (1, 3, 5, 13)),
+    (5, 2, (1, 1, 5, 5, 17)),
+    (5, 4, (1, 1, 5, 5, 5)),
+    (5, 7, (1, 1, 7, 11, 19)),
+    (5, 11, (1, 1, 5, 1, 1)),
+    (5, 13, (1, 1, 1, 3, 11)),
+    (5, 14, (1, 3, 5, 5, 31)),
+    (6, 1, (1, 3, 3, 9, 7, 49)),
+    (6, 13, (1, 1, 1, 15, 21, 21)),
+    (6, 16, (1, 3, 1, 13, 27, 49)),
+    (6, 19, (1, 1, 1, 15, 7, 5)),
+    (6, 22, (1, 3, 1, 15, 13, 25)),
+    (6, 25, (1, 1, 5, 5, 19, 61)),
+    (7, 1, (1, 3, 7, 11, 23, 15, 103)),
+    (7, 4, (1, 3, 7, 13, 13, 15, 69)),
+)
 _BITS = 30
 
 
@@ -134,7 +150,7 @@ class Choice:
         return self.values[min(int(u * len(self.values)), len(self.values) - 1)]
 
     def where(self, value: Any) -> float:
-        same = lambda each: type(each) is type(value) and each == value      # 1 == True == 1.0
+        same = lambda each: type(each) is type(value) and each == value  # 1 == True == 1.0
         return ([same(each) for each in self.values].index(True) + 0.5) / len(self.values)
 
 
@@ -178,15 +194,28 @@ class Space(dict):
         """
         for name in self:
             if any(isinstance(point[name], bool | str) or point[name] is None for point in points):
-                raise TypeError(f"Space.arrays: '{name}' is not a number; train separate programs for its values")
-        kind = lambda values: np.int32 if all(isinstance(value, int) for value in values) else np.float32
-        return {name: np.array(values := [point[name] for point in points], kind(values)) for name in self}
+                raise TypeError(
+                    f"Space.arrays: '{name}' is not a number; train separate programs for its values"
+                )
+        kind = lambda values: (
+            np.int32 if all(isinstance(value, int) for value in values) else np.float32
+        )
+        return {
+            name: np.array(values := [point[name] for point in points], kind(values))
+            for name in self
+        }
 
     def json(self) -> dict[str, Any]:
         """Returns the space as a dict of JSON types, in the format of a JSON file that `read` accepts."""
         names = {kind: name for name, kind in KINDS.items()}
-        return {name: {names[type(kind)]: list(kind.values) if isinstance(kind, Choice) else [kind.low, kind.high]}
-                for name, kind in self.items()}
+        return {
+            name: {
+                names[type(kind)]: list(kind.values)
+                if isinstance(kind, Choice)
+                else [kind.low, kind.high]
+            }
+            for name, kind in self.items()
+        }
 
     @classmethod
     def read(cls, source: str | os.PathLike | Mapping[str, Any]) -> Space:
@@ -206,25 +235,43 @@ class Space(dict):
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where} is not JSON: {error}") from None
         if not isinstance(content, Mapping) or not content:
-            raise ValueError(f"{where}: expected an object such as {{\"learning_rate\": {{\"log_uniform\": "
-                             "[0.001, 1]}}")
+            raise ValueError(
+                f'{where}: expected an object such as {{"learning_rate": {{"log_uniform": '
+                "[0.001, 1]}}"
+            )
         return cls({name: _kind(where, name, value) for name, value in content.items()})
 
 
 def _kind(where, name, value):
-    form = f"expected one of {', '.join(KINDS)} with its values, such as {{\"uniform\": [0, 1]}}"
-    if not isinstance(value, Mapping) or len(value) != 1 or (kind := next(iter(value))) not in KINDS:
+    form = f'expected one of {", ".join(KINDS)} with its values, such as {{"uniform": [0, 1]}}'
+    if (
+        not isinstance(value, Mapping)
+        or len(value) != 1
+        or (kind := next(iter(value))) not in KINDS
+    ):
         raise ValueError(f"{where}: '{name}' is {json.dumps(value)[:60]}; {form}")
     values = value[kind]
     if kind == "choice":
-        if not isinstance(values, list) or not values or any(isinstance(each, list | dict) for each in values):
-            raise ValueError(f"{where}: '{name}' needs a list of values, got {json.dumps(values)[:60]}")
+        if (
+            not isinstance(values, list)
+            or not values
+            or any(isinstance(each, list | dict) for each in values)
+        ):
+            raise ValueError(
+                f"{where}: '{name}' needs a list of values, got {json.dumps(values)[:60]}"
+            )
         return Choice(tuple(values))
-    numbers = isinstance(values, list) and len(values) == 2 and all(type(each) in (int, float) for each in values)
+    numbers = (
+        isinstance(values, list)
+        and len(values) == 2
+        and all(type(each) in (int, float) for each in values)
+    )
     if not numbers or not all(map(math.isfinite, values)) or values[0] > values[1]:
         raise ValueError(f"{where}: '{name}' needs [low, high], got {json.dumps(values)[:60]}")
     if kind == "log_uniform" and values[0] <= 0:
-        raise ValueError(f"{where}: '{name}' has the logarithm of {values[0]}; log_uniform needs low > 0")
+        raise ValueError(
+            f"{where}: '{name}' has the logarithm of {values[0]}; log_uniform needs low > 0"
+        )
     if kind == "integer" and any(type(each) is not int for each in values):
         raise ValueError(f"{where}: '{name}' needs integers, got {json.dumps(values)}")
     return KINDS[kind](*values)

@@ -33,9 +33,9 @@ from fnet.training._direction import direction
 from fnet.training.checkpoints._lock import Lock, Locked
 from fnet.training.loop._fingerprint import same_json
 
-_ATTEMPTS = 3      # attempts for a trial whose process is killed
-_STARTUP = 8       # number of trials at Sobol points before Bayesian optimization
-_POLL = 0.2        # seconds between two checks of trials that other processes have locked
+_ATTEMPTS = 3  # attempts for a trial whose process is killed
+_STARTUP = 8  # number of trials at Sobol points before Bayesian optimization
+_POLL = 0.2  # seconds between two checks of trials that other processes have locked
 _METRICS = ("validation/accuracy", "validation/loss", "test/accuracy", "test/loss", "train/loss")
 
 
@@ -81,11 +81,16 @@ class Sweep:
         with self.planning():
             if path.exists():
                 before = json.loads(path.read_text())
-                changed = [f"{name} was {before.get(name)!r}, is {value!r}" for name, value in settings.items()
-                           if not same_json(before.get(name), value)]
+                changed = [
+                    f"{name} was {before.get(name)!r}, is {value!r}"
+                    for name, value in settings.items()
+                    if not same_json(before.get(name), value)
+                ]
                 if changed:
-                    raise ValueError(f"{folder} has a sweep with other settings ({'; '.join(changed)[:400]}): use the "
-                                     "old ones, or another --workdir")
+                    raise ValueError(
+                        f"{folder} has a sweep with other settings ({'; '.join(changed)[:400]}): use the "
+                        "old ones, or another --workdir"
+                    )
             else:
                 _write(path, settings)
 
@@ -105,7 +110,11 @@ class Sweep:
 
     def trials(self) -> list[Trial]:
         """Returns all trials, sorted by index."""
-        return [Trial(path) for path in sorted((self.folder / "trials").iterdir()) if (path / "trial.json").exists()]
+        return [
+            Trial(path)
+            for path in sorted((self.folder / "trials").iterdir())
+            if (path / "trial.json").exists()
+        ]
 
     def claim(self, most: int | None) -> tuple[Trial, Lock] | None:
         """Locks an interrupted trial, or creates and locks a new trial. Returns (trial, lock), or None if there is no
@@ -117,7 +126,7 @@ class Sweep:
             trials = self.trials()
             for trial in trials:
                 if trial.result is None and (lock := _lock(trial.folder)) is not None:
-                    if trial.result is None:               # it may have ended before the lock was taken
+                    if trial.result is None:  # it may have ended before the lock was taken
                         return trial, lock
                     lock.release()
             if most is not None and len(trials) >= most:
@@ -129,8 +138,14 @@ class Sweep:
 
     def metric(self) -> str | None:
         """The metric by which the finished trials are compared, or None if no trial has finished."""
-        return next((result["metric"] for trial in self.trials() if (result := trial.result) and "metric" in result),
-                    None)
+        return next(
+            (
+                result["metric"]
+                for trial in self.trials()
+                if (result := trial.result) and "metric" in result
+            ),
+            None,
+        )
 
     def point(self, index: int, trials: Sequence[Trial]) -> dict[str, Any]:
         """Returns the hyperparameters of a new trial."""
@@ -151,9 +166,13 @@ class Sweep:
 
     def command(self, params: Mapping[str, Any], workdir: str | os.PathLike) -> list[str]:
         """Returns the command that runs a trial, as a list of arguments."""
-        return [sys.executable, self.settings["script"], *self.settings["flags"],
-                *(flag for name, value in params.items() for flag in _flag(name, value)),
-                f"--workdir={os.fspath(workdir)}"]
+        return [
+            sys.executable,
+            self.settings["script"],
+            *self.settings["flags"],
+            *(flag for name, value in params.items() for flag in _flag(name, value)),
+            f"--workdir={os.fspath(workdir)}",
+        ]
 
     def outcome(self, trial: Trial, code: int, seconds: float) -> dict[str, Any] | None:
         """Returns the result of a trial whose process has ended, or None if the trial was interrupted."""
@@ -161,40 +180,95 @@ class Sweep:
         output = (trial.folder / "output.txt").read_text(errors="replace").strip()
         if code != 0:
             lines = [line for line in output.splitlines() if line.strip()]
-            return ended | {"status": "failed", "reason": f"exit code {code}: {lines[-1][:300] if lines else ''}"}
+            return ended | {
+                "status": "failed",
+                "reason": f"exit code {code}: {lines[-1][:300] if lines else ''}",
+            }
         if not _finished(trial.folder / "run"):
             return None
-        values = {name: value for row in read_metrics(trial.folder / "run") for name, value in row.items()
-                  if value is not None}
-        name = self.settings["metric"] or self.metric() or next((each for each in _METRICS if each in values), None)
+        values = {
+            name: value
+            for row in read_metrics(trial.folder / "run")
+            for name, value in row.items()
+            if value is not None
+        }
+        name = (
+            self.settings["metric"]
+            or self.metric()
+            or next((each for each in _METRICS if each in values), None)
+        )
         if name not in values:
             known = ", ".join(sorted(values)[:20])
-            return ended | {"status": "failed", "reason": f"the run has no metric {name}; it has {known or 'none'}"}
+            return ended | {
+                "status": "failed",
+                "reason": f"the run has no metric {name}; it has {known or 'none'}",
+            }
         mode = direction(name, self.settings["mode"], "--mode=")
         return ended | {"status": "finished", "value": values[name], "metric": name, "mode": mode}
 
 
-def run(script: str, space: str, workdir: str, *, seconds: float, trials: int | None, metric: str | None,
-        mode: str | None, sampler: str, seed: int, flags: Sequence[str], workers: int = 1) -> int:
+def run(
+    script: str,
+    space: str,
+    workdir: str,
+    *,
+    seconds: float,
+    trials: int | None,
+    metric: str | None,
+    mode: str | None,
+    sampler: str,
+    seed: int,
+    flags: Sequence[str],
+    workers: int = 1,
+) -> int:
     """Runs the trials of a sweep until the time is over or all trials have a result. Returns the exit code."""
     if not Path(script).is_file():
         raise ValueError(f"{script}: no such file; expected an experiment")
     if metric is not None:
-        direction(metric, mode, "--mode=")                 # raises an error before the first trial
-    settings = {"script": os.path.abspath(script), "space": Space.read(space).json(), "metric": metric, "mode": mode,
-                "sampler": sampler, "seed": seed, "flags": list(flags)}
+        direction(metric, mode, "--mode=")  # raises an error before the first trial
+    settings = {
+        "script": os.path.abspath(script),
+        "space": Space.read(space).json(),
+        "metric": metric,
+        "mode": mode,
+        "sampler": sampler,
+        "seed": seed,
+        "flags": list(flags),
+    }
     if sampler == "bayesian":
         from fnet.search._programs import Bayesian
 
-        Bayesian(Space.read(space))                        # raises an error if Optuna is missing
+        Bayesian(Space.read(space))  # raises an error if Optuna is missing
     sweep = Sweep(Path(workdir), settings)
     others = []
     if workers > 1:
-        again = [sys.executable, "-m", "fnet.cli", "sweep", script, "--space", space, "--workdir", workdir, "--budget",
-                 f"{seconds}s", "--sampler", sampler, "--seed", str(seed)]
-        again += [part for name, value in (("trials", trials), ("metric", metric), ("mode", mode)) if value is not None
-                  for part in (f"--{name}", str(value))]
-        others = [subprocess.Popen([*again, "--", *flags], stdout=subprocess.DEVNULL) for _ in range(workers - 1)]
+        again = [
+            sys.executable,
+            "-m",
+            "fnet.cli",
+            "sweep",
+            script,
+            "--space",
+            space,
+            "--workdir",
+            workdir,
+            "--budget",
+            f"{seconds}s",
+            "--sampler",
+            sampler,
+            "--seed",
+            str(seed),
+        ]
+        again += [
+            part
+            for name, value in (("trials", trials), ("metric", metric), ("mode", mode))
+            if value is not None
+            for part in (f"--{name}", str(value))
+        ]
+        others = [
+            subprocess.Popen([*again, "--", *flags], stdout=subprocess.DEVNULL)
+            for _ in range(workers - 1)
+        ]
     signals = {}
 
     def stop(number, frame):
@@ -224,7 +298,9 @@ def _work(sweep, deadline, most):
         if claimed is None:
             if all(trial.result for trial in sweep.trials()):
                 return
-            time.sleep(_POLL)      # other workers run the last trials. If they are killed, this worker continues
+            time.sleep(
+                _POLL
+            )  # other workers run the last trials. If they are killed, this worker continues
             continue
         trial, lock = claimed
         try:
@@ -233,12 +309,18 @@ def _work(sweep, deadline, most):
             lock.release()
         if result is None:
             continue
-        shown = f"{result['metric']} {result['value']:.4g}" if result["status"] == "finished" else result["reason"]
+        shown = (
+            f"{result['metric']} {result['value']:.4g}"
+            if result["status"] == "finished"
+            else result["reason"]
+        )
         print(f"trial {trial.index}: {shown}  ({_said(trial.params)})", flush=True)
         _sweep_page.write(sweep)
         ended = [each.result for each in sweep.trials() if each.result]
         if len(ended) >= 3 and all(each["status"] == "failed" for each in ended):
-            raise ValueError(f"the first {len(ended)} trials failed; the last one: {ended[-1]['reason']}")
+            raise ValueError(
+                f"the first {len(ended)} trials failed; the last one: {ended[-1]['reason']}"
+            )
 
 
 def _execute(sweep, trial, lock, deadline):
@@ -246,8 +328,13 @@ def _execute(sweep, trial, lock, deadline):
     began, attempts = time.monotonic(), 0
     while True:
         with open(trial.folder / "output.txt", "ab") as output:
-            process = subprocess.Popen(sweep.command(trial.params, trial.folder / "run"), stdout=output, stderr=output,
-                                       stdin=subprocess.DEVNULL, pass_fds=(lock.fileno(),))
+            process = subprocess.Popen(
+                sweep.command(trial.params, trial.folder / "run"),
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(lock.fileno(),),
+            )
         try:
             code = process.wait(timeout=max(deadline - time.monotonic(), 0.01))
         except subprocess.TimeoutExpired:
@@ -257,12 +344,16 @@ def _execute(sweep, trial, lock, deadline):
             _stop(process)
             raise
         attempts += 1
-        if code < 0 and attempts < _ATTEMPTS:              # killed: it resumes from its checkpoint
+        if code < 0 and attempts < _ATTEMPTS:  # killed: it resumes from its checkpoint
             continue
         result = sweep.outcome(trial, code, time.monotonic() - began)
         if result is not None or attempts >= _ATTEMPTS:
-            result = result or {"status": "failed", "value": None, "reason": "it was interrupted several times",
-                                "seconds": time.monotonic() - began}
+            result = result or {
+                "status": "failed",
+                "value": None,
+                "reason": "it was interrupted several times",
+                "seconds": time.monotonic() - began,
+            }
             _write(trial.folder / "result.json", result)
             return result
 
@@ -296,9 +387,12 @@ def _report(sweep) -> Trial | None:
     if best is not None:
         metric = best.result["metric"]
         if sweep.settings["metric"] is None and not metric.startswith("validation/"):
-            print(f"warning: the runs have no validation metric, so the trials are compared by {metric}. The best "
-                  "value is then too optimistic for new data: log a metric of validation data, or pass --metric to say "
-                  "that you mean this one", file=sys.stderr)
+            print(
+                f"warning: the runs have no validation metric, so the trials are compared by {metric}. The best "
+                "value is then too optimistic for new data: log a metric of validation data, or pass --metric to say "
+                "that you mean this one",
+                file=sys.stderr,
+            )
         command = sweep.command(best.params, "runs/best")
         print(f"best: trial {best.index}, {best.result['metric']} {best.result['value']:.6g}")
         print(shlex.join(["python", *command[1:]]))
@@ -321,8 +415,10 @@ def _flag(name, value) -> list[str]:
 
 
 def _said(params) -> str:
-    return ", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                     for name, value in params.items())
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in params.items()
+    )
 
 
 def _write(path, content) -> None:

@@ -23,7 +23,9 @@ def best(trials: Sequence[Any]) -> Any:
     """The finished trial with the best value of the metric, or None if no trial has finished."""
     ended = finished(trials)
     sign = lambda trial: -1 if trial.result["mode"] == "min" else 1
-    return max(ended, key=lambda trial: (sign(trial) * trial.result["value"], -trial.index), default=None)
+    return max(
+        ended, key=lambda trial: (sign(trial) * trial.result["value"], -trial.index), default=None
+    )
 
 
 def finished(trials: Sequence[Any]) -> list[Any]:
@@ -32,8 +34,9 @@ def finished(trials: Sequence[Any]) -> list[Any]:
     return [trial for trial in ended if trial.result["metric"] == ended[0].result["metric"]]
 
 
-def importance(points: Sequence[Mapping[str, Any]], values: Sequence[float], space: Mapping[str, Any]
-               ) -> dict[str, tuple[float, float]]:
+def importance(
+    points: Sequence[Mapping[str, Any]], values: Sequence[float], space: Mapping[str, Any]
+) -> dict[str, tuple[float, float]]:
     """Returns (importance, p-value) for each hyperparameter.
 
     The importance of a hyperparameter is the share of the metric's variance that this hyperparameter alone explains.
@@ -66,7 +69,7 @@ def _explained(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
     total = ((values - values.mean(1, keepdims=True)) ** 2).sum(1)
     if count < 2 or trials <= count or not total[0] > 0:
         return np.zeros(len(values))
-    one_hot = (groups[:, None] == np.arange(groups.max() + 1)).astype(float)      # [trials, groups]
+    one_hot = (groups[:, None] == np.arange(groups.max() + 1)).astype(float)  # [trials, groups]
     means = values @ one_hot / np.maximum(one_hot.sum(0), 1)
     within = ((values - means[:, groups]) ** 2).sum(1)
     return 1 - within / (trials - count) / (total / (trials - 1))
@@ -86,31 +89,52 @@ def page(trials: Sequence[Any], space: Mapping[str, Any], settings: Mapping[str,
     ended = finished(trials)
     top, names = best(trials), list(space)
     metric = ended[0].result["metric"] if ended else settings["metric"] or "value"
-    parts = [f"<h1>Sweep of {escape(Path(settings['script']).name)}</h1>",
-             f"<p>{len(trials)} trials, {len(ended)} finished; {escape(metric)}; sampler "
-             f"{escape(settings['sampler'])}."]
+    parts = [
+        f"<h1>Sweep of {escape(Path(settings['script']).name)}</h1>",
+        f"<p>{len(trials)} trials, {len(ended)} finished; {escape(metric)}; sampler "
+        f"{escape(settings['sampler'])}.",
+    ]
     if top is not None:
         parts.append(f"<p>Best: trial {top.index} with {escape(metric)} {top.result['value']:.6g}.")
     if len(ended) > 1:
         parts += ["<h2>Parallel coordinates</h2>", _coordinates(ended, space, metric)]
         shares = importance([t.params for t in ended], [t.result["value"] for t in ended], space)
-        parts += ["<h2>Importance</h2><p>The share of the variance that each hyperparameter explains alone. A gray "
-                  "share is not significant: noise would explain as much with a probability of p &gt; 0.05.",
-                  _bars(shares)]
-    parts.append("<h2>Trials</h2><div class=scroll><table><tr>" + "".join(
-        f"<th>{escape(name)}</th>" for name in ("trial", metric, *names, "seconds", "status")) + "</tr>")
+        parts += [
+            "<h2>Importance</h2><p>The share of the variance that each hyperparameter explains alone. A gray "
+            "share is not significant: noise would explain as much with a probability of p &gt; 0.05.",
+            _bars(shares),
+        ]
+    parts.append(
+        "<h2>Trials</h2><div class=scroll><table><tr>"
+        + "".join(
+            f"<th>{escape(name)}</th>" for name in ("trial", metric, *names, "seconds", "status")
+        )
+        + "</tr>"
+    )
     order = lambda t: (t is not top, not (t.result and t.result["status"] == "finished"), t.index)
     for trial in sorted(trials, key=order):
         result = trial.result or {"status": "open", "value": None, "seconds": None}
         number = lambda x: "" if x is None else f"{x:.5g}" if isinstance(x, float) else str(x)
         status = result["status"] + (f": {result['reason']}" if "reason" in result else "")
-        cells = [trial.index, number(result["value"]), *(number(trial.params[name]) for name in names),
-                 number(result["seconds"]), status]
+        cells = [
+            trial.index,
+            number(result["value"]),
+            *(number(trial.params[name]) for name in names),
+            number(result["seconds"]),
+            status,
+        ]
         kind = "best" if trial is top else "failed" if result["status"] == "failed" else ""
-        parts.append(f"<tr class='{kind}'>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>")
+        parts.append(
+            f"<tr class='{kind}'>"
+            + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells)
+            + "</tr>"
+        )
     parts.append("</table></div>")
-    return (f"<!doctype html><html lang=en><meta charset=utf-8><title>fnet sweep</title><style>{_STYLE}</style>"
-            + "\n".join(parts) + "</html>\n")
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>fnet sweep</title><style>{_STYLE}</style>"
+        + "\n".join(parts)
+        + "</html>\n"
+    )
 
 
 def _coordinates(trials, space, metric) -> str:
@@ -123,21 +147,27 @@ def _coordinates(trials, space, metric) -> str:
     for trial, value in sorted(zip(trials, values), key=lambda pair: sign * pair[1]):
         share = (value - values.min()) / spread
         good = share if sign > 0 else 1 - share
-        ys = [height - 40 - (height - 80) * place for place in (
-            *(space[name].where(trial.params[name]) for name in space), share)]
+        ys = [
+            height - 40 - (height - 80) * place
+            for place in (*(space[name].where(trial.params[name]) for name in space), share)
+        ]
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys))
-        lines.append(f'<polyline points="{points}" fill="none" stroke="hsl({240 * (1 - good):.0f},70%,45%)" '
-                     f'stroke-opacity="0.7"><title>trial {trial.index}: {value:.5g}</title></polyline>')
+        lines.append(
+            f'<polyline points="{points}" fill="none" stroke="hsl({240 * (1 - good):.0f},70%,45%)" '
+            f'stroke-opacity="0.7"><title>trial {trial.index}: {value:.5g}</title></polyline>'
+        )
     for x, name in zip(xs, names):
         if name in space:
             low, high = space[name].at(0.0), space[name].at(1 - 1e-12)
         else:
             low, high = float(values.min()), float(values.max())
         label = lambda v: escape(f"{v:.4g}" if isinstance(v, float) else str(v))
-        lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="40" y2="{height - 40}" stroke="#666"/>'
-                     f'<text x="{x:.1f}" y="16" text-anchor="middle" font-size="13">{escape(name)}</text>'
-                     f'<text x="{x:.1f}" y="33" text-anchor="middle" font-size="11">{label(high)}</text>'
-                     f'<text x="{x:.1f}" y="{height - 22}" text-anchor="middle" font-size="11">{label(low)}</text>')
+        lines.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="40" y2="{height - 40}" stroke="#666"/>'
+            f'<text x="{x:.1f}" y="16" text-anchor="middle" font-size="13">{escape(name)}</text>'
+            f'<text x="{x:.1f}" y="33" text-anchor="middle" font-size="11">{label(high)}</text>'
+            f'<text x="{x:.1f}" y="{height - 22}" text-anchor="middle" font-size="11">{label(low)}</text>'
+        )
     return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="parallel coordinates">{"".join(lines)}</svg>'
 
 
@@ -145,8 +175,12 @@ def _bars(shares) -> str:
     rows = sorted(shares.items(), key=lambda pair: (pair[1][1] > _SIGNIFICANT, -pair[1][0]))
     marks = []
     for i, (name, (share, p)) in enumerate(rows):
-        color, note = ("#4a7ab5", "") if p <= _SIGNIFICANT else ("#ccc", f" not significant, p = {p:.2g}")
-        marks.append(f'<text x="150" y="{22 * i + 15}" text-anchor="end" font-size="13">{escape(name)}</text>'
-                     f'<rect x="160" y="{22 * i + 3}" width="{500 * share:.1f}" height="15" fill="{color}"/>'
-                     f'<text x="{165 + 500 * share:.1f}" y="{22 * i + 15}" font-size="12">{share:.0%}{note}</text>')
+        color, note = (
+            ("#4a7ab5", "") if p <= _SIGNIFICANT else ("#ccc", f" not significant, p = {p:.2g}")
+        )
+        marks.append(
+            f'<text x="150" y="{22 * i + 15}" text-anchor="end" font-size="13">{escape(name)}</text>'
+            f'<rect x="160" y="{22 * i + 3}" width="{500 * share:.1f}" height="15" fill="{color}"/>'
+            f'<text x="{165 + 500 * share:.1f}" y="{22 * i + 15}" font-size="12">{share:.0%}{note}</text>'
+        )
     return f'<svg viewBox="0 0 900 {22 * len(rows) + 4}" role="img" aria-label="importance">{"".join(marks)}</svg>'

@@ -1,12 +1,12 @@
 """Federated averaging: clients train on their own data, and a server combines their changes of the parameters.
 
-    from fnet.search import federated
+from fnet.search import federated
 
-    data = federated.clients(parts)                        # a tree of arrays for each client, of any length
-    local = federated.local(loss, optax.sgd(0.1))
-    round = federated.fedavg(local, data, server=optax.sgd(1.0), sampled=10, epochs=5, batch_size=10)
-    state = federated.init(jax.random.key(0), params, optax.sgd(1.0))
-    state = tr.fit(round, state, federated.no_batches, steps=20)
+data = federated.clients(parts)                        # a tree of arrays for each client, of any length
+local = federated.local(loss, optax.sgd(0.1))
+round = federated.fedavg(local, data, server=optax.sgd(1.0), sampled=10, epochs=5, batch_size=10)
+state = federated.init(jax.random.key(0), params, optax.sgd(1.0))
+state = tr.fit(round, state, federated.no_batches, steps=20)
 """
 
 from __future__ import annotations
@@ -90,13 +90,19 @@ def clients(parts: Sequence[Any]) -> Clients:
     for i, part in enumerate(parts):
         lengths = {np.shape(leaf)[0] for leaf in jax.tree.leaves(part)}
         if len(lengths) != 1 or 0 in lengths:
-            raise ValueError(f"clients: client {i} has arrays of {sorted(lengths)} examples; expected the same number "
-                             "for each, at least 1")
+            raise ValueError(
+                f"clients: client {i} has arrays of {sorted(lengths)} examples; expected the same number "
+                "for each, at least 1"
+            )
         sizes.append(lengths.pop())
     longest = max(sizes)
-    pad = lambda x: np.concatenate([x, np.zeros((longest - len(x), *np.shape(x)[1:]), np.asarray(x).dtype)])
-    return Clients(jax.tree.map(lambda *each: np.stack([pad(np.asarray(x)) for x in each]), *parts),
-                   np.asarray(sizes, np.int32))
+    pad = lambda x: np.concatenate(
+        [x, np.zeros((longest - len(x), *np.shape(x)[1:]), np.asarray(x).dtype)]
+    )
+    return Clients(
+        jax.tree.map(lambda *each: np.stack([pad(np.asarray(x)) for x in each]), *parts),
+        np.asarray(sizes, np.int32),
+    )
 
 
 def init(key: jax.Array, params: Any, server: optax.GradientTransformation) -> FederatedState:
@@ -110,7 +116,9 @@ def init(key: jax.Array, params: Any, server: optax.GradientTransformation) -> F
     >>> int(search.federated.init(jax.random.key(0), jnp.zeros(2), optax.sgd(1.0)).step)
     0
     """
-    return FederatedState(jnp.zeros((), jnp.int32), params, server.init(params), key, jnp.zeros((), jnp.float32))
+    return FederatedState(
+        jnp.zeros((), jnp.int32), params, server.init(params), key, jnp.zeros((), jnp.float32)
+    )
 
 
 def no_batches(step: int) -> np.ndarray:
@@ -140,8 +148,14 @@ class Local(NamedTuple):
     step: Callable
 
 
-def local(loss: Callable, optimizer: optax.GradientTransformation, *, proximal: float = 0.0, clip: float | None = None,
-          noise: float = 0.0) -> Local:
+def local(
+    loss: Callable,
+    optimizer: optax.GradientTransformation,
+    *,
+    proximal: float = 0.0,
+    clip: float | None = None,
+    noise: float = 0.0,
+) -> Local:
     """Returns a `Local`: two functions that train a client with an Optax optimizer. Each round of federated averaging
     initializes the optimizer state of a client again.
 
@@ -162,20 +176,27 @@ def local(loss: Callable, optimizer: optax.GradientTransformation, *, proximal: 
     >>> private = search.federated.local(loss, optax.sgd(0.1), clip=1.0, noise=0.5)
     """
     if proximal < 0 or noise < 0 or (clip is not None and clip <= 0):
-        raise ValueError(f"local: expected proximal >= 0, clip > 0 and noise >= 0; got {proximal}, {clip} and {noise}")
+        raise ValueError(
+            f"local: expected proximal >= 0, clip > 0 and noise >= 0; got {proximal}, {clip} and {noise}"
+        )
     if noise and clip is None:
-        raise ValueError(f"local(noise={noise}): noise needs clip=, the largest norm of the gradient of an example")
+        raise ValueError(
+            f"local(noise={noise}): noise needs clip=, the largest norm of the gradient of an example"
+        )
 
     def private(params, batch, weight, key):
         one = jnp.ones(1, weight.dtype)
         keys = jax.random.split(key)
-        values, grads = ft.per_example(lambda w, row: jax.value_and_grad(loss)(w, row, one, keys[0]))(params, batch)
-        each = lambda g: g * weight.reshape(-1, *[1] * (g.ndim - 1)).astype(g.dtype)      # padding is 0
+        values, grads = ft.per_example(
+            lambda w, row: jax.value_and_grad(loss)(w, row, one, keys[0])
+        )(params, batch)
+        each = lambda g: g * weight.reshape(-1, *[1] * (g.ndim - 1)).astype(g.dtype)  # padding is 0
         aggregate = optax.contrib.differentially_private_aggregate(clip, noise, key=keys[1])
         mean, _ = aggregate.update(jax.tree.map(each, grads), aggregate.init(params))
         scale = len(weight) / jnp.maximum(weight.sum(), 1)
         return (values * weight).sum() / jnp.maximum(weight.sum(), 1), jax.tree.map(
-            lambda g: g * scale.astype(g.dtype), mean)
+            lambda g: g * scale.astype(g.dtype), mean
+        )
 
     def step(carry, batch, weight, key, server):
         params, opt_state = carry
@@ -188,14 +209,25 @@ def local(loss: Callable, optimizer: optax.GradientTransformation, *, proximal: 
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, opt_state, params)
             params = optax.apply_updates(params, updates)
-        return (params, opt_state), {"loss": Mean(value.astype(jnp.float32) * weight.sum(), weight.sum())}
+        return (params, opt_state), {
+            "loss": Mean(value.astype(jnp.float32) * weight.sum(), weight.sum())
+        }
 
     return Local(lambda params: (params, optimizer.init(params)), step)
 
 
-def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.GradientTransformation, sampled: int,
-           epochs: int = 1, batch_size: int | None = None, dropout: float = 0.0, method: str = "auto",
-           devices: Sequence[jax.Device] | None = None) -> Callable:
+def fedavg(
+    local_step: Local | Callable,
+    data: Clients,
+    *,
+    server: optax.GradientTransformation,
+    sampled: int,
+    epochs: int = 1,
+    batch_size: int | None = None,
+    dropout: float = 0.0,
+    method: str = "auto",
+    devices: Sequence[jax.Device] | None = None,
+) -> Callable:
     """Returns one round of federated averaging as a step for `tr.fit`.
 
     A round draws `sampled` different clients at random, and each of these clients receives the parameters w of the
@@ -251,18 +283,27 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
     0.5
     """
     total = len(data.sizes)
-    for name, value, high in (("sampled", sampled, total), ("epochs", epochs, 10**6),
-                              ("batch_size", batch_size or 1, 10**9)):
+    for name, value, high in (
+        ("sampled", sampled, total),
+        ("epochs", epochs, 10**6),
+        ("batch_size", batch_size or 1, 10**9),
+    ):
         if not 1 <= value <= high:
             raise ValueError(f"fedavg({name}={value}): expected a number from 1 to {high}")
     if not 0 <= dropout < 1:
         raise ValueError(f"fedavg(dropout={dropout}): expected a probability in [0, 1)")
     devices = None if devices is None else list(devices)
     if devices is not None and sampled % len(devices):
-        raise ValueError(f"fedavg: {sampled} clients cannot be divided evenly among {len(devices)} devices")
-    if devices is not None and jax.process_index() not in {device.process_index for device in devices}:
-        raise ValueError(f"fedavg: process {jax.process_index()} has none of the devices; give each process one, as in "
-                         "devices=jax.devices()")
+        raise ValueError(
+            f"fedavg: {sampled} clients cannot be divided evenly among {len(devices)} devices"
+        )
+    if devices is not None and jax.process_index() not in {
+        device.process_index for device in devices
+    }:
+        raise ValueError(
+            f"fedavg: process {jax.process_index()} has none of the devices; give each process one, as in "
+            "devices=jax.devices()"
+        )
     if not isinstance(local_step, Local):
         plain = local_step
 

@@ -19,7 +19,10 @@ def widened(leaf: Any) -> jax.Array:
 
     An average moves by a small fraction of a difference in each step. In bfloat16, an addition of less than 1/512 is
     rounded away, so that the average would never move."""
-    if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and jnp.finfo(jnp.result_type(leaf)).bits < 32:
+    if (
+        jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        and jnp.finfo(jnp.result_type(leaf)).bits < 32
+    ):
         return jnp.asarray(leaf).astype(jnp.float32)
     return jnp.copy(leaf)
 
@@ -82,7 +85,9 @@ def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformati
     2.0
     """
     if start < 1 or every < 1:
-        raise ValueError(f"average_weights: expected start >= 1 and every >= 1; got {start} and {every}")
+        raise ValueError(
+            f"average_weights: expected start >= 1 and every >= 1; got {start} and {every}"
+        )
 
     def init(params):
         zeros = lambda x: jnp.zeros_like(widened(x)) if averages(x) else jnp.copy(x)
@@ -90,7 +95,9 @@ def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformati
 
     def update(updates, state, params=None):
         if params is None:
-            raise ValueError("average_weights: call update(grads, state, params) with the parameters")
+            raise ValueError(
+                "average_weights: call update(grads, state, params) with the parameters"
+            )
         step = state.step + 1
         take = (step >= start) & ((step - start) % every == 0)
         count = state.count + take.astype(jnp.int32)
@@ -101,7 +108,7 @@ def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformati
             share = take.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32)
             return mean + share.astype(mean.dtype) * (new.astype(mean.dtype) - mean)
 
-        with jax.numpy_dtype_promotion("standard"):        # updates may be float32 for 16-bit parameters
+        with jax.numpy_dtype_promotion("standard"):  # updates may be float32 for 16-bit parameters
             new = optax.apply_updates(params, updates)
         return updates, AverageState(step, count, jax.tree.map(moved, state.mean, params, new))
 
@@ -125,7 +132,11 @@ def averaged_weights(opt_state: Any) -> Any:
     is_average = lambda node: isinstance(node, AverageState)
     found = [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=is_average) if is_average(leaf)]
     if len(found) != 1:
-        raise ValueError(f"averaged_weights: expected one average_weights in the optimizer; got {len(found)}")
+        raise ValueError(
+            f"averaged_weights: expected one average_weights in the optimizer; got {len(found)}"
+        )
     if not isinstance(found[0].count, jax.core.Tracer) and not int(found[0].count):
-        raise ValueError(f"averaged_weights: nothing was averaged in {int(found[0].step)} updates; train up to `start`")
+        raise ValueError(
+            f"averaged_weights: nothing was averaged in {int(found[0].step)} updates; train up to `start`"
+        )
     return found[0].mean

@@ -50,16 +50,24 @@ def leaves(tree: Any) -> Iterator[Leaf]:
 
 
 def _below(node, names, owner, inside):
-    children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
+    children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[
+        0
+    ]
     if len(children) == 1 and not children[0][0]:
-        yield Leaf(names, node, owner) if inside is None else Leaf(inside, node, owner, "/".join(names[len(inside):]))
+        yield (
+            Leaf(names, node, owner)
+            if inside is None
+            else Leaf(inside, node, owner, "/".join(names[len(inside) :]))
+        )
         return
     inside = names if inside is None and is_implicit(node) else inside
     for path, child in children:
         name = path[-1]
         text = str(getattr(name, "name", getattr(name, "key", getattr(name, "idx", name))))
         boxed = text == "value" and _is_flax_variable(node)
-        yield from _below(child, names if boxed else (*names, text), owner if boxed else node, inside)
+        yield from _below(
+            child, names if boxed else (*names, text), owner if boxed else node, inside
+        )
 
 
 def _is_flax_variable(node) -> bool:
@@ -85,16 +93,26 @@ class Layout:
     def of(cls, leaf: Leaf, roles: tuple[str | None, ...], who: str) -> Layout:
         shape, groups, plain = leaf.value.shape, 1, []
         if len(roles) != len(shape):
-            raise ValueError(f"{who}: axes= names {len(roles)} axes of {leaf.shown} ({' '.join(map(str, roles))}): "
-                             "write one word for each axis")
+            raise ValueError(
+                f"{who}: axes= names {len(roles)} axes of {leaf.shown} ({' '.join(map(str, roles))}): "
+                "write one word for each axis"
+            )
         for role, size in zip(roles, shape):
             count, star, word = (role or "").partition("*")
             if not star:
                 plain.append(role)
                 continue
-            if word != "out" or not count.isdecimal() or int(count) < 1 or size % int(count) or groups > 1:
-                raise ValueError(f"{who}: axes= says '{role}' of an axis with {size} elements of {leaf.shown}: "
-                                 "expected one such axis, N*out for N groups of outputs of one size")
+            if (
+                word != "out"
+                or not count.isdecimal()
+                or int(count) < 1
+                or size % int(count)
+                or groups > 1
+            ):
+                raise ValueError(
+                    f"{who}: axes= says '{role}' of an axis with {size} elements of {leaf.shown}: "
+                    "expected one such axis, N*out for N groups of outputs of one size"
+                )
             groups = int(count)
             plain.append("grouped" if groups > 1 else "out")
         return cls(tuple(plain), groups)
@@ -139,7 +157,7 @@ class Layout:
         roles = list(self.roles)
         if "grouped" in roles:
             at = roles.index("grouped")
-            roles[at:at + 1] = ["group", "out"]
+            roles[at : at + 1] = ["group", "out"]
         layers = [i for i, role in enumerate(roles) if role == "layers"]
         layers += [i for i, role in enumerate(roles) if role == "group"]
         columns = [i for i, role in enumerate(roles) if role in _OUTPUTS]
@@ -149,7 +167,7 @@ class Layout:
         if "grouped" not in self.roles:
             return shape
         at = self.roles.index("grouped")
-        return (*shape[:at], self.groups, shape[at] // self.groups, *shape[at + 1:])
+        return (*shape[:at], self.groups, shape[at] // self.groups, *shape[at + 1 :])
 
     def without_groups(self) -> Layout:
         """Returns the layout in which the groups of outputs belong to one layer."""
@@ -163,9 +181,16 @@ class Layout:
         x = x.transpose(*layers, *rows, *columns)
         if not merge:
             return x
-        height, width = (math.prod(x.shape[i] for i in range(len(x.shape))[part]) for part in (
-            slice(len(layers), len(layers) + len(rows)), slice(len(layers) + len(rows), None)))
-        return x.reshape(*x.shape[:len(layers)], *((height, width) if self.rank == 2 else (height * width,)))
+        height, width = (
+            math.prod(x.shape[i] for i in range(len(x.shape))[part])
+            for part in (
+                slice(len(layers), len(layers) + len(rows)),
+                slice(len(layers) + len(rows), None),
+            )
+        )
+        return x.reshape(
+            *x.shape[: len(layers)], *((height, width) if self.rank == 2 else (height * width,))
+        )
 
     def joined(self, x: jax.Array, shape: tuple[int, ...], *, merge: bool) -> jax.Array:
         """Returns the array of the given shape whose view is `x`."""
@@ -188,8 +213,10 @@ class Axes:
         several = isinstance(axes, list | tuple) and not isinstance(axes, Spec)
         self._all = list(axes) if several else [] if axes is None else [axes]
         self._all = [each.params if isinstance(each, Spec) else each for each in self._all]
-        self._trees = [None if isinstance(each, Mapping) else {leaf.names: leaf.value for leaf in leaves(each)}
-                       for each in self._all]
+        self._trees = [
+            None if isinstance(each, Mapping) else {leaf.names: leaf.value for leaf in leaves(each)}
+            for each in self._all
+        ]
 
     def roles(self, leaf: Leaf) -> tuple[str | None, ...] | None:
         """Returns the roles of a parameter's axes, or None if nothing names them. Later entries win."""
@@ -200,7 +227,7 @@ class Axes:
                 known = tuple(known.split())
             elif isinstance(known, ParamSpec):
                 known = known.roles
-                if known is not None and leaf.part == "b":      # the second factor of a low-rank kernel
+                if known is not None and leaf.part == "b":  # the second factor of a low-rank kernel
                     known = (*(role for role in known if role == "layers"), "in", "out")
             found = found if known is None else known
         return found
@@ -228,25 +255,32 @@ class Axes:
 
     def unknown(self, leaf: Leaf) -> str:
         """The message for a parameter whose axes are not known."""
-        return (f"{self.who}: which axes of {leaf.shown} are layers, inputs and outputs is not known, and {self.who} "
-                f"treats each layer by itself. For a model of fnet, write axes=model.spec(x). Else name the axes of "
-                f"each parameter, by patterns of paths:\n"
-                f"    tr.optimizer({self.who!r}, ..., axes={{\".*/kernel\": \"layers in out\", \".*/bias\": \"layers "
-                f"out\", {leaf.path!r}: \"...\"}})\n"
-                "Words: layers (separate layers or experts), in, out, N*out (N groups), logits; any other word, such "
-                "as vocab, is none of these. In a layer of fnet, declare them: "
-                "scope.param(..., roles=(\"in\", \"out\"))")
+        return (
+            f"{self.who}: which axes of {leaf.shown} are layers, inputs and outputs is not known, and {self.who} "
+            f"treats each layer by itself. For a model of fnet, write axes=model.spec(x). Else name the axes of "
+            f"each parameter, by patterns of paths:\n"
+            f'    tr.optimizer({self.who!r}, ..., axes={{".*/kernel": "layers in out", ".*/bias": "layers '
+            f'out", {leaf.path!r}: "..."}})\n'
+            "Words: layers (separate layers or experts), in, out, N*out (N groups), logits; any other word, such "
+            "as vocab, is none of these. In a layer of fnet, declare them: "
+            'scope.param(..., roles=("in", "out"))'
+        )
 
     def _check(self, params, every):
-        if any(isinstance(node, optax.MaskedNode) for node in jax.tree.leaves(params, is_leaf=_is_masked)):
-            return                                          # the other leaves are in another transformation
+        if any(
+            isinstance(node, optax.MaskedNode)
+            for node in jax.tree.leaves(params, is_leaf=_is_masked)
+        ):
+            return  # the other leaves are in another transformation
         paths = [leaf.path for leaf in every]
         for each, tree in zip(self._all, self._trees):
             for pattern, words in each.items() if tree is None else ():
                 if isinstance(words, str) and not any(_matches(pattern, leaf) for leaf in every):
                     near = difflib.get_close_matches(pattern, paths, 3, 0.3) or paths[:3]
-                    raise ValueError(f"{self.who}: the pattern {pattern!r} of axes= matches no parameter; nearest: "
-                                     f"{', '.join(map(repr, near))}")
+                    raise ValueError(
+                        f"{self.who}: the pattern {pattern!r} of axes= matches no parameter; nearest: "
+                        f"{', '.join(map(repr, near))}"
+                    )
 
 
 def _is_masked(node) -> bool:
@@ -261,7 +295,11 @@ def _words(axes: Mapping, leaf: Leaf):
         node = node.get(name) if isinstance(node, Mapping) else None
     if isinstance(node, str | ParamSpec):
         return node
-    words = [words for pattern, words in axes.items() if isinstance(words, str) and _matches(pattern, leaf)]
+    words = [
+        words
+        for pattern, words in axes.items()
+        if isinstance(words, str) and _matches(pattern, leaf)
+    ]
     return words[-1] if words else None
 
 
@@ -269,6 +307,8 @@ def _matches(pattern: str, leaf: Leaf) -> bool:
     """Whether a regular expression matches the complete path of a leaf, or the first names of the path."""
     names = leaf.path.split("/")
     try:
-        return any(re.fullmatch(pattern, "/".join(names[:i + 1])) for i in range(len(names)))
+        return any(re.fullmatch(pattern, "/".join(names[: i + 1])) for i in range(len(names)))
     except re.error as error:
-        raise ValueError(f"axes: the pattern {pattern!r} is not a regular expression: {error}") from None
+        raise ValueError(
+            f"axes: the pattern {pattern!r} is not a regular expression: {error}"
+        ) from None

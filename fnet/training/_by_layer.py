@@ -53,8 +53,9 @@ def by_layer(optimizer: optax.GradientTransformation, axes: Any) -> optax.Gradie
     return each_layer(lambda _: optimizer, Axes(axes, "by_layer"))
 
 
-def each_layer(build: Callable[[Any], optax.GradientTransformation], axes: Axes, *,
-               matrices: bool = True) -> optax.GradientTransformationExtraArgs:
+def each_layer(
+    build: Callable[[Any], optax.GradientTransformation], axes: Axes, *, matrices: bool = True
+) -> optax.GradientTransformationExtraArgs:
     """Returns the transformation of `by_layer`.
 
     Args:
@@ -72,14 +73,20 @@ def each_layer(build: Callable[[Any], optax.GradientTransformation], axes: Axes,
             layouts = [layout.without_groups() for layout in layouts]
         sizes = [layout.separate(x.shape) for layout, x in zip(layouts, jax.tree.leaves(tree))]
         for size in sorted(set(sizes)) or [()]:
-            yield "x".join(map(str, size)) or _ONE, size, {i: layouts[i] for i, own in enumerate(sizes) if own == size}
+            yield (
+                "x".join(map(str, size)) or _ONE,
+                size,
+                {i: layouts[i] for i, own in enumerate(sizes) if own == size},
+            )
 
     def only(structure, chosen):
         return structure.unflatten([chosen.get(i) for i in range(structure.num_leaves)])
 
     def viewed(tree, layouts):
         leaves, structure = jax.tree.flatten(tree)
-        return only(structure, {i: layout.view(leaves[i], merge=matrices) for i, layout in layouts.items()})
+        return only(
+            structure, {i: layout.view(leaves[i], merge=matrices) for i, layout in layouts.items()}
+        )
 
     def mapped(function, size):
         for _ in size:
@@ -99,7 +106,9 @@ def each_layer(build: Callable[[Any], optax.GradientTransformation], axes: Axes,
         held = {_ONE: state} if [name for name, *_ in parts] == [_ONE] else state
         for name, size, layouts in parts:
             transformation = optax.with_extra_args_support(build(only(structure, layouts)))
-            one = mapped(lambda *arrays, transform=transformation.update: transform(*arrays, **extra), size)
+            one = mapped(
+                lambda *arrays, transform=transformation.update: transform(*arrays, **extra), size
+            )
             seen = None if params is None else viewed(params, layouts)
             new, states[name] = one(viewed(updates, layouts), held[name], seen)
             for (i, layout), x in zip(layouts.items(), jax.tree.leaves(new), strict=True):

@@ -14,7 +14,7 @@ from fnet.training.checkpoints._storage import StorePath, location, write_whole
 
 Config = TypeVar("Config")
 CONFIG = "config.json"
-LENGTHS = ("steps", "epochs")      # fields that state the length of a run, which may be increased
+LENGTHS = ("steps", "epochs")  # fields that state the length of a run, which may be increased
 
 
 class ConfigError(ValueError):
@@ -97,7 +97,7 @@ def load_config(cls: type[Config], path: str | os.PathLike) -> Config:
         raise ConfigError(f"{path}: no such file") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error})") from None
-    except (ValueError, RecursionError) as error:          # not JSON, not text, or nested without end
+    except (ValueError, RecursionError) as error:  # not JSON, not text, or nested without end
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds a JSON {type(values).__name__}, expected an object")
@@ -154,9 +154,14 @@ def same_config(config: Any, workdir: str | os.PathLike, *, but: tuple[str, ...]
         return
     old = dataclasses.asdict(load_config(type(config), path))
     new = dataclasses.asdict(config)
-    free = {*but, *(field.name for field in dataclasses.fields(config) if not field.compare),
-            *(k for k in LENGTHS if k in new and None not in (old[k], new[k]) and new[k] >= old[k])}
-    changed = [f"{k} was {old[k]!r}, is {new[k]!r}" for k in new if k not in free and old[k] != new[k]]
+    free = {
+        *but,
+        *(field.name for field in dataclasses.fields(config) if not field.compare),
+        *(k for k in LENGTHS if k in new and None not in (old[k], new[k]) and new[k] >= old[k]),
+    }
+    changed = [
+        f"{k} was {old[k]!r}, is {new[k]!r}" for k in new if k not in free and old[k] != new[k]
+    ]
     if changed:
         raise ConfigError(
             f"{workdir} holds a run with another configuration ({'; '.join(changed)}): "

@@ -11,9 +11,38 @@ import jax.numpy as jnp
 from fnet.training._axes import Axes, Leaf, leaves
 
 # Words of a parameter's name, in lower case and without digits.
-_SPARED = {"bias", "biases", "b", "beta", "offset", "shift", "scale", "scales", "gamma", "gain", "slope"}
-_DECAYED = {"kernel", "kernels", "w", "weights", "matrix", "embedding", "embeddings", "embed", "table", "token",
-            "tokens", "position", "positions", "pos", "gate", "up", "down"}
+_SPARED = {
+    "bias",
+    "biases",
+    "b",
+    "beta",
+    "offset",
+    "shift",
+    "scale",
+    "scales",
+    "gamma",
+    "gain",
+    "slope",
+}
+_DECAYED = {
+    "kernel",
+    "kernels",
+    "w",
+    "weights",
+    "matrix",
+    "embedding",
+    "embeddings",
+    "embed",
+    "table",
+    "token",
+    "tokens",
+    "position",
+    "positions",
+    "pos",
+    "gate",
+    "up",
+    "down",
+}
 _EQUINOX_NORMS = {"LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm"}
 _PARTS_OF_IMPLICIT_ARRAYS = {"a", "b", "base", "values", "codes"}
 
@@ -48,25 +77,29 @@ def _decays(leaf: Leaf, axes: Axes) -> bool:
     if not jnp.issubdtype(jnp.result_type(leaf.value), jnp.inexact):
         return False
     if leaf.part is not None and leaf.part.split("/")[-1] not in _PARTS_OF_IMPLICIT_ARRAYS:
-        return False                                        # a scale or a step size
+        return False  # a scale or a step size
     layout = axes.layout(leaf)
     if layout is not None and layout.declared and None not in layout.roles:
         return not layout.spared
     if (named := _by_name(leaf)) is None:
         raise ValueError(
             f"weight decay: whether {leaf.shown} is a bias or a scale is not known from its name. Say what its axes "
-            f"are, for example tr.optimizer(..., axes={{{leaf.path!r}: \"in out\"}}) for a matrix, {{{leaf.path!r}: "
-            f"\"out\"}} for a bias or a scale, \"layers out\" if it is stacked; or pass decay_all=True")
+            f'are, for example tr.optimizer(..., axes={{{leaf.path!r}: "in out"}}) for a matrix, {{{leaf.path!r}: '
+            f'"out"}} for a bias or a scale, "layers out" if it is stacked; or pass decay_all=True'
+        )
     return named
 
 
 def _by_name(leaf: Leaf) -> bool | None:
     """Whether a leaf decays according to its name and to the module that contains it; None if they do not say."""
-    words = {re.sub(r"\d+", "", word) for word in re.split(r"[\W_]+", leaf.names[-1].lower() if leaf.names else "")}
+    words = {
+        re.sub(r"\d+", "", word)
+        for word in re.split(r"[\W_]+", leaf.names[-1].lower() if leaf.names else "")
+    }
     bases = [base for base in type(leaf.owner).__mro__ if base.__module__.startswith("equinox.nn")]
     if any(base.__name__ in _EQUINOX_NORMS for base in bases):
         return False
-    if "lora" in words:                                     # lora_a and lora_b of nnx
+    if "lora" in words:  # lora_a and lora_b of nnx
         return True
     if words & _SPARED:
         return False

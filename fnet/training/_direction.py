@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
-_LARGEST = ("accuracy", "auc", "auroc", "bleu", "f1", "iou", "map", "miou", "precision", "psnr", "r2", "recall",
-            "rouge", "ssim", "top1", "top5")
-_SMALLEST = ("cer", "error", "fid", "kl", "loss", "mae", "mape", "mse", "nll", "perplexity", "rmse", "wer")
+_LARGEST = (
+    "accuracy",
+    "auc",
+    "auroc",
+    "bleu",
+    "f1",
+    "iou",
+    "map",
+    "miou",
+    "precision",
+    "psnr",
+    "r2",
+    "recall",
+    "rouge",
+    "ssim",
+    "top1",
+    "top5",
+)
+_SMALLEST = (
+    "cer",
+    "error",
+    "fid",
+    "kl",
+    "loss",
+    "mae",
+    "mape",
+    "mse",
+    "nll",
+    "perplexity",
+    "rmse",
+    "wer",
+)
 DIRECTIONS = dict.fromkeys(_LARGEST, "max") | dict.fromkeys(_SMALLEST, "min")
-_MEMBERS = ("mean", "min", "max")      # of a population: validation/accuracy/max
+_MEMBERS = ("mean", "min", "max")  # of a population: validation/accuracy/max
 
 
 def direction(metric: str, mode: str | None, option: str) -> str:
@@ -24,7 +53,13 @@ def direction(metric: str, mode: str | None, option: str) -> str:
             raise ValueError(f"{option}'{mode}': the best value is the 'max' or the 'min'")
         return mode
     parts = metric.split("/")
-    name = parts[-2] if len(parts) > 1 and (parts[-1] in _MEMBERS or parts[-1].isdecimal()) else parts[-1]
+    name = (
+        parts[-2]
+        if len(parts) > 1 and (parts[-1] in _MEMBERS or parts[-1].isdecimal())
+        else parts[-1]
+    )
     if name.lower() not in DIRECTIONS:
-        raise ValueError(f"'{metric}': is its largest or its smallest value the best? Pass {option}max or {option}min")
+        raise ValueError(
+            f"'{metric}': is its largest or its smallest value the best? Pass {option}max or {option}min"
+        )
     return DIRECTIONS[name.lower()]

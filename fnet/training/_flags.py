@@ -24,12 +24,18 @@ if TYPE_CHECKING:
     from absl.flags import FlagValues
 
 Config = TypeVar("Config")
-SEED = "[0, 4294967295]"         # what jax.random.key takes
-STEPS = "[1, 2147483647]"        # what an int32 counter holds
+SEED = "[0, 4294967295]"  # what jax.random.key takes
+STEPS = "[1, 2147483647]"  # what an int32 counter holds
 
 
-def option(default: Any, help: str, *, within: str | None = None, choices: Sequence[str] | None = None,
-           decides: bool = True) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *,
+    within: str | None = None,
+    choices: Sequence[str] | None = None,
+    decides: bool = True,
+) -> Any:
     """Returns a field for the dataclass of a configuration.
 
     Args:
@@ -65,19 +71,33 @@ def define(cls: type, values: FlagValues, *, by: str | None = None) -> None:
     """
     from absl import flags
 
-    kinds = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
+    kinds = {
+        bool: flags.DEFINE_bool,
+        int: flags.DEFINE_integer,
+        float: flags.DEFINE_float,
+        str: flags.DEFINE_string,
+    }
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind = (typing.get_args(hints[field.name]) or (hints[field.name],))[0]
         default = f"set by --{by}" if field.default is None and by else field.default
         text = f"{field.metadata.get('help', field.name)} (default: {default})"
         kinds[kind](field.name, None, text, flag_values=values)
-    flags.DEFINE_string("config", None, "JSON file with values of the flags, such as config.json of another run",
-                        flag_values=values)
+    flags.DEFINE_string(
+        "config",
+        None,
+        "JSON file with values of the flags, such as config.json of another run",
+        flag_values=values,
+    )
 
 
-def read(cls: type[Config], values: FlagValues, presets: Mapping[str, Mapping[str, Any]] | None = None, *,
-         by: str | None = None) -> Config:
+def read(
+    cls: type[Config],
+    values: FlagValues,
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    by: str | None = None,
+) -> Config:
     """Returns the configuration that the flags describe.
 
     `read` takes the value of a field from the first of these sources that contains a value: the flag of the field, the
@@ -104,7 +124,10 @@ def read(cls: type[Config], values: FlagValues, presets: Mapping[str, Mapping[st
         choice = chosen.get(by, cls.__dataclass_fields__[by].default)
         if choice not in presets:
             raise ConfigError(f"--{by}={choice}: use {', '.join(presets)}")
-        chosen = {**presets[choice], **{name: value for name, value in chosen.items() if value is not None}}
+        chosen = {
+            **presets[choice],
+            **{name: value for name, value in chosen.items() if value is not None},
+        }
     return from_dict(cls, chosen)
 
 

@@ -63,7 +63,9 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
         more, wrong, last = _parsed(path.read_bytes())
         for number, line in wrong.items():
             if number < last:
-                raise ValueError(f"{path}, line {number} is not JSON with an integer 'step', remove it: {line[:80]!r}")
+                raise ValueError(
+                    f"{path}, line {number} is not JSON with an integer 'step', remove it: {line[:80]!r}"
+                )
         rows += more
     return rows
 
@@ -78,7 +80,11 @@ def _parsed(raw: bytes) -> tuple[list[dict[str, Any]], dict[int, str], int]:
             if not isinstance(row, dict) or type(row["step"]) is not int:
                 raise ValueError
             rows.append(row)
-        except (ValueError, KeyError, RecursionError):     # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        except (
+            ValueError,
+            KeyError,
+            RecursionError,
+        ):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
             wrong[number] = line[:1000].decode(errors="replace")
     return rows, wrong, number
 
@@ -111,11 +117,19 @@ class Logger:
     [{'step': 1, 'train/loss': 0.5}]
     """
 
-    hyperparameters: Mapping[str, Any] | None = None       # shown by TensorBoard; set them before the first line
-    compared: Sequence[str] = ()                           # shown with them: the metrics by which runs are compared
+    hyperparameters: Mapping[str, Any] | None = (
+        None  # shown by TensorBoard; set them before the first line
+    )
+    compared: Sequence[str] = ()  # shown with them: the metrics by which runs are compared
 
-    def __init__(self, workdir: str | os.PathLike, *, step: int = 0, tensorboard: bool = True,
-                 again: Collection[str] = ()):
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        *,
+        step: int = 0,
+        tensorboard: bool = True,
+        again: Collection[str] = (),
+    ):
         self.workdir = location(workdir)
         self.workdir.mkdir(parents=True, exist_ok=True)
         self._tensorboard = tensorboard
@@ -131,10 +145,18 @@ class Logger:
         if torn := wrong.keys() - {last}:
             kept = path.parent / f"{path.name}.damaged"
             kept.write_bytes(raw)
-            warnings.warn(f"{path}: {len(torn)} damaged lines were left out, the first of them line {min(torn)}; "
-                          f"the file is kept as {kept.name}", LogWarning, stacklevel=6)
-        repeated = lambda row: row["step"] == step and not again.isdisjoint(
-            part for name in row for part in (name, name.partition("/")[0]))
+            warnings.warn(
+                f"{path}: {len(torn)} damaged lines were left out, the first of them line {min(torn)}; "
+                f"the file is kept as {kept.name}",
+                LogWarning,
+                stacklevel=6,
+            )
+        repeated = lambda row: (
+            row["step"] == step
+            and not again.isdisjoint(
+                part for name in row for part in (name, name.partition("/")[0])
+            )
+        )
         rows = [row for row in rows if row["step"] <= step and not repeated(row)] if step else []
         return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
@@ -159,7 +181,9 @@ class Logger:
             if self._events is None:
                 self._events = _Events(self.workdir / EVENTS, self._step + 1)
                 if self.hyperparameters:
-                    self._events.summarize(self._step, hyperparameters(self.hyperparameters, self.compared))
+                    self._events.summarize(
+                        self._step, hyperparameters(self.hyperparameters, self.compared)
+                    )
             self._events.write(step, scalars | media)
 
     def note(self, step: int, text: str) -> None:
@@ -171,7 +195,11 @@ class Logger:
         if isinstance(self.workdir, StorePath):
             return
         with contextlib.suppress(OSError), open(self.workdir / NOTES, "ab") as file:
-            file.write((json.dumps({"step": step, "time": round(time.time(), 3), "text": text}) + "\n").encode())
+            file.write(
+                (
+                    json.dumps({"step": step, "time": round(time.time(), 3), "text": text}) + "\n"
+                ).encode()
+            )
 
     def close(self) -> None:
         self._file.close()
@@ -181,7 +209,9 @@ class Logger:
 
 def _exact(value: Any, rounded: float) -> float | int:
     """Returns an integer that float64 rounds as an integer, and any other value as a float."""
-    whole = isinstance(value, int) or (hasattr(value, "dtype") and np.dtype(value.dtype).kind in "iu")
+    whole = isinstance(value, int) or (
+        hasattr(value, "dtype") and np.dtype(value.dtype).kind in "iu"
+    )
     return int(value) if whole and int(value) != rounded else rounded
 
 
@@ -193,7 +223,9 @@ class _Events:
 
     def __init__(self, folder: Path | StorePath, first: int):
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = _append.appending(folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}")
+        self._file = _append.appending(
+            folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+        )
         self._event(file_version="brain.Event:2")
         from tensorboardX.proto.event_pb2 import SessionLog
 
@@ -206,7 +238,11 @@ class _Events:
         shown = []
         for name, value in values.items():
             tag = re.sub(r"[^-/\w.]", "_", name)
-            shown += value.summaries(tag) if isinstance(value, MEDIA) else [Summary.Value(tag=tag, simple_value=value)]
+            shown += (
+                value.summaries(tag)
+                if isinstance(value, MEDIA)
+                else [Summary.Value(tag=tag, simple_value=value)]
+            )
         self.summarize(step, shown)
 
     def summarize(self, step: int, shown: Sequence[Any]) -> None:
@@ -232,7 +268,7 @@ def _written(file: Any, data: bytes) -> None:
     only a part of `data`."""
     try:
         while data:
-            data = data[file.write(data):]
+            data = data[file.write(data) :]
     except StorageError:
         raise
     except OSError as error:

@@ -38,8 +38,14 @@ class Histogram:
             return []
         counts, edges = np.histogram(self.values, self.bins)
         proto = HistogramProto(
-            min=self.values.min(), max=self.values.max(), num=self.values.size, sum=self.values.sum(),
-            sum_squares=self.values @ self.values, bucket_limit=edges.tolist(), bucket=[0, *counts.tolist()])
+            min=self.values.min(),
+            max=self.values.max(),
+            num=self.values.size,
+            sum=self.values.sum(),
+            sum_squares=self.values @ self.values,
+            bucket_limit=edges.tolist(),
+            bucket=[0, *counts.tolist()],
+        )
         return [Summary.Value(tag=tag, histo=proto)]
 
 
@@ -64,22 +70,32 @@ class Image:
         pixels = np.asarray(pixels)
         floating = pixels.dtype.kind == "f" or pixels.dtype.name == "bfloat16"
         shape = (*pixels.shape, 1) if pixels.ndim == 2 else pixels.shape
-        if len(shape) not in (3, 4) or shape[-1] not in (1, 3, 4) or 0 in shape or not (
-                floating or pixels.dtype == np.uint8):
-            raise ValueError("Image: expected pixels [height, width], [height, width, channels] or [pictures, height, "
-                             f"width, channels] with 1, 3 or 4 channels, uint8 or floating-point from 0 to 1, got "
-                             f"{pixels.dtype.name}{list(pixels.shape)}")
+        if (
+            len(shape) not in (3, 4)
+            or shape[-1] not in (1, 3, 4)
+            or 0 in shape
+            or not (floating or pixels.dtype == np.uint8)
+        ):
+            raise ValueError(
+                "Image: expected pixels [height, width], [height, width, channels] or [pictures, height, "
+                f"width, channels] with 1, 3 or 4 channels, uint8 or floating-point from 0 to 1, got "
+                f"{pixels.dtype.name}{list(pixels.shape)}"
+            )
         if floating:
-            pixels = (np.nan_to_num(pixels.astype(np.float32)).clip(0, 1) * 255).round().astype(np.uint8)
+            pixels = (
+                (np.nan_to_num(pixels.astype(np.float32)).clip(0, 1) * 255).round().astype(np.uint8)
+            )
         pixels = pixels.reshape(shape)
-        self.pixels = _grid(pixels) if pixels.ndim == 4 else pixels                 # [height, width, channels]
+        self.pixels = _grid(pixels) if pixels.ndim == 4 else pixels  # [height, width, channels]
 
     def summaries(self, tag: str) -> list[Any]:
         """Returns the picture as values of a TensorBoard event."""
         from tensorboardX.proto.summary_pb2 import Summary
 
         height, width, channels = self.pixels.shape
-        image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=_png(self.pixels))
+        image = Summary.Image(
+            height=height, width=width, colorspace=channels, encoded_image_string=_png(self.pixels)
+        )
         return [Summary.Value(tag=tag, image=image)]
 
 
@@ -113,7 +129,10 @@ def hyperparameters(values: Mapping[str, Any], metrics: Collection[str]) -> list
     """
     from tensorboardX import summary
 
-    shown = {name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in values.items()}
+    shown = {
+        name: json.dumps(value) if isinstance(value, list | dict) else value
+        for name, value in values.items()
+    }
     experiment, start, _ = summary.hparams(shown, dict.fromkeys(metrics))
     return [*experiment.value, *start.value]
 
@@ -133,9 +152,17 @@ def _png(pixels: np.ndarray) -> bytes:
     height, width, channels = pixels.shape
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2, 4: 6}[channels], 0, 0, 0)
-    rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)], axis=1)      # filter 0: none
-    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows.tobytes())) +
-            chunk(b"IEND", b""))
+    rows = np.concatenate(
+        [np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)], axis=1
+    )  # filter 0: none
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(rows.tobytes()))
+        + chunk(b"IEND", b"")
+    )

@@ -66,15 +66,25 @@ class MemberMean(Mean):
         values = np.asarray(self.result(), np.float64)
         known = values[~np.isnan(values)]
         known = known if len(known) else np.full(1, np.nan)
-        return {f"{name}/mean": float(known.mean()), f"{name}/min": float(known.min()),
-                f"{name}/max": float(known.max()), **{f"{name}/{i}": float(x) for i, x in enumerate(values)}}
+        return {
+            f"{name}/mean": float(known.mean()),
+            f"{name}/min": float(known.min()),
+            f"{name}/max": float(known.max()),
+            **{f"{name}/{i}": float(x) for i, x in enumerate(values)},
+        }
 
 
 def logged_names(metrics: Mapping[str, Any]) -> list[str]:
     """Returns the names under which metrics are logged."""
-    return [each for name, metric in metrics.items()
-            for each in ([f"{name}/{kind}" for kind in ("mean", "min", "max", *range(metric.total.shape[0]))]
-                         if isinstance(metric, MemberMean) else [name])]
+    return [
+        each
+        for name, metric in metrics.items()
+        for each in (
+            [f"{name}/{kind}" for kind in ("mean", "min", "max", *range(metric.total.shape[0]))]
+            if isinstance(metric, MemberMean)
+            else [name]
+        )
+    ]
 
 
 @struct.dataclass
@@ -158,12 +168,14 @@ def confusion(
     label, prediction = _classes("label", label), _classes("prediction", prediction)
     weight = jnp.ones(label.shape, jnp.int32) if weight is None else jnp.asarray(weight)
     if not label.shape == prediction.shape == weight.shape:
-        raise ValueError(f"confusion: expected labels, predictions and weights of one shape, got {label.shape}, "
-                         f"{prediction.shape} and {weight.shape}")
+        raise ValueError(
+            f"confusion: expected labels, predictions and weights of one shape, got {label.shape}, "
+            f"{prediction.shape} and {weight.shape}"
+        )
     counted = (label >= 0) & (label < classes) & (prediction >= 0) & (prediction < classes)
     whole = jnp.issubdtype(weight.dtype, jnp.integer) or weight.dtype == jnp.bool_
     weight = weight.astype(jnp.int32 if whole else jnp.float32)
-    weight = jnp.where(counted, weight, jnp.zeros_like(weight))      # a weight of padding may be NaN
+    weight = jnp.where(counted, weight, jnp.zeros_like(weight))  # a weight of padding may be NaN
     rows, columns = jnp.where(counted, label, 0), jnp.where(counted, prediction, 0)
     return Total(jnp.zeros((classes, classes), weight.dtype).at[rows, columns].add(weight))
 
@@ -171,9 +183,13 @@ def confusion(
 def _classes(name: str, values: Any) -> jax.Array:
     values = jnp.asarray(values)
     if not jnp.issubdtype(values.dtype, jnp.integer) and values.dtype != jnp.bool_:
-        raise TypeError(f"confusion: expected {name} to be integers, the indices of classes, got {values.dtype}: for "
-                        "example logits.argmax(-1)")
-    return values if values.dtype in (jnp.int64, jnp.uint64, jnp.uint32) else values.astype(jnp.int32)
+        raise TypeError(
+            f"confusion: expected {name} to be integers, the indices of classes, got {values.dtype}: for "
+            "example logits.argmax(-1)"
+        )
+    return (
+        values if values.dtype in (jnp.int64, jnp.uint64, jnp.uint32) else values.astype(jnp.int32)
+    )
 
 
 def _at_least_32_bits(values: Any) -> Any:
@@ -187,14 +203,18 @@ def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Converts plain scalars in a dict of metrics to `Mean`s, which are then averaged over the steps. `Mean`s and
     `Total`s are not changed."""
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"step(state, batch) must return (state, metrics) with a dict of metrics; got a "
-                        f"{type(metrics).__name__} in its place")
+        raise TypeError(
+            f"step(state, batch) must return (state, metrics) with a dict of metrics; got a "
+            f"{type(metrics).__name__} in its place"
+        )
     out = {}
     for name, value in metrics.items():
         if not isinstance(value, Mean | Total):
             if not real(value):
-                raise TypeError(f"step(state, batch): the metric '{name}' is {described(value)}: return a real number, "
-                                "or training.mean(values, weight) for a mean over examples")
+                raise TypeError(
+                    f"step(state, batch): the metric '{name}' is {described(value)}: return a real number, "
+                    "or training.mean(values, weight) for a mean over examples"
+                )
             if jnp.ndim(value) != 0:
                 raise ValueError(
                     f"metric '{name}' has shape {jnp.shape(value)}: return a scalar, or "
@@ -209,7 +229,7 @@ def real(value: Any) -> bool:
     """Whether a value is a real number or a bool, or an array of real numbers or bools."""
     try:
         dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
-    except ValueError:                                     # a list of rows of different lengths
+    except ValueError:  # a list of rows of different lengths
         return False
     return any(jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer, np.bool_))
 
@@ -229,7 +249,9 @@ def add(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
       ValueError: the names in the two dicts differ.
     """
     if left.keys() != right.keys():
-        raise ValueError(f"the metrics {sorted(left)} became {sorted(right)}: return the same ones for each batch")
+        raise ValueError(
+            f"the metrics {sorted(left)} became {sorted(right)}: return the same ones for each batch"
+        )
     return {name: left[name] + right[name] for name in left}
 
 
@@ -292,7 +314,9 @@ def evaluator(
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: a batch needs at least one example")
     if isinstance(data, Mapping) and "weight" in data:
-        raise ValueError("evaluator: 'weight' is the name of the weights that mark padding: rename that array")
+        raise ValueError(
+            "evaluator: 'weight' is the name of the weights that mark padding: rename that array"
+        )
 
     def measured(state, batch):
         values = metrics(state, batch)
@@ -324,10 +348,12 @@ def evaluator(
             values = jax.tree.map(_wide, jax.device_get(in_flight.popleft()))
             return values if total is None else add(total, values)
 
-        for batch in batches(1 if place is None else place.mesh.size // place.shard_shape((place.mesh.size,))[0]):
+        for batch in batches(
+            1 if place is None else place.mesh.size // place.shard_shape((place.mesh.size,))[0]
+        ):
             poll()
             in_flight.append(one(state, placed(batch, place)))
-            if len(in_flight) > 2:                         # otherwise, a signal would have to wait for all of the data
+            if len(in_flight) > 2:  # otherwise, a signal would have to wait for all of the data
                 total = fetch(total)
         while in_flight:
             total = fetch(total)
@@ -368,5 +394,7 @@ def placed(tree: Any, place: NamedSharding | None) -> Any:
     """Returns a copy of a tree of arrays with the sharding `place`, or the tree itself if `place` is None."""
     if place is None:
         return tree
-    put = lambda x: jax.make_array_from_callback(np.shape(x), place, lambda index: np.asarray(x)[index])
+    put = lambda x: jax.make_array_from_callback(
+        np.shape(x), place, lambda index: np.asarray(x)[index]
+    )
     return jax.tree.map(put, tree)

@@ -89,7 +89,9 @@ def schedule(
       [0.0, 0.5, 1.0, 0.5, 0.0]
     """
     if not 0 <= warmup < 1:
-        raise ValueError(f"warmup={warmup}: expected the fraction of the run in which the rate rises, in [0, 1)")
+        raise ValueError(
+            f"warmup={warmup}: expected the fraction of the run in which the rate rises, in [0, 1)"
+        )
     if steps < 1:
         raise ValueError(f"steps={steps}: a schedule needs the run's length, at least 1")
     rise = round(warmup * steps)
@@ -181,10 +183,20 @@ def optimizer(
         if option not in known or option == "learning_rate":
             raise ValueError(f"{name} has no option '{option}'; it has {', '.join(known)}")
     if name == "muon" and "weight_decay_mask" in options:
-        raise ValueError("muon: expected no weight_decay_mask, because weight decay applies to the orthogonalized "
-                         "matrices; choose them with axes=")
-    rebuilt = partial(optimizer, name, learning_rate, weight_decay=weight_decay, decay_all=decay_all, clip=clip,
-                      adaptive_clip=adaptive_clip, **options)
+        raise ValueError(
+            "muon: expected no weight_decay_mask, because weight decay applies to the orthogonalized "
+            "matrices; choose them with axes="
+        )
+    rebuilt = partial(
+        optimizer,
+        name,
+        learning_rate,
+        weight_decay=weight_decay,
+        decay_all=decay_all,
+        clip=clip,
+        adaptive_clip=adaptive_clip,
+        **options,
+    )
 
     masked = not decay_all and not (isinstance(weight_decay, int | float) and weight_decay == 0)
     mask = (lambda params: decays(params, axes)) if masked else None
@@ -208,8 +220,13 @@ def _adaptive_clip(clip: float, axes: Axes) -> optax.GradientTransformation:
     def build(layouts):
         # Not the default axis of Optax, which depends on the number of axes and on axes of size 1.
         rows = jax.tree.map(lambda layout: "vector" if layout.rank == 1 else "matrix", layouts)
-        return optax.partition({"matrix": optax.adaptive_grad_clip(clip, axis=0),
-                                "vector": optax.adaptive_grad_clip(clip, axis=(0,))}, rows)
+        return optax.partition(
+            {
+                "matrix": optax.adaptive_grad_clip(clip, axis=0),
+                "vector": optax.adaptive_grad_clip(clip, axis=(0,)),
+            },
+            rows,
+        )
 
     return each_layer(build, axes)
 
@@ -218,14 +235,21 @@ def _muon(axes: Axes) -> Callable[..., optax.GradientTransformation]:
     def make(learning_rate, *, muon_weight_dimension_numbers=None, weight_decay_mask, **options):
         if muon_weight_dimension_numbers is not None:
             if options.get("adaptive"):
-                raise ValueError("muon: adaptive=True needs axes= instead of muon_weight_dimension_numbers=, because "
-                                 "Optax would multiply all matrices of a stack by one number")
-            return optax.contrib.muon(learning_rate, muon_weight_dimension_numbers=muon_weight_dimension_numbers,
-                                      **options)
+                raise ValueError(
+                    "muon: adaptive=True needs axes= instead of muon_weight_dimension_numbers=, because "
+                    "Optax would multiply all matrices of a stack by one number"
+                )
+            return optax.contrib.muon(
+                learning_rate,
+                muon_weight_dimension_numbers=muon_weight_dimension_numbers,
+                **options,
+            )
 
         def build(layouts):
             numbers = jax.tree.map(lambda layout: _MATRIX if layout.matrix else None, layouts)
-            return optax.contrib.muon(learning_rate, muon_weight_dimension_numbers=numbers, **options)
+            return optax.contrib.muon(
+                learning_rate, muon_weight_dimension_numbers=numbers, **options
+            )
 
         return each_layer(build, axes)
 
@@ -238,20 +262,30 @@ def _lamb(axes: Axes) -> Callable[..., optax.GradientTransformation]:
             optax.scale_by_adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root),
             optax.add_decayed_weights(weight_decay, mask),
             each_layer(lambda _: optax.scale_by_trust_ratio(), axes, matrices=False),
-            optax.scale_by_learning_rate(learning_rate))
+            optax.scale_by_learning_rate(learning_rate),
+        )
 
     return make
 
 
 def _lars(axes: Axes) -> Callable[..., optax.GradientTransformation]:
-    def make(learning_rate, weight_decay=0.0, weight_decay_mask=True, trust_coefficient=0.001, eps=0.0,
-             trust_ratio_mask=True, momentum=0.9, nesterov=False):
+    def make(
+        learning_rate,
+        weight_decay=0.0,
+        weight_decay_mask=True,
+        trust_coefficient=0.001,
+        eps=0.0,
+        trust_ratio_mask=True,
+        momentum=0.9,
+        nesterov=False,
+    ):
         ratio = optax.scale_by_trust_ratio(trust_coefficient=trust_coefficient, eps=eps)
         return optax.chain(
             optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.masked(each_layer(lambda _: ratio, axes, matrices=False), trust_ratio_mask),
             optax.scale_by_learning_rate(learning_rate),
-            optax.trace(decay=momentum, nesterov=nesterov))
+            optax.trace(decay=momentum, nesterov=nesterov),
+        )
 
     return make
 
@@ -285,8 +319,9 @@ class LookaheadState(NamedTuple):
     inner: Any
 
 
-def lookahead(optimizer: optax.GradientTransformation, *, period: int = 5,
-              rate: float = 0.5) -> optax.GradientTransformation:
+def lookahead(
+    optimizer: optax.GradientTransformation, *, period: int = 5, rate: float = 0.5
+) -> optax.GradientTransformation:
     """Returns a Lookahead optimizer that stores the slow weights in its state.
 
     The optimizer equals `optax.lookahead`, except that `optax.lookahead` stores the slow weights together with the
@@ -313,13 +348,17 @@ def lookahead(optimizer: optax.GradientTransformation, *, period: int = 5,
     inner = optax.lookahead(optimizer, period, rate)
 
     def init(params):
-        return LookaheadState(jax.tree.map(widened, params), inner.init(optax.LookaheadParams(params, None)))
+        return LookaheadState(
+            jax.tree.map(widened, params), inner.init(optax.LookaheadParams(params, None))
+        )
 
     def update(updates, state, params=None):
         if params is None:
             raise ValueError("lookahead: call update(grads, state, params)")
-        with jax.numpy_dtype_promotion("standard"):        # Optax multiplies a bool by floats
-            updates, new = inner.update(updates, state.inner, optax.LookaheadParams(params, state.slow))
+        with jax.numpy_dtype_promotion("standard"):  # Optax multiplies a bool by floats
+            updates, new = inner.update(
+                updates, state.inner, optax.LookaheadParams(params, state.slow)
+            )
         return updates.fast, LookaheadState(optax.apply_updates(state.slow, updates.slow), new)
 
     return optax.GradientTransformation(init, update)

@@ -17,12 +17,15 @@ def _figure(**options) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("plots need matplotlib, which is not installed: pip install 'fnet[experiments]'"
-                                  ) from None
+        raise ModuleNotFoundError(
+            "plots need matplotlib, which is not installed: pip install 'fnet[experiments]'"
+        ) from None
     return Figure(layout="constrained", **options)
 
 
-def curves(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike | None = None, *, title: str = "") -> Figure:
+def curves(
+    rows: Sequence[Mapping[str, Any]], path: str | os.PathLike | None = None, *, title: str = ""
+) -> Figure:
     """Plots the learning curves of a run: the loss by step, and the error rate if the accuracy was logged.
 
     The plot has one curve for the training data, and one curve for each evaluation.
@@ -44,7 +47,11 @@ def curves(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike | None = N
     names = sorted({k.split("/")[0] for row in rows for k in row if k.endswith("/loss")})
     names.sort(key=lambda name: name != "train")
     labels = {"loss": "loss", "accuracy": "error rate, %"}
-    labels = {k: label for k, label in labels.items() if any(f"{n}/{k}" in row for row in rows for n in names)}
+    labels = {
+        k: label
+        for k, label in labels.items()
+        if any(f"{n}/{k}" in row for row in rows for n in names)
+    }
     figure = _figure(figsize=(5 * max(len(labels), 1), 4))
     from matplotlib import ticker
 
@@ -56,7 +63,9 @@ def curves(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike | None = N
                 continue
             steps, values = np.array(points).T
             values = 100 * (1 - values) if metric == "accuracy" else values
-            axis.plot(steps, values, marker=".", color=color, label=f"{name}, last {values[-1]:.3g}")
+            axis.plot(
+                steps, values, marker=".", color=color, label=f"{name}, last {values[-1]:.3g}"
+            )
         axis.set(xlabel="step", ylabel=label, yscale="log" if metric == "loss" else "linear")
         if metric == "loss":
             axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
@@ -65,7 +74,9 @@ def curves(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike | None = N
         else:
             shown = [line.get_ydata() for line in axis.lines]
             top = max((np.percentile(values, 90) for values in shown), default=1)
-            axis.set_ylim(0, max(1.2 * top, 0.5))          # otherwise, the first points would flatten the rest
+            axis.set_ylim(
+                0, max(1.2 * top, 0.5)
+            )  # otherwise, the first points would flatten the rest
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
         axis.legend(frameon=False)
@@ -73,8 +84,9 @@ def curves(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike | None = N
     return _saved(figure, path)
 
 
-def confusion_matrix(counts: Any, classes: Sequence[str], path: str | os.PathLike | None = None, *,
-                     title: str = "") -> Figure:
+def confusion_matrix(
+    counts: Any, classes: Sequence[str], path: str | os.PathLike | None = None, *, title: str = ""
+) -> Figure:
     """Plots a confusion matrix.
 
     Each cell shows a count. The color of a cell outside the diagonal of the confusion matrix represents the count
@@ -109,9 +121,16 @@ def confusion_matrix(counts: Any, classes: Sequence[str], path: str | os.PathLik
         for j, count in enumerate(row):
             if count or i == j:
                 dark = i != j and share[i, j] > 0.6 * limit
-                axis.text(j, i, f"{count:.0f}", ha="center", va="center", fontsize=9,
-                          color="white" if dark else "black",
-                          fontweight="bold" if i == j else "normal")
+                axis.text(
+                    j,
+                    i,
+                    f"{count:.0f}",
+                    ha="center",
+                    va="center",
+                    fontsize=9,
+                    color="white" if dark else "black",
+                    fontweight="bold" if i == j else "normal",
+                )
     ticks = np.arange(len(classes))
     long = max(map(len, classes)) > 3
     axis.set_xticks(ticks, classes, rotation=40 if long else 0, ha="right" if long else "center")

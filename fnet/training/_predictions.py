@@ -17,8 +17,15 @@ from fnet.training.checkpoints._storage import write_whole
 PREDICTIONS = "predictions.json"
 
 
-def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any, *,
-                     classes: Sequence[str] | None = None, images: Any = None, worst: int = 24) -> Path:
+def save_predictions(
+    workdir: str | os.PathLike,
+    probabilities: Any,
+    labels: Any,
+    *,
+    classes: Sequence[str] | None = None,
+    images: Any = None,
+    worst: int = 24,
+) -> Path:
     """Writes the predictions of a classifier to the file predictions.json, for `fnet report`.
 
     The file predictions.json contains the confusion matrix, and the wrong predictions with the highest predicted
@@ -45,8 +52,10 @@ def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any
     """
     probabilities, labels = np.asarray(probabilities, np.float64), np.asarray(labels)
     if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1]:
-        raise ValueError("save_predictions: expected probabilities [examples, classes] and labels [examples], got "
-                         f"{list(probabilities.shape)} and {list(labels.shape)}")
+        raise ValueError(
+            "save_predictions: expected probabilities [examples, classes] and labels [examples], got "
+            f"{list(probabilities.shape)} and {list(labels.shape)}"
+        )
     count = probabilities.shape[1]
     names = [str(name) for name in (range(count) if classes is None else classes)]
     if len(names) != count:
@@ -55,13 +64,17 @@ def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any
         raise ValueError(f"save_predictions: expected labels to be integers, got {labels.dtype}")
     labels = labels.astype(np.int64)
     if labels.size and not (0 <= labels.min() and labels.max() < count):
-        raise ValueError(f"save_predictions: expected labels from 0 to {count - 1}, got {labels.min()} to "
-                         f"{labels.max()}")
+        raise ValueError(
+            f"save_predictions: expected labels from 0 to {count - 1}, got {labels.min()} to "
+            f"{labels.max()}"
+        )
     if images is not None and len(images) != len(labels):
         raise ValueError(f"save_predictions: {len(images)} images of {len(labels)} examples")
     if np.isnan(probabilities).any():
         first = int(np.isnan(probabilities).any(1).argmax())
-        raise ValueError(f"save_predictions: a probability of example {first} is NaN: has the run diverged?")
+        raise ValueError(
+            f"save_predictions: a probability of example {first} is NaN: has the run diverged?"
+        )
     guesses = probabilities.argmax(1)
     confusion = np.zeros((count, count), np.int64)
     np.add.at(confusion, (labels, guesses), 1)
@@ -69,8 +82,12 @@ def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any
     sureness = probabilities[np.arange(len(labels)), guesses]
     mistakes = []
     for i in wrong[np.argsort(-sureness[wrong], kind="stable")][:worst]:
-        mistake = {"index": int(i), "label": int(labels[i]), "guess": int(guesses[i]),
-                   "probability": round(float(sureness[i]), 6)}
+        mistake = {
+            "index": int(i),
+            "label": int(labels[i]),
+            "guess": int(guesses[i]),
+            "probability": round(float(sureness[i]), 6),
+        }
         if images is not None:
             png = _png(Image(np.asarray(images[i])).pixels)
             mistake["image"] = f"data:image/png;base64,{base64.b64encode(png).decode()}"

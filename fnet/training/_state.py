@@ -75,7 +75,9 @@ class TrainState:
             decay=ema,
         )
 
-    def apply(self, tx: optax.GradientTransformation, grads: Any, *, state: Any = None, **extra: Any) -> TrainState:
+    def apply(
+        self, tx: optax.GradientTransformation, grads: Any, *, state: Any = None, **extra: Any
+    ) -> TrainState:
         """Returns a new state, in which the parameters, the moving average, the optimizer state and `step` are updated.
 
             ema' = d ema + (1 - d) params',    d = min(decay, (1 + step) / (10 + step))
@@ -89,7 +91,7 @@ class TrainState:
           state: the new value of the field `state`. Default None: the old value is kept.
           **extra: further keyword arguments for `tx.update`, such as `gradient=` for `tr.svrg`.
         """
-        with jax.numpy_dtype_promotion("standard"):        # Adam's `decay ** step` needs it
+        with jax.numpy_dtype_promotion("standard"):  # Adam's `decay ** step` needs it
             updates, opt_state = tx.update(grads, self.opt_state, self.params, **extra)
             params = optax.apply_updates(self.params, updates)
         ema = self.ema
@@ -98,7 +100,11 @@ class TrainState:
             move = 1 - jnp.minimum(self.decay, (1 + t) / (10 + t))
 
             def moved(old, new):
-                return old + move.astype(old.dtype) * (new.astype(old.dtype) - old) if averages(old) else new
+                return (
+                    old + move.astype(old.dtype) * (new.astype(old.dtype) - old)
+                    if averages(old)
+                    else new
+                )
 
             ema = jax.tree.map(moved, ema, params)
         return self.replace(

@@ -78,16 +78,24 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
     optimizer = optax.with_extra_args_support(optimizer)
 
     def init(params):
-        return SVRGState(jax.tree.map(jnp.copy, params), jax.tree.map(jnp.zeros_like, params), optimizer.init(params))
+        return SVRGState(
+            jax.tree.map(jnp.copy, params),
+            jax.tree.map(jnp.zeros_like, params),
+            optimizer.init(params),
+        )
 
     def update(updates, state, params=None, *, gradient: Callable | None = None, **extra):
         if gradient is None:
-            raise ValueError("svrg: call update(grads, state, params, gradient=f), where f(params) is the gradient of "
-                             "the same batch with the same random key")
+            raise ValueError(
+                "svrg: call update(grads, state, params, gradient=f), where f(params) is the gradient of "
+                "the same batch with the same random key"
+            )
         old = gradient(state.anchor)
         if jax.tree.structure(old) != jax.tree.structure(updates):
-            raise ValueError(f"svrg: gradient(params) returned {jax.tree.structure(old)}, expected the structure of "
-                             f"the gradient, {jax.tree.structure(updates)}")
+            raise ValueError(
+                f"svrg: gradient(params) returned {jax.tree.structure(old)}, expected the structure of "
+                f"the gradient, {jax.tree.structure(updates)}"
+            )
         reduced = jax.tree.map(lambda new, old, full: new - old + full, updates, old, state.full)
         updates, inner = optimizer.update(reduced, state.inner, params, **extra)
         return updates, state._replace(inner=inner)
@@ -115,7 +123,9 @@ def refresh_anchor(state: SVRGState, params: Any, full_gradient: Callable[[Any],
     (3.0, 6.0)
     """
     if not isinstance(state, SVRGState):
-        raise TypeError(f"refresh_anchor: expected the state of svrg; got a {type(state).__name__}. Apply svrg last: "
-                        "svrg(optax.chain(...))")
+        raise TypeError(
+            f"refresh_anchor: expected the state of svrg; got a {type(state).__name__}. Apply svrg last: "
+            "svrg(optax.chain(...))"
+        )
     copied = jax.tree.map(jnp.copy, params)
     return state._replace(anchor=copied, full=full_gradient(copied))

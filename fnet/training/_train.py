@@ -21,11 +21,23 @@ from fnet.training.loop._fit import fit
 WEIGHT = "weight"
 
 
-def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], jax.Array],
-          optimizer: optax.GradientTransformation, *, epochs: float | None = None, steps: int | None = None,
-          validation: Any = None, metrics: Mapping[str, Callable[[Any, Any], jax.Array]] | None = None,
-          inputs: str = "x", targets: str = "y", seed: int = 0, ema: float | None = None, every: int | None = None,
-          **options: Any) -> Any:
+def train(
+    model: Layer,
+    data: Callable[[int], Any],
+    loss: Callable[[Any, Any], jax.Array],
+    optimizer: optax.GradientTransformation,
+    *,
+    epochs: float | None = None,
+    steps: int | None = None,
+    validation: Any = None,
+    metrics: Mapping[str, Callable[[Any, Any], jax.Array]] | None = None,
+    inputs: str = "x",
+    targets: str = "y",
+    seed: int = 0,
+    ema: float | None = None,
+    every: int | None = None,
+    **options: Any,
+) -> Any:
     """Trains a model to map inputs to targets, with `fit` and all of its options.
 
     `train` minimizes the mean of loss(model(params, x), y) over the examples of a batch. With a weight w for each
@@ -86,25 +98,35 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
       [[2.0], [3.0]]
     """
     if not hasattr(model, "init"):
-        raise TypeError(f"train: model is a layer with init, got a {type(model).__name__}: write a step for tr.fit")
+        raise TypeError(
+            f"train: model is a layer with init, got a {type(model).__name__}: write a step for tr.fit"
+        )
     if not callable(data):
-        raise TypeError(f"train: data is a function of the step, got a {type(data).__name__}: pass "
-                        "tr.Batches(data, batch_size)")
+        raise TypeError(
+            f"train: data is a function of the step, got a {type(data).__name__}: pass "
+            "tr.Batches(data, batch_size)"
+        )
     data = _Checked(data, inputs, targets)
     if (epochs is None) == (steps is None):
-        raise ValueError(f"train: give epochs or steps, one of the two; got epochs={epochs}, steps={steps}")
+        raise ValueError(
+            f"train: give epochs or steps, one of the two; got epochs={epochs}, steps={steps}"
+        )
     functions = {"loss": loss, **(metrics or {})}
     key = jax.random.key(seed)
 
     def measured(outputs, y, weight):
-        return {name: mean(_per_example(name, function(outputs, y), y).astype(jnp.float32), weight)
-                for name, function in functions.items()}
+        return {
+            name: mean(_per_example(name, function(outputs, y), y).astype(jnp.float32), weight)
+            for name, function in functions.items()
+        }
 
     def step(state, batch):
         x, y, weight = _parts(batch, inputs, targets)
 
         def objective(params):
-            outputs, new = model(params, x, state=state.state, key=jax.random.fold_in(key, state.step), train=True)
+            outputs, new = model(
+                params, x, state=state.state, key=jax.random.fold_in(key, state.step), train=True
+            )
             return _weighted_mean(_per_example("loss", loss(outputs, y), y), weight), (outputs, new)
 
         (_, (outputs, new)), grads = ft.value_and_grad(objective, has_aux=True)(state.params)
@@ -113,7 +135,9 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
     def measure(state, batch):
         x, y, *weights = batch
         outputs, _ = model(state.averaged, x, state=state.state)
-        return measured(outputs, y, functools.reduce(jnp.multiply, [w.astype(jnp.float32) for w in weights]))
+        return measured(
+            outputs, y, functools.reduce(jnp.multiply, [w.astype(jnp.float32) for w in weights])
+        )
 
     x, *_ = _parts(data(0), inputs, targets)
     if getattr(optimizer, "with_axes", None) is not None:
@@ -121,8 +145,10 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
     params, variables = model.init(key, x)
     state = TrainState.create(params, optimizer, state=variables, ema=ema)
     if steps is None and (steps := _steps(data, epochs)) is None:
-        raise ValueError("train: the number of batches of an epoch is not known: give steps instead of epochs")
-    every = every or min(_steps(data, 1) or steps, steps)      # an epoch may be endless
+        raise ValueError(
+            "train: the number of batches of an epoch is not known: give steps instead of epochs"
+        )
+    every = every or min(_steps(data, 1) or steps, steps)  # an epoch may be endless
     if validation is not None:
         *validation, weight = _parts(as_arrays(validation, "train: validation")[0], inputs, targets)
         _check_weight("validation", weight)
@@ -151,7 +177,7 @@ def _steps(data: Callable, epochs: float) -> int | None:
     """Returns the number of batches in `epochs` epochs, or None if the length of an epoch is unknown."""
     try:
         return data.steps(epochs)
-    except (AttributeError, TypeError):                    # a function; an iterable without a length
+    except (AttributeError, TypeError):  # a function; an iterable without a length
         return None
 
 
@@ -159,16 +185,22 @@ def _parts(batch: Any, inputs: str, targets: str) -> tuple[Any, Any, Any]:
     """Returns the inputs, the targets, and the weights or None."""
     if isinstance(batch, Mapping):
         if not {inputs, targets} <= batch.keys():
-            raise TypeError(f"train: expected batches with '{inputs}' and '{targets}', got {sorted(batch)}: pass "
-                            "inputs= and targets=, their names")
+            raise TypeError(
+                f"train: expected batches with '{inputs}' and '{targets}', got {sorted(batch)}: pass "
+                "inputs= and targets=, their names"
+            )
         if unused := sorted(batch.keys() - {inputs, targets, WEIGHT}):
-            raise TypeError(f"train: the batches have {unused}, which train does not use: leave them out, or write a "
-                            f"step for tr.fit. train uses '{inputs}', '{targets}' and '{WEIGHT}'")
+            raise TypeError(
+                f"train: the batches have {unused}, which train does not use: leave them out, or write a "
+                f"step for tr.fit. train uses '{inputs}', '{targets}' and '{WEIGHT}'"
+            )
         return batch[inputs], batch[targets], batch.get(WEIGHT)
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
         count = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-        raise TypeError(f"train: expected batches (x, y) or (x, y, weight), or dicts with '{inputs}' and '{targets}', "
-                        f"got a {type(batch).__name__}{count}")
+        raise TypeError(
+            f"train: expected batches (x, y) or (x, y, weight), or dicts with '{inputs}' and '{targets}', "
+            f"got a {type(batch).__name__}{count}"
+        )
     x, y, weight = (*batch, None)[:3]
     return x, y, weight
 
@@ -179,15 +211,19 @@ def _check_weight(what: str, weight: Any) -> None:
     weight = np.asarray(weight).astype(np.float64)
     if not (np.isfinite(weight).all() and weight.min() >= 0):
         wrong = weight[~(weight >= 0) | ~np.isfinite(weight)].flat[0]
-        raise ValueError(f"train: {what} has an example of weight {wrong:g}: expected numbers from 0 up")
+        raise ValueError(
+            f"train: {what} has an example of weight {wrong:g}: expected numbers from 0 up"
+        )
 
 
 def _per_example(name: str, values: jax.Array, y: Any) -> jax.Array:
     """Returns one floating-point value for each example [batch], at least in float32."""
     rows = len(jax.tree.leaves(y)[0])
     if not values.shape or values.shape[0] != rows:
-        raise ValueError(f"train: '{name}' must return one value for each of {rows} examples, got shape "
-                         f"{values.shape}: leave out its mean")
+        raise ValueError(
+            f"train: '{name}' must return one value for each of {rows} examples, got shape "
+            f"{values.shape}: leave out its mean"
+        )
     dtype = values.dtype if values.dtype in (jnp.float32, jnp.float64) else jnp.float32
     return values.astype(dtype).reshape(rows, -1).mean(1)
 
@@ -196,7 +232,9 @@ def _weighted_mean(values: jax.Array, weight: Any) -> jax.Array:
     if weight is None:
         return values.mean()
     if jnp.shape(weight) != values.shape:
-        raise ValueError(f"train: expected a weight for each of {len(values)} examples, got shape {jnp.shape(weight)}")
+        raise ValueError(
+            f"train: expected a weight for each of {len(values)} examples, got shape {jnp.shape(weight)}"
+        )
     weight = jnp.asarray(weight).astype(values.dtype)
     total = weight.sum()
     return jnp.where(weight != 0, values * weight, 0.0).sum() / jnp.where(total == 0, 1.0, total)

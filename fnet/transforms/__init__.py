@@ -1,8 +1,8 @@
 """Transforms: functions that take a function and return a function. The transforms of JAX are re-exported unchanged.
 
-    from fnet import transforms as ft
+from fnet import transforms as ft
 
-    step = ft.jit(ft.microbatch(ft.value_and_grad(loss), 4))
+step = ft.jit(ft.microbatch(ft.value_and_grad(loss), 4))
 """
 
 from jax import (
@@ -24,15 +24,53 @@ from fnet.transforms._derivatives import hvp, per_example
 from fnet.transforms._explain import explain
 from fnet.transforms._fold import fold
 from fnet.transforms._implicit import use_implicit_arrays
-from fnet.transforms._loss_scale import LossScaleState, loss_scale, loss_scale_state, scaled_value_and_grad
+from fnet.transforms._loss_scale import (
+    LossScaleState,
+    loss_scale,
+    loss_scale_state,
+    scaled_value_and_grad,
+)
 from fnet.transforms._microbatch import microbatch
 from fnet.transforms._name_scopes import name_scopes
 from fnet.transforms._pmap import pmap, replicate, shard, unreplicate
 from fnet.transforms._rematerialize import rematerialize
 from fnet.transforms._tune import tune
 
-__all__ = ["LossScaleState", "SiteInfo", "Sites", "autocast", "capture", "capture_cotangents", "checkpoint",
-           "custom_jvp", "custom_vjp", "explain", "fold", "full_precision", "grad", "hessian", "hvp", "intervene",
-           "jacobian", "jit", "loss_scale", "loss_scale_state", "microbatch", "name_scopes", "per_example", "pmap",
-           "rematerialize", "replicate", "rewrite", "scaled_value_and_grad", "shard", "sites", "tag", "tune",
-           "unreplicate", "use_implicit_arrays", "value_and_grad", "vmap"]
+__all__ = [
+    "LossScaleState",
+    "SiteInfo",
+    "Sites",
+    "autocast",
+    "capture",
+    "capture_cotangents",
+    "checkpoint",
+    "custom_jvp",
+    "custom_vjp",
+    "explain",
+    "fold",
+    "full_precision",
+    "grad",
+    "hessian",
+    "hvp",
+    "intervene",
+    "jacobian",
+    "jit",
+    "loss_scale",
+    "loss_scale_state",
+    "microbatch",
+    "name_scopes",
+    "per_example",
+    "pmap",
+    "rematerialize",
+    "replicate",
+    "rewrite",
+    "scaled_value_and_grad",
+    "shard",
+    "sites",
+    "tag",
+    "tune",
+    "unreplicate",
+    "use_implicit_arrays",
+    "value_and_grad",
+    "vmap",
+]

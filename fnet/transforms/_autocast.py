@@ -21,17 +21,28 @@ from jax import lax
 from fnet import _jax, hardware, jaxpr
 from fnet.hardware import Policy
 from fnet.jaxpr import Interpreter, Value, bind, description, plain, traits, wraps
-from fnet.transforms._autocast_notes import BRANCH, PRODUCT, VECTOR, WEIGHT, Size, branch, fits, sums_examples
+from fnet.transforms._autocast_notes import (
+    BRANCH,
+    PRODUCT,
+    VECTOR,
+    WEIGHT,
+    Size,
+    branch,
+    fits,
+    sums_examples,
+)
 from fnet.transforms._lowered import Saveable, lowered
 from fnet.transforms._patterns import compiled
 
 F32 = np.dtype("float32")
 _NAMES = ("float32", "bfloat16", "float16")
-_STORED_FROM = 1 << 22    # minimum elements of a result: 16 MiB in float32
+_STORED_FROM = 1 << 22  # minimum elements of a result: 16 MiB in float32
 _FULL = "__full_precision__"
 
 
-def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, Any] | None = None) -> Callable:
+def autocast(
+    f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, Any] | None = None
+) -> Callable:
     """Converts `f` to mixed precision: matrix products and convolutions use the dtype of `policy`.
 
         step = ft.autocast(ft.value_and_grad(loss))                 # the dtype depends on the chip
@@ -74,7 +85,7 @@ def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, 
         interpreter.check_rules()
         return outputs
 
-    cast.autocast = f, policy, rules    # for explain
+    cast.autocast = f, policy, rules  # for explain
     return cast
 
 
@@ -95,11 +106,19 @@ def full_precision(f: Callable) -> Callable:
 def _resolve(policy, rules) -> tuple[Policy, tuple]:
     if isinstance(policy, str):
         name, policy = policy, hardware.policy(None if policy == "auto" else policy)
-        if policy.compute == F32 and name not in ("auto", *_NAMES) and not hardware.detect(name).known:
-            raise ValueError(f"autocast: expected policy 'auto', {', '.join(map(repr, _NAMES))} or the name of a chip "
-                             f"in hardware.chips; got {name!r}. Nearest: {', '.join(hardware.chips.nearest(name))}")
+        if (
+            policy.compute == F32
+            and name not in ("auto", *_NAMES)
+            and not hardware.detect(name).known
+        ):
+            raise ValueError(
+                f"autocast: expected policy 'auto', {', '.join(map(repr, _NAMES))} or the name of a chip "
+                f"in hardware.chips; got {name!r}. Nearest: {', '.join(hardware.chips.nearest(name))}"
+            )
     if not isinstance(policy, Policy):
-        raise TypeError(f"autocast: expected a hardware.Policy or a string as policy; got a {type(policy).__name__}")
+        raise TypeError(
+            f"autocast: expected a hardware.Policy or a string as policy; got a {type(policy).__name__}"
+        )
     if not isinstance(rules or {}, Mapping):
         raise TypeError(f"autocast: expected a dict {{pattern: dtype}} as rules; got {rules!r}")
     every = []
@@ -109,8 +128,10 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
         except TypeError:
             dtype = None
         if dtype is None or dtype.name not in _NAMES:
-            raise ValueError(f"autocast: expected a dtype for the rule {pattern!r} ({', '.join(_NAMES)}); got "
-                             f"{given!r}")
+            raise ValueError(
+                f"autocast: expected a dtype for the rule {pattern!r} ({', '.join(_NAMES)}); got "
+                f"{given!r}"
+            )
         every.append((pattern, compiled("autocast", pattern), dtype))
     return policy, tuple(every)
 
@@ -123,11 +144,14 @@ class _Autocast(Interpreter):
         self.policy, self.rules, self.rows = policy, rules, rows
         self.matched, self.scopes, self.kinds = set(), {}, {}
         self.demands = weakref.WeakKeyDictionary()
-        self.streams, self.arguments = set(), set()    # shapes of residual streams; shapes of the function's arguments
+        self.streams, self.arguments = (
+            set(),
+            set(),
+        )  # shapes of residual streams; shapes of the function's arguments
 
     def depends(self, at):
         if self.rows is not None:
-            return object()    # explain needs every call
+            return object()  # explain needs every call
         return at if self.rules else None
 
     def saveable(self, policy):
@@ -138,7 +162,7 @@ class _Autocast(Interpreter):
         if scope not in self.scopes:
             self.scopes[scope] = self.policy.compute
             parts = scope.split("/")
-            prefixes = ["/".join(parts[:i + 1]) for i in range(len(parts))]
+            prefixes = ["/".join(parts[: i + 1]) for i in range(len(parts))]
             for pattern, compiled, dtype in self.rules:
                 if any(compiled.fullmatch(prefix) for prefix in prefixes):
                     self.scopes[scope] = dtype
@@ -151,22 +175,31 @@ class _Autocast(Interpreter):
             if pattern not in self.matched:
                 paths = sorted(filter(None, self.scopes))
                 near = difflib.get_close_matches(pattern, paths, 3, 0.3) or paths[:3]
-                raise ValueError(f"autocast: the rule {pattern!r} matches no scope; nearest: "
-                                 f"{', '.join(map(repr, near)) or 'the function has no named scopes'}")
+                raise ValueError(
+                    f"autocast: the rule {pattern!r} matches no scope; nearest: "
+                    f"{', '.join(map(repr, near)) or 'the function has no named scopes'}"
+                )
 
     def literal(self, atom):
         scalar = np.ndim(atom.val) == 0 and getattr(atom.aval, "dtype", None) == F32
         return Value(atom.val, Size.of(abs(float(atom.val))) if scalar else None)
 
     def outer(self, program):
-        values = itertools.chain(program.invars, program.outvars,
-                                 (v for eqn in jaxpr.equations(program) for v in (*eqn.invars, *eqn.outvars)))
+        values = itertools.chain(
+            program.invars,
+            program.outvars,
+            (v for eqn in jaxpr.equations(program) for v in (*eqn.invars, *eqn.outvars)),
+        )
         if not any(map(_wide, values)):
             types = sorted({str(v.aval) for v in program.invars})
-            raise TypeError("autocast changes only float32 values, and the function has none; its inputs are "
-                            f"{', '.join(types) or 'no arrays'}")
+            raise TypeError(
+                "autocast changes only float32 values, and the function has none; its inputs are "
+                f"{', '.join(types) or 'no arrays'}"
+            )
         self.arguments = {v.aval.shape for v in program.invars if _wide(v)}
-        if self.policy.residual != F32:    # the streams of an earlier program must not affect this one
+        if (
+            self.policy.residual != F32
+        ):  # the streams of an earlier program must not affect this one
             self.streams.clear()
             self._bodies.clear()
         return (True,) * len(program.outvars)
@@ -223,7 +256,11 @@ class _Autocast(Interpreter):
         if eqn.primitive.name == "scan":
             carry = jaxpr.scan(eqn).carry
             return (True,) * carry + outs[carry:]
-        return (True,) * len(outs) if eqn.primitive.name in ("while", "cond", "custom_vmap_call") else outs
+        return (
+            (True,) * len(outs)
+            if eqn.primitive.name in ("while", "cond", "custom_vmap_call")
+            else outs
+        )
 
     def kind(self, eqn) -> str:
         """Returns the kind of an equation, which states how autocast evaluates it (see `Row`). The kind "author"
@@ -231,13 +268,23 @@ class _Autocast(Interpreter):
         name = eqn.primitive.name
         if name in jaxpr.BILINEAR:
             product = jaxpr.product(eqn)
-            if product.op is jaxpr.CONVOLUTION and self.policy.convolution == F32 != self.policy.compute:
+            if (
+                product.op is jaxpr.CONVOLUTION
+                and self.policy.convolution == F32 != self.policy.compute
+            ):
                 return "convolution"
-            return ("lower" if product.default_precision and all(map(_wide, (*eqn.invars[:2], *eqn.outvars)))
-                    else "float32")
-        if lower := description(eqn.primitive).lower:    # contains products and has a parameter for their dtype
+            return (
+                "lower"
+                if product.default_precision and all(map(_wide, (*eqn.invars[:2], *eqn.outvars)))
+                else "float32"
+            )
+        if lower := description(
+            eqn.primitive
+        ).lower:  # contains products and has a parameter for their dtype
             return "lower" if lower(eqn.params, F32, F32) else "float32"
-        if name == "reduce_precision" and jaxpr.kept_bits(eqn) == _F32_BITS:    # jax.checkpoint's mark of saved values
+        if (
+            name == "reduce_precision" and jaxpr.kept_bits(eqn) == _F32_BITS
+        ):  # jax.checkpoint's mark of saved values
             return "follow"
         precision = traits(name).precision
         if precision == "power":
@@ -252,7 +299,12 @@ class _Autocast(Interpreter):
         return "float32"
 
     def equation(self, eqn, at, inputs, plan):
-        name, scope, compute, marked = eqn.primitive.name, at.path, self.compute(at.path), _marked(eqn)
+        name, scope, compute, marked = (
+            eqn.primitive.name,
+            at.path,
+            self.compute(at.path),
+            _marked(eqn),
+        )
         if name in jaxpr.ENTERED and not marked:
             return NotImplemented
         kind, wide, operand = plan[id(eqn)]
@@ -264,8 +316,14 @@ class _Autocast(Interpreter):
             out = F32 if wide else compute
             if name in jaxpr.BILINEAR:
                 large = wide and self.policy.activations != F32 and _activation(eqn, at)
-                z = lowered(eqn.primitive, *(value.x for value in inputs), eqn.params, compute=compute, out=out,
-                            stored=compute if large else out)
+                z = lowered(
+                    eqn.primitive,
+                    *(value.x for value in inputs),
+                    eqn.params,
+                    compute=compute,
+                    out=out,
+                    stored=compute if large else out,
+                )
                 note = PRODUCT if not wide else BRANCH if at.phase != "backward" else None
                 note = WEIGHT if at.phase == "backward" and sums_examples(eqn) else note
                 outputs, reason = [Value(z, note)], reason + _STORED * large
@@ -275,32 +333,54 @@ class _Autocast(Interpreter):
         elif kind == "follow" and operand and name == "rev" and inputs[0].x.dtype == F32:
             # Compilers recognize the gradient of a convolution by its reversed kernel, unless a cast follows the
             # reversal.
-            outputs, dtype, reason = bind(eqn, [_to(inputs[0].x, compute)]), compute, "is the kernel of a convolution"
+            outputs, dtype, reason = (
+                bind(eqn, [_to(inputs[0].x, compute)]),
+                compute,
+                "is the kernel of a convolution",
+            )
         elif kind == "follow":
             outputs, dtype, reason = self._follow(eqn, at, inputs, wide, compute)
         else:
             outputs = plain(eqn, inputs)
-            if kind == "cast":    # masks and one-hot vectors are exact in any dtype
+            if kind == "cast":  # masks and one-hot vectors are exact in any dtype
                 outputs = [Value(y.x, Size(1.0, 1.0)) for y in outputs]
-        if self.rows is not None and any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars):
+        if self.rows is not None and any(
+            jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars
+        ):
             if (known := description(eqn.primitive)).explain:
                 changes = known.lower(eqn.params, compute, F32) if kind == "lower" else {}
-                reason += "; " + known.explain(*(v.aval for v in eqn.invars), **{**eqn.params, **changes})
+                reason += "; " + known.explain(
+                    *(v.aval for v in eqn.invars), **{**eqn.params, **changes}
+                )
             self.rows.append(Row(scope, name, kind, dtype.name, reason))
         return outputs
 
     def _follow(self, eqn, at, inputs, wide, compute):
-        residual, name, shape = self.policy.residual != F32, eqn.primitive.name, eqn.outvars[0].aval.shape
+        residual, name, shape = (
+            self.policy.residual != F32,
+            eqn.primitive.name,
+            eqn.outvars[0].aval.shape,
+        )
         # A weight gradient may have the shape of the stream, if there are as many tokens as features.
         weight = any(value.note == WEIGHT for value in inputs)
-        stream = name == "add_any" and at.phase == "backward" and shape in self.streams - self.arguments
+        stream = (
+            name == "add_any" and at.phase == "backward" and shape in self.streams - self.arguments
+        )
         if residual and stream and not weight:
             low = [_to(value.x, compute) for value in inputs]
             return bind(eqn, low), compute, "adds to the gradient of the residual stream"
         follows = residual and at.phase != "backward" and branch(eqn, inputs)
-        if follows and name == "add" and all(value.note in (None, PRODUCT, BRANCH) for value in inputs):
+        if (
+            follows
+            and name == "add"
+            and all(value.note in (None, PRODUCT, BRANCH) for value in inputs)
+        ):
             self.streams.add(shape)
-            return bind(eqn, [_to(value.x, compute) for value in inputs]), compute, "adds to the residual stream"
+            return (
+                bind(eqn, [_to(value.x, compute) for value in inputs]),
+                compute,
+                "adds to the residual stream",
+            )
         outputs, dtype, reason = self._followed(eqn, inputs, wide, compute)
         if follows:
             outputs = [Value(y.x, y.note or BRANCH) for y in outputs]
@@ -315,32 +395,63 @@ class _Autocast(Interpreter):
         floats = [value for value, v in zip(inputs, eqn.invars) if _wide(v)]
         strong = [value for value in floats if not isinstance(value.note, Size)]
         constants = [value.note for value in floats if isinstance(value.note, Size)]
-        if name == "add" and not wide and {(value.note, value.x.dtype) for value in strong} == {
-                (PRODUCT, compute), (VECTOR, F32)}:
+        if (
+            name == "add"
+            and not wide
+            and {(value.note, value.x.dtype) for value in strong}
+            == {(PRODUCT, compute), (VECTOR, F32)}
+        ):
             # The bias is broadcast before the cast, so that its gradient is summed in float32.
-            arrays = [_to(jnp.broadcast_to(value.x, eqn.outvars[0].aval.shape), compute) for value in inputs]
+            arrays = [
+                _to(jnp.broadcast_to(value.x, eqn.outvars[0].aval.shape), compute)
+                for value in inputs
+            ]
             return [Value(bind(eqn, arrays)[0].x, PRODUCT)], compute, "adds a bias to a product"
         unfit = not all(fits(name, note, compute) for note in constants)
         if wide or unfit or not strong or any(value.x.dtype == F32 for value in strong):
             outputs = plain(eqn, inputs)
-            if constants and not strong and (traits(name).precision == "exact" or name == "convert_element_type"):
+            if (
+                constants
+                and not strong
+                and (traits(name).precision == "exact" or name == "convert_element_type")
+            ):
                 smallest, largest = zip(*constants)
                 outputs = [Value(y.x, Size(min(smallest), max(largest))) for y in outputs]
-            elif name == "broadcast_in_dim" and strong and (inputs[0].x.ndim < outputs[0].x.ndim
-                                                             or 1 in inputs[0].x.shape):
+            elif (
+                name == "broadcast_in_dim"
+                and strong
+                and (inputs[0].x.ndim < outputs[0].x.ndim or 1 in inputs[0].x.shape)
+            ):
                 outputs = [Value(outputs[0].x, VECTOR)]
-            return outputs, F32, ("is only used in float32" if wide else "has a constant that does not fit the low "
-                                  "dtype" if unfit else "is given float32")
+            return (
+                outputs,
+                F32,
+                (
+                    "is only used in float32"
+                    if wide
+                    else "has a constant that does not fit the low dtype"
+                    if unfit
+                    else "is given float32"
+                ),
+            )
         if name == "convert_element_type":
             return [inputs[0]], compute, "is given the low dtype"
         if name == "reduce_precision":
             info = jnp.finfo(compute)
-            return bind(eqn, [inputs[0].x], exponent_bits=info.nexp, mantissa_bits=info.nmant), compute, (
-                "is given the low dtype")
-        arrays = [_to(value.x, compute) if _wide(v) else value.x for value, v in zip(inputs, eqn.invars)]
+            return (
+                bind(eqn, [inputs[0].x], exponent_bits=info.nexp, mantissa_bits=info.nmant),
+                compute,
+                ("is given the low dtype"),
+            )
+        arrays = [
+            _to(value.x, compute) if _wide(v) else value.x for value, v in zip(inputs, eqn.invars)
+        ]
         outputs = bind(eqn, arrays)
-        if (inputs[0].note == PRODUCT and traits(name).kind in ("layout", "alias")
-                and math.prod(inputs[0].x.shape) == math.prod(outputs[0].x.shape)):
+        if (
+            inputs[0].note == PRODUCT
+            and traits(name).kind in ("layout", "alias")
+            and math.prod(inputs[0].x.shape) == math.prod(outputs[0].x.shape)
+        ):
             outputs = [Value(y.x, PRODUCT) for y in outputs]
         return outputs, compute, "is given the low dtype"
 
@@ -365,13 +476,19 @@ def _activation(eqn, at) -> bool:
     has three or more axes, and the product sums over exactly one of these axes, but not over axis 0.
     """
     product, shape = jaxpr.product(eqn), eqn.outvars[0].aval.shape
-    if product.op is not jaxpr.DOT or any(product.dimensions[1]) or not all(isinstance(size, int) for size in shape):
+    if (
+        product.op is not jaxpr.DOT
+        or any(product.dimensions[1])
+        or not all(isinstance(size, int) for size in shape)
+    ):
         return False
     if math.prod(shape) < _STORED_FROM:
         return False
     if at.phase != "backward":
         return True
-    (rank, _), (larger, summed) = sorted((v.aval.ndim, axes) for v, axes in zip(eqn.invars, product.dimensions[0]))
+    (rank, _), (larger, summed) = sorted(
+        (v.aval.ndim, axes) for v, axes in zip(eqn.invars, product.dimensions[0])
+    )
     return rank == 2 < larger and len(summed) == 1 and summed[0] > 0
 
 

@@ -10,21 +10,33 @@ import jax.numpy as jnp
 
 from fnet.jaxpr import DOT, product, traits
 
-_SMALL, _LARGE = 2.0**-10, 2.0**6    # bounds of constants: 1,000 times the largest does not overflow in float16
-VECTOR = "vector"    # an array that repeats a smaller array, such as a broadcast bias
-PRODUCT = "product"    # the result of a product, in the low dtype
-WEIGHT = "weight"    # a weight gradient, a product of the backward pass that sums over the examples, and sums of it
-BRANCH = "branch"    # a value of the forward pass that is the result of a product plus a bias, or a multiple of it
+_SMALL, _LARGE = (
+    2.0**-10,
+    2.0**6,
+)  # bounds of constants: 1,000 times the largest does not overflow in float16
+VECTOR = "vector"  # an array that repeats a smaller array, such as a broadcast bias
+PRODUCT = "product"  # the result of a product, in the low dtype
+WEIGHT = "weight"  # a weight gradient, a product of the backward pass that sums over the examples, and sums of it
+BRANCH = "branch"  # a value of the forward pass that is the result of a product plus a bias, or a multiple of it
 
 
 def branch(eqn, inputs) -> bool:
     """Whether an equation scales, shifts, masks, reshapes or transposes the result of a matrix product or convolution.
     Returns False for an equation that reads only a slice of the result of a matrix product or convolution."""
     size = math.prod(eqn.outvars[0].aval.shape)
-    results = [value for value in inputs if value.note in (PRODUCT, BRANCH) and math.prod(value.x.shape) == size]
+    results = [
+        value
+        for value in inputs
+        if value.note in (PRODUCT, BRANCH) and math.prod(value.x.shape) == size
+    ]
     layout = traits(eqn.primitive.name).kind in ("layout", "alias")
-    return bool(results) and (layout or (eqn.primitive.name in ("add", "sub", "mul", "div", "select_n") and all(
-        value.x.shape == eqn.outvars[0].aval.shape for value in results)))
+    return bool(results) and (
+        layout
+        or (
+            eqn.primitive.name in ("add", "sub", "mul", "div", "select_n")
+            and all(value.x.shape == eqn.outvars[0].aval.shape for value in results)
+        )
+    )
 
 
 def sums_examples(eqn) -> bool:
@@ -63,4 +75,8 @@ def fits(name: str, magnitude: Size, dtype) -> bool:
         return False
     if name in ("add", "sub"):
         return largest <= _LARGE
-    return name not in ("mul", "div") or float(info.max) > 1e30 or (_SMALL <= smallest and largest <= _LARGE)
+    return (
+        name not in ("mul", "div")
+        or float(info.max) > 1e30
+        or (_SMALL <= smallest and largest <= _LARGE)
+    )

@@ -51,8 +51,12 @@ def sites(f: Callable) -> Callable:
 
     @wraps(f, "sites")
     def listed(*args, **kwargs):
-        return Sites(SiteInfo(site.name, site.value, tuple(length for _, length in site.scans), site.obstacle)
-                     for site in _Program(f, args, kwargs).level.sites)
+        return Sites(
+            SiteInfo(
+                site.name, site.value, tuple(length for _, length in site.scans), site.obstacle
+            )
+            for site in _Program(f, args, kwargs).level.sites
+        )
 
     return listed
 
@@ -80,7 +84,9 @@ class SiteInfo:
 
     def __str__(self):
         types = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(self.value))
-        return f"{self.name}  {types}" + (f"  (inside {self.inside}: not available)" if self.inside else "")
+        return f"{self.name}  {types}" + (
+            f"  (inside {self.inside}: not available)" if self.inside else ""
+        )
 
 
 class Sites(tuple):
@@ -135,10 +141,18 @@ def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
         program = _Program(f, args, kwargs)
         found = program.matches("capture", patterns)
         uses = collections.Counter(match.site for match in found)
-        single = {match.site: match.indices for match in found if uses[match.site] == 1 and _numbers(match.site)}
+        single = {
+            match.site: match.indices
+            for match in found
+            if uses[match.site] == 1 and _numbers(match.site)
+        }
         result, leaves = program.run(Inspector(program.level, uses, selected=single))
-        return result, {match.name: _value(match, leaves[match.site], () if match.site in single else match.indices)
-                        for match in found}
+        return result, {
+            match.name: _value(
+                match, leaves[match.site], () if match.site in single else match.indices
+            )
+            for match in found
+        }
 
     return captured
 
@@ -177,8 +191,10 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
     [0.0, 0.0]
     """
     if not isinstance(changes, Mapping) or not all(map(callable, changes.values())):
-        raise TypeError("intervene: changes are {pattern: change}, with change(value, index) -> value; got "
-                        f"{changes!r}")
+        raise TypeError(
+            "intervene: changes are {pattern: change}, with change(value, index) -> value; got "
+            f"{changes!r}"
+        )
     _patterns("intervene", list(changes))
 
     @wraps(f, "intervene")
@@ -195,7 +211,9 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
     return intervened
 
 
-def capture_cotangents(f: Callable, pattern: str | Sequence[str], *, has_aux: bool = False) -> Callable:
+def capture_cotangents(
+    f: Callable, pattern: str | Sequence[str], *, has_aux: bool = False
+) -> Callable:
     """Returns a function that computes a scalar function `f`, and its derivatives with respect to intermediate values.
 
     The intermediate values are selected by their names, which `sites` lists.
@@ -232,13 +250,21 @@ def capture_cotangents(f: Callable, pattern: str | Sequence[str], *, has_aux: bo
 
         def shifted(offsets):
             each = dict(zip(chosen, offsets))
-            outputs, _ = program.evaluate(Inspector(program.level, changes=dict.fromkeys(chosen, _shift), offsets=each))
+            outputs, _ = program.evaluate(
+                Inspector(program.level, changes=dict.fromkeys(chosen, _shift), offsets=each)
+            )
             return _scalar(program.traced.tree(outputs)[0], has_aux), outputs
 
-        (_, outputs), slopes = jax.value_and_grad(shifted, has_aux=True)([_offsets(site) for site in chosen])
-        slopes = {site: [x for i, x in enumerate(leaves) if i in site.leaves] for site, leaves in zip(chosen, slopes)}
+        (_, outputs), slopes = jax.value_and_grad(shifted, has_aux=True)(
+            [_offsets(site) for site in chosen]
+        )
+        slopes = {
+            site: [x for i, x in enumerate(leaves) if i in site.leaves]
+            for site, leaves in zip(chosen, slopes)
+        }
         return program.traced.result(outputs), {
-            match.name: _value(match, slopes[match.site], match.indices) for match in found}
+            match.name: _value(match, slopes[match.site], match.indices) for match in found
+        }
 
     return captured
 
@@ -264,11 +290,17 @@ class _Program:
 
 
 def _patterns(who, pattern) -> list[str]:
-    patterns = list(pattern) if isinstance(pattern, Iterable) and not isinstance(pattern, str) else [pattern]
+    patterns = (
+        list(pattern)
+        if isinstance(pattern, Iterable) and not isinstance(pattern, str)
+        else [pattern]
+    )
     for each in patterns:
         if not isinstance(each, str):
-            raise TypeError(f"{who}: a pattern must be a string, such as 'blocks/attention'; got a "
-                            f"{type(each).__name__}")
+            raise TypeError(
+                f"{who}: a pattern must be a string, such as 'blocks/attention'; got a "
+                f"{type(each).__name__}"
+            )
     return patterns
 
 
@@ -278,15 +310,22 @@ def _value(match, leaves, indices) -> Any:
     site, rest = match.site, iter(leaves)
     where = tuple(slice(None) if i is None else i for i in indices)
     whole = all(i is None for i in indices)
-    return jax.tree.unflatten(site.structure, [
-        None if t is None or (x := next(rest)) is None else x if whole else x[where] for t in site.types])
+    return jax.tree.unflatten(
+        site.structure,
+        [
+            None if t is None or (x := next(rest)) is None else x if whole else x[where]
+            for t in site.types
+        ],
+    )
 
 
 def _numbers(site) -> bool:
     """Returns False if a named value contains PRNG keys. A value that is captured in a single iteration of a scan
     becomes a part of the scan's carry. The initial carry contains zeros in place of the captured value, but zeros do
     not exist for PRNG keys."""
-    return not any(t is not None and jax.dtypes.issubdtype(t.dtype, jax.dtypes.extended) for t in site.types)
+    return not any(
+        t is not None and jax.dtypes.issubdtype(t.dtype, jax.dtypes.extended) for t in site.types
+    )
 
 
 def _scalar(result, has_aux):
@@ -295,21 +334,35 @@ def _scalar(result, has_aux):
     value = result
     if has_aux:
         value = result[0] if isinstance(result, tuple) and len(result) == 2 else None
-    if not isinstance(value, jax.Array) or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-        what = f"{value.dtype}{list(value.shape)}" if isinstance(value, jax.Array) else f"a {type(result).__name__}"
-        raise TypeError(f"capture_cotangents: with has_aux={has_aux} the function must return {kind}; it returned "
-                        f"{what}")
+    if (
+        not isinstance(value, jax.Array)
+        or value.shape != ()
+        or not jnp.issubdtype(value.dtype, jnp.floating)
+    ):
+        what = (
+            f"{value.dtype}{list(value.shape)}"
+            if isinstance(value, jax.Array)
+            else f"a {type(result).__name__}"
+        )
+        raise TypeError(
+            f"capture_cotangents: with has_aux={has_aux} the function must return {kind}; it returned "
+            f"{what}"
+        )
     return value
 
 
 def _check_original(who, site) -> None:
     if site.differentiated:
-        raise ValueError(f"{who}: the site {site.name!r} is in a part of the function that has been differentiated: "
-                         "its backward pass uses the original value. Apply it to the function before "
-                         f"differentiation: grad({who}(f, ...))")
+        raise ValueError(
+            f"{who}: the site {site.name!r} is in a part of the function that has been differentiated: "
+            "its backward pass uses the original value. Apply it to the function before "
+            f"differentiation: grad({who}(f, ...))"
+        )
     if site.custom:
-        raise ValueError(f"{who}: the site {site.name!r} is inside a function with custom_jvp or custom_vjp, whose "
-                         "derivative uses the original value")
+        raise ValueError(
+            f"{who}: the site {site.name!r} is inside a function with custom_jvp or custom_vjp, whose "
+            "derivative uses the original value"
+        )
 
 
 def _changed(site, steps) -> Callable:
@@ -321,7 +374,9 @@ def _changed(site, steps) -> Callable:
 
     def change(leaves, indices):
         rest = iter(leaves)
-        value = jax.tree.unflatten(site.structure, [None if t is None else next(rest) for t in site.types])
+        value = jax.tree.unflatten(
+            site.structure, [None if t is None else next(rest) for t in site.types]
+        )
         for match, function in steps:
             value = _one_change(match, function, value, indices)
         return jax.tree.leaves(value)
@@ -342,10 +397,15 @@ def _one_change(match, function, value, indices):
 
 
 def _check_same(match, old, new) -> None:
-    types = [jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree) for tree in (old, new)]
+    types = [
+        jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
+        for tree in (old, new)
+    ]
     if types[0] != types[1]:
-        raise TypeError(f"intervene: the change of {match.name!r} must return {types[0]}, as the original value; it "
-                        f"returned {types[1]}")
+        raise TypeError(
+            f"intervene: the change of {match.name!r} must return {types[0]}, as the original value; it "
+            f"returned {types[1]}"
+        )
 
 
 @jax.custom_jvp
@@ -361,7 +421,10 @@ def _shifted_jvp(primals, tangents):
 
 
 def _shift(leaves, indices, offsets):
-    return [x if offset is None else _shifted(x, offset) for x, offset in zip(leaves, offsets, strict=True)]
+    return [
+        x if offset is None else _shifted(x, offset)
+        for x, offset in zip(leaves, offsets, strict=True)
+    ]
 
 
 def _offsets(site) -> list:
@@ -371,5 +434,9 @@ def _offsets(site) -> list:
     must have the same varying mesh axes as the leaf to which it is added; otherwise, JAX would sum the cotangent over
     the missing axes."""
     lengths = tuple(length for _, length in site.scans)
-    return [_jax.zeros((*lengths, *t.shape), t.dtype, _jax.varies_over(t)) if jnp.issubdtype(t.dtype, jnp.inexact)
-            else None for t in (site.types[i] for i in site.leaves)]
+    return [
+        _jax.zeros((*lengths, *t.shape), t.dtype, _jax.varies_over(t))
+        if jnp.issubdtype(t.dtype, jnp.inexact)
+        else None
+        for t in (site.types[i] for i in site.leaves)
+    ]

@@ -33,12 +33,14 @@ def hvp(f: Callable) -> Callable:
     [6.0, 12.0]
     """
 
-    @wraps(f, "hvp", signature=False)    # the result has the additional argument v
+    @wraps(f, "hvp", signature=False)  # the result has the additional argument v
     def product(x, v, *rest, **options):
         given, needed = _avals(v), _avals(x)
         if given != needed:
-            raise ValueError(f"hvp: the vector must have the structure, shapes and dtypes of the first argument "
-                             f"{needed}; got {given}")
+            raise ValueError(
+                f"hvp: the vector must have the structure, shapes and dtypes of the first argument "
+                f"{needed}; got {given}"
+            )
         return jax.jvp(lambda x: jax.grad(f)(x, *rest, **options), (x,), (v,))[1]
 
     return product

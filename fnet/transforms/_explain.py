@@ -35,14 +35,23 @@ class Explanation:
     disabled: tuple[str, ...] = ()
 
     def __str__(self):
-        counts = collections.Counter((row.scope, row.kind, row.dtype, row.reason, row.primitive) for row in self.rows)
+        counts = collections.Counter(
+            (row.scope, row.kind, row.dtype, row.reason, row.primitive) for row in self.rows
+        )
         groups = {}
         for (scope, kind, dtype, reason, primitive), count in counts.items():
             groups.setdefault((scope, dtype, kind, reason), []).append(f"{count} {primitive}")
-        order = {scope: number for number, scope in enumerate(dict.fromkeys(row.scope for row in self.rows))}
+        order = {
+            scope: number
+            for number, scope in enumerate(dict.fromkeys(row.scope for row in self.rows))
+        }
         table = [("scope", "dtype", "operations: why")]
-        table += [(scope or "(no scope)", dtype, f"{', '.join(operations)}: {reason}")
-                  for (scope, dtype, _, reason), operations in sorted(groups.items(), key=lambda g: order[g[0][0]])]
+        table += [
+            (scope or "(no scope)", dtype, f"{', '.join(operations)}: {reason}")
+            for (scope, dtype, _, reason), operations in sorted(
+                groups.items(), key=lambda g: order[g[0][0]]
+            )
+        ]
         return "\n".join([str(self.policy), "", *aligned(table, left=range(3)), *self.disabled])
 
 
@@ -69,15 +78,30 @@ class Tuning:
     def __str__(self):
         above = [f"{self.chip.name}: {self.measured}"] if self.measured is not None else []
         if not self.rules:
-            return "\n".join([*above, f"{self.chip.name}: no rules are on; the step is compiled as it is"])
+            return "\n".join(
+                [*above, f"{self.chip.name}: no rules are on; the step is compiled as it is"]
+            )
         counts = collections.Counter(self.rows)
-        table = [("scope", "rule", "operations"), *((row.scope or "(no scope)", row.rule,
-                 f"{count} {row.primitive}: {row.reason}") for row, count in counts.items())]
-        silent = [rule.name for rule in self.rules if all(row.rule != rule.name for row in self.rows)
-                  and not (rule.options and rule.options.items() <= self.options.items())]
-        lines = [f"{self.chip.name}: {len(self.rows)} equations rewritten"
-                 + f"; compiler options {self.options} (not under an outer jit, which has its own)" * bool(self.options)
-                 + f"; not fired: {', '.join(silent)}" * bool(silent), ""]
+        table = [
+            ("scope", "rule", "operations"),
+            *(
+                (row.scope or "(no scope)", row.rule, f"{count} {row.primitive}: {row.reason}")
+                for row, count in counts.items()
+            ),
+        ]
+        silent = [
+            rule.name
+            for rule in self.rules
+            if all(row.rule != rule.name for row in self.rows)
+            and not (rule.options and rule.options.items() <= self.options.items())
+        ]
+        lines = [
+            f"{self.chip.name}: {len(self.rows)} equations rewritten"
+            + f"; compiler options {self.options} (not under an outer jit, which has its own)"
+            * bool(self.options)
+            + f"; not fired: {', '.join(silent)}" * bool(silent),
+            "",
+        ]
         return "\n".join([*above, *lines, *aligned(table, left=range(3)), *self.disabled])
 
 
@@ -113,8 +137,10 @@ def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Us
     inner = f
     while not any(hasattr(inner, name) for name in ("autocast", "tuned", "implicit", "explained")):
         if not hasattr(inner, "__wrapped__"):
-            raise ValueError(f"explain: expected a function returned by autocast, tune or use_implicit_arrays; got "
-                             f"{getattr(f, '__name__', f)!r}. Call explain(ft.autocast(f), *args)")
+            raise ValueError(
+                f"explain: expected a function returned by autocast, tune or use_implicit_arrays; got "
+                f"{getattr(f, '__name__', f)!r}. Call explain(ft.autocast(f), *args)"
+            )
         inner = inner.__wrapped__
     if hasattr(inner, "explained"):
         return inner.explained(*args, **kwargs)
@@ -132,7 +158,9 @@ def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Us
 
 def _tuning(step, chip, rules, measure, args, kwargs):
     measured, rows = measure(*args, **kwargs), []
-    rules = rules if measured is None else tuple(rule for rule in rules if rule.name in measured.rules)
+    rules = (
+        rules if measured is None else tuple(rule for rule in rules if rule.name in measured.rules)
+    )
     tuner = Tuner(rules, rows)
     tuner.examine(step, args, kwargs)
     return Tuning(chip, rules, tuner.lost, tuple(rows), unsupported(), measured)

@@ -46,7 +46,9 @@ class Folded:
         result to the result of f."""
         args, kwargs = jax.tree.unflatten(structure, leaves)
         traced = Traced(self._applied, args, kwargs)
-        closed = jax.make_jaxpr(lambda *arrays: Folder()(traced.closed, list(arrays)))(*traced.arrays)
+        closed = jax.make_jaxpr(lambda *arrays: Folder()(traced.closed, list(arrays)))(
+            *traced.arrays
+        )
         return tune(jax.jit(Folder.program(closed))), closed.consts, traced.result
 
     def explained(self, *args, **kwargs) -> Folds:
@@ -72,8 +74,15 @@ class Folds:
     def __str__(self):
         width = max((len(row.path or "(no scope)") for row in self.rows), default=0)
         lines = [f"{len(self.rows)} products with folded affine maps"]
-        return "\n".join([*lines, *(f"{row.path or '(no scope)':<{width}}  {row.primitive}: {', '.join(row.folded)}"
-                                    for row in self.rows)])
+        return "\n".join(
+            [
+                *lines,
+                *(
+                    f"{row.path or '(no scope)':<{width}}  {row.primitive}: {', '.join(row.folded)}"
+                    for row in self.rows
+                ),
+            ]
+        )
 
 
 def fold(f: Callable, params: Any, state: Any = None) -> Callable:
@@ -123,6 +132,8 @@ def fold(f: Callable, params: Any, state: Any = None) -> Callable:
     check_function("fold(f, params)", f)
     for path, leaf in jax.tree_util.tree_leaves_with_path((params, state)):
         if isinstance(leaf, jax.core.Tracer):
-            raise TypeError(f"fold: expected fixed parameters, but {jax.tree_util.keystr(path[1:])} is traced; call "
-                            "fold outside of jit, grad and vmap")
+            raise TypeError(
+                f"fold: expected fixed parameters, but {jax.tree_util.keystr(path[1:])} is traced; call "
+                "fold outside of jit, grad and vmap"
+            )
     return Folded(f, params, state)

@@ -57,11 +57,15 @@ def use_implicit_arrays(f: Callable) -> Callable:
 
 def _evaluate(interpreter, f, args, kwargs):
     paths, structure = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_implicit)
-    implicit, leaves = {}, []    # by the identity of their placeholders
+    implicit, leaves = {}, []  # by the identity of their placeholders
     for path, leaf in paths:
         if is_implicit(leaf):
             placeholder = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-            implicit[id(placeholder)] = placeholder, leaf, keystr(path[2:], simple=True, separator="/") or "argument"
+            implicit[id(placeholder)] = (
+                placeholder,
+                leaf,
+                keystr(path[2:], simple=True, separator="/") or "argument",
+            )
             leaf = placeholder
         leaves.append(leaf)
     if not implicit:
@@ -69,7 +73,9 @@ def _evaluate(interpreter, f, args, kwargs):
     args, kwargs = jax.tree.unflatten(structure, leaves)
     traced = Traced(f, args, kwargs)
     found = [implicit.get(id(array), (None, array, "")) for array in traced.arrays]
-    outputs = interpreter(traced.closed, [array for _, array, _ in found], [name for *_, name in found])
+    outputs = interpreter(
+        traced.closed, [array for _, array, _ in found], [name for *_, name in found]
+    )
     return traced.result(outputs)
 
 
@@ -92,9 +98,14 @@ class Uses:
             return "no implicit array is used"
         counts = collections.Counter(self.uses)
         table = [("array", "scope", "use")] + [
-            (use.leaf, use.scope or "(no scope)", f"{count} {use.primitive or 'result'}: "
-             + (f"materialized: {use.materialized}" if use.materialized else "in its own form"))
-            for use, count in counts.items()]
+            (
+                use.leaf,
+                use.scope or "(no scope)",
+                f"{count} {use.primitive or 'result'}: "
+                + (f"materialized: {use.materialized}" if use.materialized else "in its own form"),
+            )
+            for use, count in counts.items()
+        ]
         title = f"{len(self.uses)} uses of implicit arrays, {len(self.materialized)} materialized"
         return "\n".join([title, "", *aligned(table, left=range(3))])
 

@@ -38,10 +38,18 @@ class LossScaleState(NamedTuple):
     inner: Any
 
 
-def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None, *,
-               initial: float | None = None, growth: float = 2.0, interval: int = 2000, backoff: float = 0.5,
-               minimum: float = 2.0**-14, maximum: float = 2.0**24,
-               axis_name: str | tuple[str, ...] | None = None) -> optax.GradientTransformationExtraArgs:
+def loss_scale(
+    inner: optax.GradientTransformation,
+    policy: Policy | None = None,
+    *,
+    initial: float | None = None,
+    growth: float = 2.0,
+    interval: int = 2000,
+    backoff: float = 0.5,
+    minimum: float = 2.0**-14,
+    maximum: float = 2.0**24,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer for gradients of a loss that is multiplied by a dynamic scale.
 
     The gradients are divided by the scale. If all gradients are finite, `inner` updates the parameters. If a gradient
@@ -89,23 +97,41 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
     import optax
 
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(f"loss_scale: expected an Optax transformation, such as optax.adamw(1e-3); got {inner!r}")
+        raise TypeError(
+            f"loss_scale: expected an Optax transformation, such as optax.adamw(1e-3); got {inner!r}"
+        )
     if policy is not None and not isinstance(policy, Policy):
-        raise TypeError(f"loss_scale: expected a hardware.Policy or None; got {policy!r}. "
-                        "hardware.policy(chip) returns a Policy")
+        raise TypeError(
+            f"loss_scale: expected a hardware.Policy or None; got {policy!r}. "
+            "hardware.policy(chip) returns a Policy"
+        )
     if policy is not None and policy.loss_scale is None:
         return inner
     if initial is None:
         initial = 2.0**15 if policy is None else policy.loss_scale
-    for name, value in {"initial": initial, "minimum": minimum, "maximum": maximum, "growth": growth,
-                        "backoff": backoff}.items():
+    for name, value in {
+        "initial": initial,
+        "minimum": minimum,
+        "maximum": maximum,
+        "growth": growth,
+        "backoff": backoff,
+    }.items():
         if not isinstance(value, (numbers.Real, jax.Array)):
-            raise TypeError(f"loss_scale: expected a number as {name}, got {value!r}; pass a float, such as 2.0**15")
-    if not (0 < minimum <= initial <= maximum < 2.0**128 and growth >= 1 and 0 < backoff < 1
-            and isinstance(interval, int) and interval >= 1):
-        raise ValueError("loss_scale needs 0 < minimum <= initial <= maximum < 2^128, growth >= 1, 0 < backoff < 1 and "
-                         f"an integer interval >= 1; got minimum={minimum}, initial={initial}, maximum={maximum}, "
-                         f"growth={growth}, backoff={backoff}, interval={interval}")
+            raise TypeError(
+                f"loss_scale: expected a number as {name}, got {value!r}; pass a float, such as 2.0**15"
+            )
+    if not (
+        0 < minimum <= initial <= maximum < 2.0**128
+        and growth >= 1
+        and 0 < backoff < 1
+        and isinstance(interval, int)
+        and interval >= 1
+    ):
+        raise ValueError(
+            "loss_scale needs 0 < minimum <= initial <= maximum < 2^128, growth >= 1, 0 < backoff < 1 and "
+            f"an integer interval >= 1; got minimum={minimum}, initial={initial}, maximum={maximum}, "
+            f"growth={growth}, backoff={backoff}, interval={interval}"
+        )
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
@@ -124,7 +150,9 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
         grown = jnp.where(good >= interval, state.scale * growth, state.scale)
         scale = jnp.clip(jnp.where(finite, grown, state.scale * backoff), minimum, maximum)
         good = jnp.where(good >= interval, 0, good)
-        return updates, LossScaleState(scale, good, state.skipped + (~finite).astype(jnp.int32), after)
+        return updates, LossScaleState(
+            scale, good, state.skipped + (~finite).astype(jnp.int32), after
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -150,8 +178,10 @@ def loss_scale_state(opt_state: Any) -> LossScaleState | None:
     """
     found = _states(opt_state)
     if len(found) > 1:
-        raise ValueError(f"expected one loss scale in the optimizer state; got {len(found)}. Wrap the complete "
-                         "optimizer in loss_scale once")
+        raise ValueError(
+            f"expected one loss scale in the optimizer state; got {len(found)}. Wrap the complete "
+            "optimizer in loss_scale once"
+        )
     return found[0] if found else None
 
 
@@ -161,7 +191,9 @@ def _states(tree) -> list[LossScaleState]:
     return outer + [inside for state in outer for inside in _states(state.inner)]
 
 
-def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False) -> Callable:
+def scaled_value_and_grad(
+    loss: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False
+) -> Callable:
     """Returns a function that computes a loss and its gradients, and multiplies the gradients by the loss scale.
 
         value, grads = scaled_value_and_grad(loss)(opt_state, params, batch)
@@ -189,7 +221,9 @@ def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *,
     (3.0, 65536.0)
     """
 
-    @wraps(loss, "scaled_value_and_grad", signature=False)    # the result has the additional argument opt_state
+    @wraps(
+        loss, "scaled_value_and_grad", signature=False
+    )  # the result has the additional argument opt_state
     def scaled(opt_state, *args, **kwargs):
         state = loss_scale_state(opt_state)
         if state is None:
@@ -198,16 +232,22 @@ def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *,
         def multiplied(*args, **kwargs):
             output = loss(*args, **kwargs)
             if has_aux and not (isinstance(output, tuple) and len(output) == 2):
-                raise TypeError("scaled_value_and_grad: with has_aux=True the loss must return a pair (scalar, aux)")
+                raise TypeError(
+                    "scaled_value_and_grad: with has_aux=True the loss must return a pair (scalar, aux)"
+                )
             value, aux = output if has_aux else (output, None)
             kind = jnp.result_type(value) if isinstance(value, (jax.Array, float)) else None
             if kind is None or not jnp.issubdtype(kind, jnp.floating) or jnp.shape(value):
                 what = f"{kind}{list(jnp.shape(value))}" if kind else f"a {type(value).__name__}"
-                raise TypeError(f"scaled_value_and_grad: the loss must be a floating-point scalar; got {what}")
+                raise TypeError(
+                    f"scaled_value_and_grad: the loss must be a floating-point scalar; got {what}"
+                )
             value = jnp.asarray(value, _wide(kind))
             return value * state.scale.astype(value.dtype), (value, aux)
 
-        (_, (value, aux)), grads = jax.value_and_grad(multiplied, argnums, has_aux=True)(*args, **kwargs)
+        (_, (value, aux)), grads = jax.value_and_grad(multiplied, argnums, has_aux=True)(
+            *args, **kwargs
+        )
         return ((value, aux) if has_aux else value), grads
 
     return scaled

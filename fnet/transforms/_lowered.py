@@ -40,9 +40,18 @@ def lowered(op, x, y, params: dict, *, compute, out, stored=None) -> jax.Array:
         stored: the dtype to which GPUs and TPUs round the result to save memory. Default: `out`.
     """
     if jet := sys.modules.get("jax.experimental.jet"):
-        jet.jet_rules.setdefault(lowered_p, functools.partial(jet.jet_rules[lax.dot_general_p].func, lowered_p))
-    return lowered_p.bind(x, y, op=op, params=_Params(params), compute=jnp.dtype(compute), out=jnp.dtype(out),
-                          stored=jnp.dtype(out if stored is None else stored))
+        jet.jet_rules.setdefault(
+            lowered_p, functools.partial(jet.jet_rules[lax.dot_general_p].func, lowered_p)
+        )
+    return lowered_p.bind(
+        x,
+        y,
+        op=op,
+        params=_Params(params),
+        compute=jnp.dtype(compute),
+        out=jnp.dtype(out),
+        stored=jnp.dtype(out if stored is None else stored),
+    )
 
 
 class _Params:
@@ -52,7 +61,7 @@ class _Params:
         self.items = tuple(sorted(params.items(), key=lambda item: item[0]))
         try:
             self._hash = hash(self.items)
-        except TypeError:    # some values are lists or contain dicts
+        except TypeError:  # some values are lists or contain dicts
             self._hash = hash(str(self.items))
 
     def __hash__(self):
@@ -94,22 +103,31 @@ def _eager(x, y, **params):
 
 @lowered_p.def_impl
 def _impl(x, y, **params):
-    with jax.disable_jit(False):    # there is no implementation outside of jit
+    with jax.disable_jit(False):  # there is no implementation outside of jit
         return _eager(x, y, **params)
 
 
 @lowered_p.def_effectful_abstract_eval
 def _abstract(x, y, *, op, params, compute, out, stored):
     # The primitive's own rule determines shapes, shardings and varying mesh axes.
-    z, effects = op.abstract_eval(x.update(dtype=compute, weak_type=False),
-                                         y.update(dtype=compute, weak_type=False), **params(jnp.dtype(jnp.float32)))
+    z, effects = op.abstract_eval(
+        x.update(dtype=compute, weak_type=False),
+        y.update(dtype=compute, weak_type=False),
+        **params(jnp.dtype(jnp.float32)),
+    )
     return z.update(dtype=out, weak_type=False), effects
 
 
 def _on_accelerators(x, y, *, compute, out, stored, **rest):
     # Matrix units compute sums in float32 for every result dtype. A 16-bit result halves the number of bytes written.
-    return _compute(x, y, compute=compute, out=out,
-                    sums=stored if stored.itemsize == compute.itemsize else jnp.float32, **rest)
+    return _compute(
+        x,
+        y,
+        compute=compute,
+        out=out,
+        sums=stored if stored.itemsize == compute.itemsize else jnp.float32,
+        **rest,
+    )
 
 
 def _on_cuda(x, y, *, op, compute, out, stored, **rest):
@@ -126,7 +144,7 @@ def _on_cpu(x, y, *, op, params, compute, out, stored):
         return _compute(x, y, op=op, params=params, compute=compute, out=out, sums=compute)
     if compute != jnp.bfloat16:
         return _compute(x, y, op=op, params=params, compute=compute, out=out)
-    if explicit(jax.typeof(x)) or explicit(jax.typeof(y)):    # a reshape would lose the shardings
+    if explicit(jax.typeof(x)) or explicit(jax.typeof(y)):  # a reshape would lose the shardings
         x, y = (lax.convert_element_type(a.astype(compute), jnp.float32) for a in (x, y))
         return op.bind(x, y, **params(jnp.dtype(jnp.float32))).astype(out)
     return as_matrices(x, y, params()["dimension_numbers"], out)
@@ -141,17 +159,24 @@ def as_matrices(x, y, dimension_numbers, out) -> jax.Array:
     ("DotThunk: BF16 x BF16 = F32").
     """
     contract, batch = dimension_numbers
-    free = [[i for i in range(a.ndim) if i not in (*c, *b)] for a, c, b in zip((x, y), contract, batch)]
+    free = [
+        [i for i in range(a.ndim) if i not in (*c, *b)] for a, c, b in zip((x, y), contract, batch)
+    ]
     # One operand of a weight gradient is transposed: the narrower one, preferably the one that the layer has read
     # (JAX's second), because XLA (jaxlib 0.10) computes everything that produces a cotangent within its transpose.
-    swapped = all(f == [len(c)] and not b for f, c, b in zip(free, contract, batch)) and x.shape[-1] >= y.shape[-1]
+    swapped = (
+        all(f == [len(c)] and not b for f, c, b in zip(free, contract, batch))
+        and x.shape[-1] >= y.shape[-1]
+    )
     if swapped:
         (x, y), contract, free = (y, x), contract[::-1], free[::-1]
     shape = [x.shape[i] for i in (*batch[0], *free[0])] + [y.shape[i] for i in free[1]]
     last = not free[1] or not contract[1] or contract[1][-1] > free[1][-1]
     x = _matrices(x, (batch[0], free[0], contract[0]))
     y = _matrices(y, (batch[1], free[1], contract[1]) if last else (batch[1], contract[1], free[1]))
-    z = lax.dot_general(x, y, (((2,), (2 if last else 1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    z = lax.dot_general(
+        x, y, (((2,), (2 if last else 1,)), ((0,), (0,))), preferred_element_type=jnp.float32
+    )
     z = lax.optimization_barrier(z).reshape(shape)
     z = z.T if swapped else z
     return z if z.dtype == out else lax.convert_element_type(z, out)
@@ -160,7 +185,10 @@ def as_matrices(x, y, dimension_numbers, out) -> jax.Array:
 def _matrices(x, axes):
     """Casts x to bfloat16 and reshapes it to three axes. `axes` is three groups of axes of x, and each group becomes
     one axis. An optimization barrier makes XLA cast x only once, even if several matrix products use x."""
-    order, shape = [i for group in axes for i in group], [math.prod(x.shape[i] for i in group) for group in axes]
+    order, shape = (
+        [i for group in axes for i in group],
+        [math.prod(x.shape[i] for i in group) for group in axes],
+    )
     x = lax.optimization_barrier(lax.convert_element_type(x, jnp.bfloat16))
     if order == list(range(x.ndim)):
         return x.reshape(shape)
@@ -174,16 +202,20 @@ mlir.register_lowering(lowered_p, mlir.lower_fun(_on_cuda, multiple_results=Fals
 
 def _evaluated(closed, x, y, compute, dtype, stored=None):
     """Evaluates a jaxpr that has two inputs and one bilinear operation, which is computed in low precision."""
+
     def rule(eqn, arrays):
         if eqn.primitive.name not in BILINEAR:
             return NotImplemented
-        return [lowered(eqn.primitive, *arrays, eqn.params, compute=compute, out=dtype, stored=stored)]
+        return [
+            lowered(eqn.primitive, *arrays, eqn.params, compute=compute, out=dtype, stored=stored)
+        ]
 
     return jaxpr.Evaluator(rule)(closed, x, y)[0]
 
 
 # Transposes and batched forms of a product are products with other parameters and moved axes. They are derived from
 # JAX's rules for float32, once for each kind of product. `mesh` is the mesh of the trace, which JAX stores in a jaxpr.
+
 
 @functools.lru_cache(4096)
 def _transposed(side, op, params, like, mesh):
@@ -209,8 +241,12 @@ def _like(*avals):
     """Returns a float32 `jax.ShapeDtypeStruct` for each abstract value, with the same shape. On a mesh with explicit
     axes, the `jax.ShapeDtypeStruct` of a sharded or replicated array also has the sharding of the array, because the
     gradient of the array must have the same sharding."""
-    return tuple(jax.ShapeDtypeStruct(aval.shape, jnp.float32, sharding=aval.sharding if _on_explicit_mesh(aval)
-                                      else None) for aval in avals)
+    return tuple(
+        jax.ShapeDtypeStruct(
+            aval.shape, jnp.float32, sharding=aval.sharding if _on_explicit_mesh(aval) else None
+        )
+        for aval in avals
+    )
 
 
 def _on_explicit_mesh(aval) -> bool:
@@ -235,6 +271,10 @@ def _batch(args, axes, *, op, params, compute, out, stored):
 
 ad.defbilinear(lowered_p, _transpose_left, _transpose_right)
 batching.primitive_batchers[lowered_p] = _batch
-jaxpr.describe(lowered_p, jaxpr.Description(
-    jaxpr.Traits("product", memory="heavy"),
-    stands_for=lambda params: (params["op"], params["params"](), params["compute"])))
+jaxpr.describe(
+    lowered_p,
+    jaxpr.Description(
+        jaxpr.Traits("product", memory="heavy"),
+        stands_for=lambda params: (params["op"], params["params"](), params["compute"]),
+    ),
+)

@@ -16,8 +16,14 @@ from fnet.jaxpr import array_leaves, is_array, mutable, wraps
 from fnet.transforms._microbatch_state import Program, declared_state, inferred_state
 
 
-def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = None,
-               weight: Callable | None = None, carry: int | tuple[int, ...] | None = None) -> Callable:
+def microbatch(
+    f: Callable,
+    n: int,
+    *,
+    argnums: int | tuple[int, ...] | None = None,
+    weight: Callable | None = None,
+    carry: int | tuple[int, ...] | None = None,
+) -> Callable:
     """Evaluates `f` on n slices of the batch, one after another in a scan, and averages the results.
 
         microbatch(f, n)(params, batch) = sum_i w_i f(params, batch_i) / sum_i w_i
@@ -81,8 +87,10 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
     if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 1:
         raise ValueError(f"microbatch: the number of slices must be a positive integer; got {n!r}")
     if weight is not None and not callable(weight):
-        raise TypeError("microbatch: weight= must be a function of f's arguments that returns the weight of a slice; "
-                        f"got {weight!r}")
+        raise TypeError(
+            "microbatch: weight= must be a function of f's arguments that returns the weight of a slice; "
+            f"got {weight!r}"
+        )
     n = int(n)
 
     @wraps(f, "microbatch")
@@ -93,13 +101,17 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
         if argnums is None:
             where = tuple(i for i in where if i not in state)
         elif overlap := set(where) & set(state):
-            raise ValueError(f"microbatch: argument {min(overlap)} is both in argnums= and in carry=; state is not "
-                             "split into slices")
+            raise ValueError(
+                f"microbatch: argument {min(overlap)} is both in argnums= and in carry=; state is not "
+                "split into slices"
+            )
         (args, options), modules, found = mutable.extract((args, options))
         rows = batch_rows("microbatch", args, where)
         if rows % n:
-            raise ValueError(f"microbatch: a batch of {rows} rows cannot be divided into {n} equal slices; use "
-                             f"{max(d for d in range(1, n + 1) if rows % d == 0)}")
+            raise ValueError(
+                f"microbatch: a batch of {rows} rows cannot be divided into {n} equal slices; use "
+                f"{max(d for d in range(1, n + 1) if rows % d == 0)}"
+            )
         call = _Call(f, args, options, where, modules)
         if n == 1:
             result, _ = call(f, 0, call.batch, *call.start)
@@ -115,19 +127,30 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
         axes = frozenset()
         if weight is not None:
             weigh, of_weight, weight_program, more = _traced(
-                lambda i, both: _scalar(call(weight, i, both[1], *both[0])[0]), first)
+                lambda i, both: _scalar(call(weight, i, both[1], *both[0])[0]), first
+            )
             axes = _jax.varies_over(of_weight)
-            if missing := set().union(*(axes - _jax.varies_over(x) for x in jax.tree.leaves((inputs, more)))):
-                raise ValueError(f"microbatch: inside shard_map the weights vary over the mesh axes {sorted(missing)} "
-                                 "and some arguments do not. Use shard_map(..., check_vma=False), or cast these "
-                                 f"arguments first: jax.lax.pcast(x, {tuple(sorted(missing))}, to='varying')")
+            if missing := set().union(
+                *(axes - _jax.varies_over(x) for x in jax.tree.leaves((inputs, more)))
+            ):
+                raise ValueError(
+                    f"microbatch: inside shard_map the weights vary over the mesh axes {sorted(missing)} "
+                    "and some arguments do not. Use shard_map(..., check_vma=False), or cast these "
+                    f"arguments first: jax.lax.pcast(x, {tuple(sorted(missing))}, to='varying')"
+                )
             if effects := weight_program.effects:
-                raise ValueError("microbatch: weight= must not have side effects, since it is evaluated twice for each "
-                                 f"slice; got {', '.join(sorted({type(e).__name__ for e in effects}))}. Move callbacks "
-                                 "and uses of a jax.Ref into the function itself")
+                raise ValueError(
+                    "microbatch: weight= must not have side effects, since it is evaluated twice for each "
+                    f"slice; got {', '.join(sorted({type(e).__name__ for e in effects}))}. Move callbacks "
+                    "and uses of a jax.Ref into the function itself"
+                )
         places = call.state_of(program, shapes, state if carry is not None else None)
         flat, structure = jax.tree.flatten(shapes[0])
-        summed = [k for k in range(len(flat)) if k not in {k for leaves in places.values() for k in leaves}]
+        summed = [
+            k
+            for k in range(len(flat))
+            if k not in {k for leaves in places.values() for k in leaves}
+        ]
 
         def body(carried, slice_):
             (i, rows), (total, share, (fixed, written)) = slice_, carried
@@ -142,23 +165,36 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
             result = jax.tree.leaves(result)
             add = _widened if weight is None else lambda y: _weighted(y, part, live)
             total = [t + add(result[k]) for t, k in zip(total, summed)]
-            new = {position: [result[k] for k in leaves] for position, leaves in places.items()}, after
+            new = (
+                {position: [result[k] for k in leaves] for position, leaves in places.items()},
+                after,
+            )
             if live is not None:
                 new = jax.tree.map(lambda x, old: jnp.where(live, x, old), new, (fixed, written))
             return (total, share, new), None
 
-        begin = [_jax.zeros(flat[k].shape, _wide(flat[k]), _jax.varies_over(flat[k]) | axes) for k in summed]
+        begin = [
+            _jax.zeros(flat[k].shape, _wide(flat[k]), _jax.varies_over(flat[k]) | axes)
+            for k in summed
+        ]
         share = None if weight is None else _jax.zeros((), of_weight.dtype, axes)
-        fixed = {position: _as_types(call.start[0][position], [flat[k] for k in leaves])
-                 for position, leaves in places.items()}
+        fixed = {
+            position: _as_types(call.start[0][position], [flat[k] for k in leaves])
+            for position, leaves in places.items()
+        }
         written = _as_types(call.start[1], shapes[1])
-        (total, share, (fixed, written)), _ = lax.scan(body, (begin, share, (fixed, written)),
-                                                       (jnp.arange(n, dtype=jnp.int32), stacked))
+        (total, share, (fixed, written)), _ = lax.scan(
+            body, (begin, share, (fixed, written)), (jnp.arange(n, dtype=jnp.int32), stacked)
+        )
         share = jnp.float32(n) if weight is None else share
         outputs = dict(zip(summed, (_mean(y, share, flat[k].dtype) for y, k in zip(total, summed))))
-        outputs |= {k: x for position, leaves in places.items() for k, x in zip(leaves, fixed[position])}
+        outputs |= {
+            k: x for position, leaves in places.items() for k, x in zip(leaves, fixed[position])
+        }
         call.written = written
-        return call.result(jax.tree.unflatten(structure, [outputs[k] for k in range(len(flat))]), found)
+        return call.result(
+            jax.tree.unflatten(structure, [outputs[k] for k in range(len(flat))]), found
+        )
 
     return sliced
 
@@ -175,8 +211,13 @@ class _Call:
     def __init__(self, f, args, options, where, modules):
         self._args, self._options, self._modules = args, options, modules
         self.batch, self._rebuild = batch_leaves(args, where)
-        self._rest = {i: array_leaves(arg, _is_input) for i, arg in enumerate(args) if i not in where}
-        self.start = {i: leaves for i, (leaves, _) in self._rest.items()}, [] if modules is None else modules.arrays
+        self._rest = {
+            i: array_leaves(arg, _is_input) for i, arg in enumerate(args) if i not in where
+        }
+        self.start = (
+            {i: leaves for i, (leaves, _) in self._rest.items()},
+            [] if modules is None else modules.arrays,
+        )
         self.written, self._updated = self.start[1], None
 
     def __call__(self, f, i, batch, fixed, written):
@@ -184,7 +225,11 @@ class _Call:
         args = self._rebuild(i, batch)
         for position, (_, rebuild) in self._rest.items():
             args[position] = rebuild(fixed[position])
-        modules = None if self._modules is None else dataclasses.replace(self._modules, arrays=list(written))
+        modules = (
+            None
+            if self._modules is None
+            else dataclasses.replace(self._modules, arrays=list(written))
+        )
         (args, options), new = mutable.insert((args, self._options), modules)
         result = mutable.returned(f(*args, **options), new)
         updated = mutable.updates(new, modules)
@@ -195,16 +240,27 @@ class _Call:
 
     def result(self, result, found):
         """Returns the result of the call, and updates the caller's modules."""
-        updated = None if self._updated is None else dataclasses.replace(self._updated, arrays=list(self.written))
+        updated = (
+            None
+            if self._updated is None
+            else dataclasses.replace(self._updated, arrays=list(self.written))
+        )
         return mutable.apply(result, found, updated)
 
     def state_of(self, program, shapes, declared) -> dict[int, tuple[int, ...]]:
         """Returns {position of an argument: indices of the results that are its new value}."""
-        sources: list = ["index", *((i, k) for i, leaves in self.start[0].items() for k in range(len(leaves))),
-                   *["module"] * len(self.start[1]), *["batch"] * len(self.batch)]
+        sources: list = [
+            "index",
+            *((i, k) for i, leaves in self.start[0].items() for k in range(len(leaves))),
+            *["module"] * len(self.start[1]),
+            *["batch"] * len(self.batch),
+        ]
         sources += [None] * (len(program.jaxpr.invars) - len(sources))
-        arguments = {i: rebuild(leaves) for i, (leaves, rebuild) in self._rest.items()
-                     if all(map(_is_input, jax.tree.leaves(self._args[i])))}
+        arguments = {
+            i: rebuild(leaves)
+            for i, (leaves, rebuild) in self._rest.items()
+            if all(map(_is_input, jax.tree.leaves(self._args[i])))
+        }
         traced = Program(program.jaxpr, sources, arguments, shapes[0])
         return inferred_state(traced) if declared is None else declared_state(traced, declared)
 
@@ -217,8 +273,10 @@ def _state_arrays(position, state):
     """Returns an argument that is state, with its Python numbers as arrays."""
     for path, x in jax.tree.leaves_with_path(state):
         if not _is_input(x) and not isinstance(x, (int, float, complex)):
-            raise TypeError(f"microbatch: carry= names argument {position}, which must contain only arrays and "
-                            f"numbers; its leaf {jax.tree_util.keystr(path)} is a {type(x).__name__}")
+            raise TypeError(
+                f"microbatch: carry= names argument {position}, which must contain only arrays and "
+                f"numbers; its leaf {jax.tree_util.keystr(path)} is a {type(x).__name__}"
+            )
     return jax.tree.map(lambda x: x if is_array(x) else jnp.asarray(x), state)
 
 
@@ -239,8 +297,10 @@ def _arrays(result):
         try:
             jax.typeof(leaf)
         except TypeError:
-            raise TypeError(f"microbatch: the function must return arrays, whose mean is computed; result"
-                            f"{jax.tree_util.keystr(path)} is a {type(leaf).__name__}. Return only arrays") from None
+            raise TypeError(
+                f"microbatch: the function must return arrays, whose mean is computed; result"
+                f"{jax.tree_util.keystr(path)} is a {type(leaf).__name__}. Return only arrays"
+            ) from None
     return result
 
 
@@ -257,16 +317,23 @@ def _traced(f, first):
     program, shapes = jax.make_jaxpr(traced, return_shape=True)(jnp.int32(0), first, *closed)
 
     def run(i, slice_, gate=lambda x: x):
-        slice_, inner = jax.tree.map(lambda x: gate(x) if _differentiable(x) else x, (slice_, closed))
+        slice_, inner = jax.tree.map(
+            lambda x: gate(x) if _differentiable(x) else x, (slice_, closed)
+        )
         # A constant output may be a typed scalar instead of an array.
-        return jax.tree.map(lambda y, s: y if isinstance(y, jax.Array) else jnp.asarray(y, s.dtype),
-                            traced(i, slice_, *inner), shapes)
+        return jax.tree.map(
+            lambda y, s: y if isinstance(y, jax.Array) else jnp.asarray(y, s.dtype),
+            traced(i, slice_, *inner),
+            shapes,
+        )
 
     return run, shapes, program, [x for x in jax.tree.leaves((first, closed)) if _differentiable(x)]
 
 
 def _differentiable(x) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)    # a traced jax.Ref is no Array
+    return isinstance(x, jax.Array) and jnp.issubdtype(
+        x.dtype, jnp.inexact
+    )  # a traced jax.Ref is no Array
 
 
 def _gate(live, x):
@@ -280,10 +347,15 @@ def _scalar(share):
     """Returns a slice's weight as an array with a dtype of at least float32. Raises an error if the weight is not a
     real scalar."""
     share = jnp.asarray(share)
-    if share.shape or jnp.issubdtype(share.dtype, jnp.complexfloating) or not (
-            share.dtype == jnp.bool_ or jnp.issubdtype(share.dtype, jnp.number)):
-        raise ValueError("microbatch: weight= must return a real scalar, the weight of a slice; got "
-                         f"{share.dtype}{list(share.shape)}")
+    if (
+        share.shape
+        or jnp.issubdtype(share.dtype, jnp.complexfloating)
+        or not (share.dtype == jnp.bool_ or jnp.issubdtype(share.dtype, jnp.number))
+    ):
+        raise ValueError(
+            "microbatch: weight= must return a real scalar, the weight of a slice; got "
+            f"{share.dtype}{list(share.shape)}"
+        )
     return share.astype(_wide(share) if jnp.issubdtype(share.dtype, jnp.inexact) else jnp.float32)
 
 
@@ -294,9 +366,13 @@ def batched(who: str, args, argnums, name: str = "argnums") -> tuple[int, ...]:
     where = (argnums,) if np.ndim(argnums) == 0 else tuple(argnums)
     for i in where:
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
-            raise TypeError(f"{who}: {name} must be an integer or a tuple of integers; got {argnums!r}")
+            raise TypeError(
+                f"{who}: {name} must be an integer or a tuple of integers; got {argnums!r}"
+            )
         if not -len(args) <= i < len(args):
-            raise ValueError(f"{who}: {name} names argument {i}; the function was called with {len(args)}")
+            raise ValueError(
+                f"{who}: {name} names argument {i}; the function was called with {len(args)}"
+            )
     return tuple(i % len(args) for i in where)
 
 
@@ -306,14 +382,21 @@ def batch_rows(who: str, args, where) -> int:
     for i in where:
         for path, leaf in jax.tree.leaves_with_path(args[i]):
             if isinstance(leaf, jax.Ref):
-                raise TypeError(f"{who}: argument {i}{jax.tree_util.keystr(path)} is a jax.Ref, which has no slices; "
-                                "expected arrays. Pass ref[...], or exclude this argument from argnums=")
+                raise TypeError(
+                    f"{who}: argument {i}{jax.tree_util.keystr(path)} is a jax.Ref, which has no slices; "
+                    "expected arrays. Pass ref[...], or exclude this argument from argnums="
+                )
             if np.ndim(leaf):
-                rows.setdefault(jnp.shape(leaf)[0], f"argument {i}{jax.tree_util.keystr(path)} {jnp.shape(leaf)}")
+                rows.setdefault(
+                    jnp.shape(leaf)[0],
+                    f"argument {i}{jax.tree_util.keystr(path)} {jnp.shape(leaf)}",
+                )
     if len(rows) != 1:
         what = "; ".join(rows.values()) if rows else "no arrays"
-        raise ValueError(f"{who}: the batched arguments must be arrays with the same number of rows (argnums= says "
-                         f"which arguments are batched); got {what}")
+        raise ValueError(
+            f"{who}: the batched arguments must be arrays with the same number of rows (argnums= says "
+            f"which arguments are batched); got {what}"
+        )
     return next(iter(rows))
 
 
@@ -353,9 +436,11 @@ def _wide(y):
         return jnp.float32 if jnp.finfo(y.dtype).bits < 32 else y.dtype
     if jnp.issubdtype(y.dtype, jnp.integer):
         return y.dtype
-    raise ValueError(f"microbatch: expected outputs with floating-point dtype (averaged over slices) or integer dtype "
-                     f"(summed); got {y.dtype}{list(y.shape)}. If it is the new value of an argument, such as a random "
-                     "key, pass carry= with the position of this argument")
+    raise ValueError(
+        f"microbatch: expected outputs with floating-point dtype (averaged over slices) or integer dtype "
+        f"(summed); got {y.dtype}{list(y.shape)}. If it is the new value of an argument, such as a random "
+        "key, pass carry= with the position of this argument"
+    )
 
 
 def _strong(y):

@@ -49,15 +49,24 @@ def declared_state(program: Program, positions: Sequence[int]) -> dict[int, tupl
     for position in positions:
         argument = program.arguments[position]
         places = list(_alike(program, argument))
-        if len(places) > 1:    # a gradient has the structure of its argument, too
+        if len(places) > 1:  # a gradient has the structure of its argument, too
             own = flow.of_argument(position, 0, len(jax.tree.leaves(argument)))
-            places = [place for place in places if not flow.derivative(place) and any(own[i] for i in place.leaves)]
+            places = [
+                place
+                for place in places
+                if not flow.derivative(place) and any(own[i] for i in place.leaves)
+            ]
         if len(places) != 1:
-            what = (f"the results at {', '.join(place.path for place in places)} all have" if places
-                    else "no result has")
-            raise ValueError(f"microbatch: carry= names argument {position}, whose new value the function must return "
-                             f"with the same tree structure, shapes and dtypes; {what} those of the argument: "
-                             f"{_described(argument)}")
+            what = (
+                f"the results at {', '.join(place.path for place in places)} all have"
+                if places
+                else "no result has"
+            )
+            raise ValueError(
+                f"microbatch: carry= names argument {position}, whose new value the function must return "
+                f"with the same tree structure, shapes and dtypes; {what} those of the argument: "
+                f"{_described(argument)}"
+            )
         found[position] = places[0].leaves
     return found
 
@@ -76,7 +85,7 @@ def inferred_state(program: Program) -> dict[int, tuple[int, ...]]:
         for path, part, first in _subtrees(argument):
             exact = [k for k, x in enumerate(jax.tree.leaves(part)) if not _inexact(x)]
             if (position, path) == (0, "") and not exact:
-                continue    # parameters, whose gradients have the same structure
+                continue  # parameters, whose gradients have the same structure
             for place in _alike(program, part):
                 if not claimed.isdisjoint(place.leaves) or flow.derivative(place):
                     continue
@@ -94,11 +103,16 @@ def inferred_state(program: Program) -> dict[int, tuple[int, ...]]:
 
 
 def _undeclared(place, position, path) -> ValueError:
-    carry = "carry= and its position, after you made it an argument of its own" if path else f"carry={position}"
+    carry = (
+        "carry= and its position, after you made it an argument of its own"
+        if path
+        else f"carry={position}"
+    )
     return ValueError(
         f"microbatch: the result{place.path} has the structure of argument {position}{path} and is computed from "
         f"it. Is it the new value of state, such as statistics of a batch normalization? Then pass {carry}: each slice "
-        "starts with the state of the slice before. If it is a value to average or sum over the slices, pass carry=()")
+        "starts with the state of the slice before. If it is a value to average or sum over the slices, pass carry=()"
+    )
 
 
 def _check_counts(program, flow, claimed) -> None:
@@ -112,7 +126,8 @@ def _check_counts(program, flow, claimed) -> None:
                 f"microbatch: the result{jax.tree_util.keystr(path)} is an integer that is computed from another "
                 "integer and not from the batch, such as a counter. Its sum over the slices would be wrong. Pass the "
                 "state as an argument of its own, which is not in argnums=, return its new value with the same "
-                "structure, and name its position in carry=. If the sum is right, pass carry=()")
+                "structure, and name its position in carry=. If the sum is right, pass carry=()"
+            )
 
 
 class _Flow:
@@ -138,8 +153,10 @@ class _Flow:
     def of_integers(self) -> list[bool]:
         """From integers, bools and keys outside of the batch."""
         jaxpr = self._program.jaxpr
-        given = [source not in ("batch", "index") and not _inexact(v.aval)
-                 for v, source in zip(jaxpr.invars, self._program.inputs)]
+        given = [
+            source not in ("batch", "index") and not _inexact(v.aval)
+            for v, source in zip(jaxpr.invars, self._program.inputs)
+        ]
         return self._reached(given, [not _inexact(v.aval) for v in jaxpr.constvars])
 
     @functools.cached_property
@@ -151,8 +168,12 @@ class _Flow:
         return reached(self._program.jaxpr, inputs, lambda eqn: False, constants)
 
 
-def reached(jaxpr: Any, inputs: Sequence[bool], starts: Callable[[Any], bool], constants: Sequence[bool] = ()
-            ) -> list[bool]:
+def reached(
+    jaxpr: Any,
+    inputs: Sequence[bool],
+    starts: Callable[[Any], bool],
+    constants: Sequence[bool] = (),
+) -> list[bool]:
     """Returns for each output of an open jaxpr whether it is computed from an input for which `inputs` is True, or from
     a result of an equation for which `starts(equation)` is True."""
     marked = {**dict(zip(jaxpr.constvars, constants)), **dict(zip(jaxpr.invars, inputs))}
@@ -175,12 +196,14 @@ def _outputs(eqn, inputs, starts) -> list[bool]:
             outputs = reached(inside[0].jaxpr, [*consts, *carry, *slices], starts)
             after = [before or now for before, now in zip(carry, outputs)]
             if after == carry:
-                return [*after, *outputs[len(carry):]]
+                return [*after, *outputs[len(carry) :]]
             carry = after
     if kinds and set(kinds) == {"branch"}:
         branches = [reached(body.jaxpr, inputs[1:], starts) for body in inside]
         return [inputs[0] or any(branch) for branch in zip(*branches)]
-    nested = any(any(reached(body.jaxpr, [False] * len(body.jaxpr.invars), starts)) for body in inside)
+    nested = any(
+        any(reached(body.jaxpr, [False] * len(body.jaxpr.invars), starts)) for body in inside
+    )
     return [any(inputs) or nested] * len(eqn.outvars)
 
 
@@ -188,13 +211,23 @@ def _alike(program, tree) -> Iterator[Place]:
     """Yields the places in the results that have the structure, shapes and dtypes of a tree."""
     structure, types = jax.tree.structure(tree), [_type(x) for x in jax.tree.leaves(tree)]
     if jax.tree_util.treedef_is_leaf(structure) or not types:
-        places = [(jax.tree_util.keystr(path), x, i) for i, (path, x) in enumerate(
-            jax.tree.leaves_with_path(program.results))] if types else []
+        places = (
+            [
+                (jax.tree_util.keystr(path), x, i)
+                for i, (path, x) in enumerate(jax.tree.leaves_with_path(program.results))
+            ]
+            if types
+            else []
+        )
     else:
         places = _subtrees(program.results)
     for path, part, first in places:
         leaves = jax.tree.leaves(part)
-        if len(leaves) == len(types) and jax.tree.structure(part) == structure and [_type(x) for x in leaves] == types:
+        if (
+            len(leaves) == len(types)
+            and jax.tree.structure(part) == structure
+            and [_type(x) for x in leaves] == types
+        ):
             yield Place(path, tuple(range(first, first + len(leaves))))
 
 
@@ -204,7 +237,9 @@ def _subtrees(tree, path="", first=0) -> Iterator[tuple[str, Any, int]]:
         return
     if jax.tree.leaves(tree):
         yield path, tree, first
-    for key, child in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]:
+    for key, child in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[
+        0
+    ]:
         yield from _subtrees(child, path + jax.tree_util.keystr(key), first)
         first += len(jax.tree.leaves(child))
 
@@ -214,9 +249,13 @@ def _type(x) -> tuple:
 
 
 def _inexact(x) -> bool:
-    return jnp.issubdtype(getattr(x, "dtype", jnp.float32), jnp.inexact)    # a jax.Ref is not followed
+    return jnp.issubdtype(
+        getattr(x, "dtype", jnp.float32), jnp.inexact
+    )  # a jax.Ref is not followed
 
 
 def _described(tree) -> str:
-    return ", ".join(f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}".strip()
-                     for path, x in jax.tree.leaves_with_path(tree))
+    return ", ".join(
+        f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}".strip()
+        for path, x in jax.tree.leaves_with_path(tree)
+    )

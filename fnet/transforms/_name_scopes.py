@@ -36,10 +36,12 @@ def name_scopes(module: Any) -> Any:
     >>> "layers/0" in ft.sites(ft.name_scopes(module))(jnp.ones((1, 2))).names
     True
     """
-    nnx = sys.modules.get("flax.nnx")    # no nnx module exists before flax.nnx is imported
+    nnx = sys.modules.get("flax.nnx")  # no nnx module exists before flax.nnx is imported
     if nnx is None or not isinstance(module, nnx.Module):
-        raise TypeError(f"name_scopes: expected a flax.nnx.Module, got a {type(module).__name__}; other libraries name "
-                        "their scopes themselves")
+        raise TypeError(
+            f"name_scopes: expected a flax.nnx.Module, got a {type(module).__name__}; other libraries name "
+            "their scopes themselves"
+        )
     return _copied(module, "", nnx.Module, {})
 
 
@@ -47,18 +49,27 @@ def _copied(value, name, kind, copies):
     """Returns a copy of `value`, in which all modules are copied. `name` is the path of `value`, relative to the
     innermost callable module that contains `value`."""
     if type(value) in (list, tuple):
-        return type(value)(_copied(item, _below(name, str(i)), kind, copies) for i, item in enumerate(value))
+        return type(value)(
+            _copied(item, _below(name, str(i)), kind, copies) for i, item in enumerate(value)
+        )
     if type(value) is dict:
-        return {key: _copied(item, _below(name, str(key)), kind, copies) for key, item in value.items()}
+        return {
+            key: _copied(item, _below(name, str(key)), kind, copies) for key, item in value.items()
+        }
     if not isinstance(value, kind):
         return value
     if id(value) not in copies:
         called = bool(name) and callable(value)
-        copy = copies[id(value)] = object.__new__(_named(type(value), name) if called else type(value))
+        copy = copies[id(value)] = object.__new__(
+            _named(type(value), name) if called else type(value)
+        )
         for key, item in vars(value).items():
             private = key.startswith("_pytree__")
-            vars(copy)[key] = item if private else _copied(item, key if called or not name else _below(name, key), kind,
-                                                           copies)
+            vars(copy)[key] = (
+                item
+                if private
+                else _copied(item, key if called or not name else _below(name, key), kind, copies)
+            )
     return copies[id(value)]
 
 
@@ -75,5 +86,8 @@ def _named(cls: type, name: str) -> type:
         with jax.named_scope(name):
             return tag(cls.__call__(self, *args, **kwargs))
 
-    return type(cls)(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__,
-                                            "__qualname__": cls.__qualname__})
+    return type(cls)(
+        cls.__name__,
+        (cls,),
+        {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__},
+    )

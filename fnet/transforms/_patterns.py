@@ -36,7 +36,9 @@ def compiled(who: str, pattern: str) -> re.Pattern:
     try:
         return re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise ValueError(f"{who}: the pattern {pattern!r} is not a regular expression ({error})") from None
+        raise ValueError(
+            f"{who}: the pattern {pattern!r} is not a regular expression ({error})"
+        ) from None
 
 
 def matches(who: str, pattern: str, sites: Iterable[Site]) -> list[Match]:
@@ -54,57 +56,79 @@ def matches(who: str, pattern: str, sites: Iterable[Site]) -> list[Match]:
             or a regular expression for "mlp1" and "mlp2".
     """
     if not isinstance(pattern, str):
-        raise TypeError(f"{who}: a pattern must be a string, such as 'blocks/attention'; got a "
-                        f"{type(pattern).__name__}")
+        raise TypeError(
+            f"{who}: a pattern must be a string, such as 'blocks/attention'; got a "
+            f"{type(pattern).__name__}"
+        )
     sites = list(sites)
     try:
-        whole = [Match(site, site.name, (None,) * len(site.scans)) for site in sites if _fits(pattern, site)]
+        whole = [
+            Match(site, site.name, (None,) * len(site.scans))
+            for site in sites
+            if _fits(pattern, site)
+        ]
     except re.error as error:
-        raise ValueError(f"{who}: the pattern {pattern!r} is not a regular expression ({error})") from None
+        raise ValueError(
+            f"{who}: the pattern {pattern!r} is not a regular expression ({error})"
+        ) from None
     indexed = _indexed(who, pattern, sites) if _INDEX.search(pattern) else []
     if whole and indexed and not any(match.site.name == pattern for match in whole):
-        raise ValueError(f"{who}: the pattern {pattern!r} is ambiguous: as a regular expression it matches "
-                         f"{whole[0].name!r}, as an index {indexed[0].name!r}; write \\[ for an index or (1|2) for a "
-                         "choice")
+        raise ValueError(
+            f"{who}: the pattern {pattern!r} is ambiguous: as a regular expression it matches "
+            f"{whole[0].name!r}, as an index {indexed[0].name!r}; write \\[ for an index or (1|2) for a "
+            "choice"
+        )
     found = whole or indexed
     if not found:
         names = [site.name for site in sites if site.obstacle is None]
         near = difflib.get_close_matches(pattern, names, 4, 0.3) or names[:4]
-        raise ValueError(f"{who}: the pattern {pattern!r} matches no site; nearest: "
-                         f"{', '.join(map(repr, near)) or 'the function has no named scopes'}. ft.sites(f)(*args) "
-                         "lists all sites")
+        raise ValueError(
+            f"{who}: the pattern {pattern!r} matches no site; nearest: "
+            f"{', '.join(map(repr, near)) or 'the function has no named scopes'}. ft.sites(f)(*args) "
+            "lists all sites"
+        )
     for match in found:
         if match.site.obstacle:
-            raise ValueError(f"{who}: the site {match.site.name!r} is inside {match.site.obstacle}, where it has no "
-                             f"single value; apply {who} to the function inside, or use another pattern")
+            raise ValueError(
+                f"{who}: the site {match.site.name!r} is inside {match.site.obstacle}, where it has no "
+                f"single value; apply {who} to the function inside, or use another pattern"
+            )
     return found
 
 
 def _fits(pattern, site) -> bool:
     return pattern in (site.name, site.path) or any(
-        re.fullmatch(pattern, name) is not None for name in {site.name, site.path})
+        re.fullmatch(pattern, name) is not None for name in {site.name, site.path}
+    )
 
 
 def _indexed(who, pattern, sites) -> list[Match]:
     """Returns the matches of a pattern with indices, such as "blocks[3]/mlp" or "blocks[3]"."""
     plain = _INDEX.sub("", pattern)
-    given, shift = [], 0    # (the part of the pattern before the index, without indices; the index)
+    given, shift = [], 0  # (the part of the pattern before the index, without indices; the index)
     for found in _INDEX.finditer(pattern):
-        given.append((plain[:found.start() - shift], int(found[1])))
+        given.append((plain[: found.start() - shift], int(found[1])))
         shift += len(found[0])
     matched = []
     for site in sites:
         name = site.name.removesuffix(BLOCK)
         try:
-            fits = plain in (name, site.path.removesuffix(BLOCK)) or re.fullmatch(plain, name) is not None
-        except re.error:    # the brackets were a part of a regular expression
+            fits = (
+                plain in (name, site.path.removesuffix(BLOCK))
+                or re.fullmatch(plain, name) is not None
+            )
+        except re.error:  # the brackets were a part of a regular expression
             return []
         if fits and (indices := _assigned(given, site)) is not None:
             for (path, length), index in zip(site.scans, indices):
                 if index is not None and not -length <= index < length:
-                    raise ValueError(f"{who}: the pattern {pattern!r} has the index {index}, and the scan at {path!r} "
-                                     f"has {length} iterations")
-            indices = tuple(None if i is None else i % length for (_, length), i in zip(site.scans, indices))
+                    raise ValueError(
+                        f"{who}: the pattern {pattern!r} has the index {index}, and the scan at {path!r} "
+                        f"has {length} iterations"
+                    )
+            indices = tuple(
+                None if i is None else i % length for (_, length), i in zip(site.scans, indices)
+            )
             matched.append(Match(site, _written(name, site, indices), indices))
     return matched
 

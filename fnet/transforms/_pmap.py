@@ -16,9 +16,16 @@ from jax.sharding import PartitionSpec as P
 from fnet.jaxpr import Compiled, check_function, may_differ, static
 
 
-def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_axes: Any = 0,
-         static_argnums: int | Sequence[int] = (), donate_argnums: int | Sequence[int] = (),
-         devices: Sequence[jax.Device] | None = None) -> Callable:
+def pmap(
+    f: Callable,
+    axis_name: Hashable = "devices",
+    *,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+    devices: Sequence[jax.Device] | None = None,
+) -> Callable:
     """Runs `f` on every device with the device's slice of the arguments, like `jax.pmap`, but based on `jit` and
     `shard_map`.
 
@@ -63,7 +70,10 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
     """
     check_function("pmap", f)
     _check_axes("in_axes", in_axes), _check_axes("out_axes", out_axes)
-    static, donated = _positions("static_argnums", static_argnums), _positions("donate_argnums", donate_argnums)
+    static, donated = (
+        _positions("static_argnums", static_argnums),
+        _positions("donate_argnums", donate_argnums),
+    )
     mesh = _mesh(devices, axis_name)
     mapped = _Mapped(f, axis_name, in_axes, out_axes, static, mesh)
     compiled = jax.jit(mapped.run, donate_argnums=donated)
@@ -71,11 +81,13 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
     def call(*args, **kwargs):
         outer = jax.sharding.get_abstract_mesh().manual_axes
         if outer:
-            raise ValueError(f"pmap: '{mapped.name}' is called inside another pmap or shard_map, which maps the axis "
-                             f"{outer[0]!r}. Use jax.vmap inside.")
+            raise ValueError(
+                f"pmap: '{mapped.name}' is called inside another pmap or shard_map, which maps the axis "
+                f"{outer[0]!r}. Use jax.vmap inside."
+            )
         for i in donated:
             if i < len(args) and any(_elsewhere(x, mesh) for x in jax.tree.leaves(args[i])):
-                args = (*args[:i], mapped.placed(i, args), *args[i + 1:])
+                args = (*args[:i], mapped.placed(i, args), *args[i + 1 :])
         try:
             return compiled(*mapped.boxed(args), **kwargs)
         except ValueError as error:
@@ -83,11 +95,20 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
                 raise
         # Arrays that are committed to a single device, or to devices outside the mesh.
         args = tuple(arg if i in static else mapped.placed(i, args) for i, arg in enumerate(args))
-        return compiled(*mapped.boxed(args), **{name: _put(mesh, arg, [0] * len(jax.tree.leaves(arg)), axis_name)
-                                  for name, arg in kwargs.items()})
+        return compiled(
+            *mapped.boxed(args),
+            **{
+                name: _put(mesh, arg, [0] * len(jax.tree.leaves(arg)), axis_name)
+                for name, arg in kwargs.items()
+            },
+        )
 
-    return Compiled(f, call, lambda *args, **kwargs: compiled.lower(*mapped.boxed(args), **kwargs),
-                    lambda *args, **kwargs: compiled.trace(*mapped.boxed(args), **kwargs))
+    return Compiled(
+        f,
+        call,
+        lambda *args, **kwargs: compiled.lower(*mapped.boxed(args), **kwargs),
+        lambda *args, **kwargs: compiled.trace(*mapped.boxed(args), **kwargs),
+    )
 
 
 def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
@@ -107,8 +128,10 @@ def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
 
     def split(path, x):
         if not np.ndim(x) or len(x) % mesh.size:
-            raise ValueError(f"shard: {_named(path)}has shape {np.shape(x)}; its first axis must be a multiple "
-                             f"of the {mesh.size} devices")
+            raise ValueError(
+                f"shard: {_named(path)}has shape {np.shape(x)}; its first axis must be a multiple "
+                f"of the {mesh.size} devices"
+            )
         return _put(mesh, x.reshape(mesh.size, -1, *x.shape[1:]), [0], "devices")
 
     return jax.tree.map_with_path(split, tree)
@@ -123,8 +146,9 @@ def replicate(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
     """
     mesh = _mesh(devices, "devices")
     where = NamedSharding(mesh, P("devices"))
-    copies = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x)[None], (mesh.size, *jnp.shape(x))),
-                                       tree)
+    copies = lambda tree: jax.tree.map(
+        lambda x: jnp.broadcast_to(jnp.asarray(x)[None], (mesh.size, *jnp.shape(x))), tree
+    )
     whole = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P())), tree)
     return jax.jit(copies, out_shardings=where)(whole)
 
@@ -140,12 +164,15 @@ def unreplicate(tree: Any) -> Any:
     >>> ft.unreplicate(ft.replicate({"w": jnp.ones(3)}, devices))["w"].shape
     (3,)
     """
+
     def first(path, x):
         if not np.ndim(x):
-            raise ValueError(f"unreplicate: {_named(path)}is a scalar; expected a leading axis of devices")
+            raise ValueError(
+                f"unreplicate: {_named(path)}is a scalar; expected a leading axis of devices"
+            )
         shards = getattr(x, "addressable_shards", ())
         if len(shards) > 1 and shards[0].data.shape[0] == 1:
-            return shards[0].data[0]    # without a gather, which x[0] would need
+            return shards[0].data[0]  # without a gather, which x[0] would need
         return x[0]
 
     return jax.tree.map_with_path(first, tree)
@@ -160,13 +187,21 @@ class _Mapped:
     def boxed(self, args) -> tuple:
         """Returns the arguments with each static argument in a `Static`: `jax.jit` compares its own static arguments
         with `==`, for which (1,) and (True,), or 0.0 and -0.0, are one program."""
-        return tuple(static(arg, f"pmap: argument {i}") if i in self.static else arg for i, arg in enumerate(args))
+        return tuple(
+            static(arg, f"pmap: argument {i}") if i in self.static else arg
+            for i, arg in enumerate(args)
+        )
 
     def run(self, *args, **kwargs):
         """Runs f under shard_map. `pmap` jits this method, with `boxed` arguments. Results are stacked along a new
         first axis, which is then moved to the position in out_axes."""
         args = tuple(arg.value if i in self.static else arg for i, arg in enumerate(args))
-        axes = [axis for i, arg in enumerate(args) if i not in self.static for axis in self.axes(i, args)]
+        axes = [
+            axis
+            for i, arg in enumerate(args)
+            if i not in self.static
+            for axis in self.axes(i, args)
+        ]
         axes += [0] * len(jax.tree.leaves(kwargs))
         given = {i: arg for i, arg in enumerate(args) if i not in self.static}, kwargs
         paths, structure = jax.tree.flatten_with_path(given)
@@ -175,21 +210,34 @@ class _Mapped:
         specs = [P() if axis is None else P(*[None] * axis, self.axis) for axis in axes]
 
         def body(*leaves):
-            leaves = [x if axis is None else lax.squeeze(x, (axis,)) for x, axis in zip(leaves, axes)]
+            leaves = [
+                x if axis is None else lax.squeeze(x, (axis,)) for x, axis in zip(leaves, axes)
+            ]
             rest, kwargs = jax.tree.unflatten(structure, leaves)
-            return self.f(*({**dict(enumerate(args)), **rest}[i] for i in range(len(args))), **kwargs)
+            return self.f(
+                *({**dict(enumerate(args)), **rest}[i] for i in range(len(args))), **kwargs
+            )
 
         def stacked(*leaves):
             results = body(*leaves)
             self.check_out_axes(results)
-            return self.over(lambda y, axis: y if axis is None else lax.expand_dims(jnp.asarray(y), (0,)), results)
+            return self.over(
+                lambda y, axis: y if axis is None else lax.expand_dims(jnp.asarray(y), (0,)),
+                results,
+            )
 
-        out_specs = jax.tree.map(lambda axis: P() if axis is None else P(self.axis), self.out_axes,
-                                 is_leaf=lambda x: x is None)
+        out_specs = jax.tree.map(
+            lambda axis: P() if axis is None else P(self.axis),
+            self.out_axes,
+            is_leaf=lambda x: x is None,
+        )
         # As in jax.pmap, check_vma is off: otherwise the gradient of a replicated argument would be a sum over devices.
-        spread = lambda f, out_specs: jax.shard_map(f, mesh=self.mesh, in_specs=tuple(specs), out_specs=out_specs,
-                                                    check_vma=False)(*leaves)
-        if any(axis is None for axis in jax.tree.leaves(self.out_axes, is_leaf=lambda x: x is None)):
+        spread = lambda f, out_specs: jax.shard_map(
+            f, mesh=self.mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False
+        )(*leaves)
+        if any(
+            axis is None for axis in jax.tree.leaves(self.out_axes, is_leaf=lambda x: x is None)
+        ):
             jax.eval_shape(lambda: spread(lambda *leaves: self.check_same(body, leaves, axes), ()))
         results = spread(stacked, out_specs)
         return self.over(lambda y, axis: jnp.moveaxis(y, 0, axis) if axis else y, results)
@@ -199,16 +247,22 @@ class _Mapped:
         axes = self.in_axes
         if isinstance(axes, (tuple, list)):
             if len(axes) != len(args):
-                raise ValueError(f"pmap: '{self.name}' has {len(args)} positional arguments, but in_axes={axes!r} "
-                                 f"has {len(axes)} entries")
+                raise ValueError(
+                    f"pmap: '{self.name}' has {len(args)} positional arguments, but in_axes={axes!r} "
+                    f"has {len(axes)} entries"
+                )
             axes = axes[i]
-        return _broadcast(axes, args[i], f"pmap: in_axes={self.in_axes!r} is not a tree prefix of argument {i}")
+        return _broadcast(
+            axes, args[i], f"pmap: in_axes={self.in_axes!r} is not a tree prefix of argument {i}"
+        )
 
     def over(self, g, results):
         """Applies `g(leaf, axis)` to every leaf of the results of `f`. `axis` is the element of `out_axes` for the
         leaf."""
         leaves, structure = jax.tree.flatten(results)
-        return jax.tree.unflatten(structure, [g(y, axis) for y, axis in zip(leaves, self.out_axes_of(results))])
+        return jax.tree.unflatten(
+            structure, [g(y, axis) for y, axis in zip(leaves, self.out_axes_of(results))]
+        )
 
     def out_axes_of(self, results) -> list:
         message = f"pmap: out_axes={self.out_axes!r} is not a tree prefix of the results"
@@ -217,8 +271,10 @@ class _Mapped:
     def check_out_axes(self, results):
         for (path, y), axis in zip(jax.tree.leaves_with_path(results), self.out_axes_of(results)):
             if axis is not None and not -jnp.ndim(y) <= axis + 1 <= jnp.ndim(y) + 1:
-                raise ValueError(f"pmap: result {_named(path)}of '{self.name}' has shape {jnp.shape(y)} on each device "
-                                 f"and {jnp.ndim(y) + 1} axes when stacked; out_axes={axis} is out of range")
+                raise ValueError(
+                    f"pmap: result {_named(path)}of '{self.name}' has shape {jnp.shape(y)} on each device "
+                    f"and {jnp.ndim(y) + 1} axes when stacked; out_axes={axis} is out of range"
+                )
 
     def checked(self, path, shape, axis):
         if axis is None:
@@ -226,22 +282,28 @@ class _Mapped:
         where = axis if axis >= 0 else len(shape) + axis
         if not 0 <= where < len(shape) or shape[where] != self.mesh.size:
             name = f"{path[1].key}{jax.tree_util.keystr(path[2:])}"
-            raise ValueError(f"pmap: {'keyword ' * path[0].idx}argument {name} has shape {tuple(shape)}; its axis "
-                             f"{axis} needs one slice for each of {self.mesh.size} devices. ft.shard splits the rows "
-                             "of a batch in this way; with in_axes=None every device gets the complete argument")
+            raise ValueError(
+                f"pmap: {'keyword ' * path[0].idx}argument {name} has shape {tuple(shape)}; its axis "
+                f"{axis} needs one slice for each of {self.mesh.size} devices. ft.shard splits the rows "
+                "of a batch in this way; with in_axes=None every device gets the complete argument"
+            )
         return where
 
     def check_same(self, body, leaves, axes):
         """Raises an error if a result with out_axes=None may differ between devices. `check_same` must be called inside
         shard_map."""
         closed, results = jax.make_jaxpr(body, return_shape=True)(*leaves)
-        differ = may_differ(closed.jaxpr, [axis is not None for axis in axes], self.axis, self.mesh.size)
+        differ = may_differ(
+            closed.jaxpr, [axis is not None for axis in axes], self.axis, self.mesh.size
+        )
         out_axes = self.out_axes_of(results)
         for (path, y), axis, differs in zip(jax.tree.leaves_with_path(results), out_axes, differ):
             if axis is None and differs:
-                raise ValueError(f"pmap: result {_named(path)}of shape {y.shape} has out_axes=None and may differ "
-                                 f"between devices: combine it first, e.g. with lax.pmean(..., {self.axis!r}), or use "
-                                 "out_axes=0 to stack it")
+                raise ValueError(
+                    f"pmap: result {_named(path)}of shape {y.shape} has out_axes=None and may differ "
+                    f"between devices: combine it first, e.g. with lax.pmean(..., {self.axis!r}), or use "
+                    "out_axes=0 to stack it"
+                )
         return ()
 
     def placed(self, i, args):
@@ -251,13 +313,21 @@ class _Mapped:
 def _check_axes(name, axes):
     for axis in jax.tree.leaves(axes):
         if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
-            raise TypeError(f"pmap: {name} must be integers, None, or trees of them; got {axis!r} in {name}={axes!r}")
+            raise TypeError(
+                f"pmap: {name} must be integers, None, or trees of them; got {axis!r} in {name}={axes!r}"
+            )
 
 
 def _positions(name, positions) -> tuple[int, ...]:
-    numbers = tuple(positions) if isinstance(positions, (tuple, list, range, set, frozenset)) else (positions,)
+    numbers = (
+        tuple(positions)
+        if isinstance(positions, (tuple, list, range, set, frozenset))
+        else (positions,)
+    )
     if not all(isinstance(i, (int, np.integer)) and i >= 0 for i in numbers):
-        raise ValueError(f"pmap: {name} must be positions of arguments, counted from 0; got {positions!r}")
+        raise ValueError(
+            f"pmap: {name} must be positions of arguments, counted from 0; got {positions!r}"
+        )
     return numbers
 
 
@@ -291,10 +361,14 @@ def _put(mesh, tree, axes, name):
     leaves, structure = jax.tree.flatten(tree)
     moved = []
     for x, axis in zip(leaves, axes):
-        spec = P() if axis is None else P(*[None] * (axis if axis >= 0 else np.ndim(x) + axis), name)
+        spec = (
+            P() if axis is None else P(*[None] * (axis if axis >= 0 else np.ndim(x) + axis), name)
+        )
         if isinstance(x, jax.Array) and axis is None:
-            x = jnp.copy(x)    # device_put shares the memory of x on its own device
-        moved.append(x if isinstance(x, jax.core.Tracer) else jax.device_put(x, NamedSharding(mesh, spec)))
+            x = jnp.copy(x)  # device_put shares the memory of x on its own device
+        moved.append(
+            x if isinstance(x, jax.core.Tracer) else jax.device_put(x, NamedSharding(mesh, spec))
+        )
     return jax.tree.unflatten(structure, moved)
 
 

@@ -16,10 +16,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet import _jax
-from fnet.jaxpr import Interpreter, Value, check_function, has_shardings, inlined, marks, nbytes, scan
+from fnet.jaxpr import (
+    Interpreter,
+    Value,
+    check_function,
+    has_shardings,
+    inlined,
+    marks,
+    nbytes,
+    scan,
+)
 
 _SYMBOLIC = 1024
-_WORTH = 0.8    # a jaxpr is changed only if its residuals shrink to at most this fraction
+_WORTH = 0.8  # a jaxpr is changed only if its residuals shrink to at most this fraction
 
 
 def rematerialize(step: Callable) -> Callable:
@@ -94,11 +103,14 @@ class _Rematerialize(Interpreter):
             # A barrier makes all its operands vary over the same mesh axes of a shard_map.
             for axes in dict.fromkeys(_jax.varies_over(given[i].x) for i in tied):
                 same = [i for i in tied if _jax.varies_over(given[i].x) == axes]
-                held = lax.optimization_barrier([*(given[i].x for i in same),
-                                                 *(x for x in tie if _jax.varies_over(x) <= axes)])
+                held = lax.optimization_barrier(
+                    [*(given[i].x for i in same), *(x for x in tie if _jax.varies_over(x) <= axes)]
+                )
                 for i, x in zip(same, held):
                     given[i] = Value(x)
-            with _jax.names_context(plan.names, "rematted_computation"):    # not the scopes of the reader
+            with _jax.names_context(
+                plan.names, "rematted_computation"
+            ):  # not the scopes of the reader
                 outputs = self.evaluate(piece, (), given)
             piece.made = dict(zip(piece.outvars, outputs))
         return piece.made[v]
@@ -116,11 +128,17 @@ class _Rematerialize(Interpreter):
 
         def turn(carried, slices):
             outputs = body(*consts, *carried, *slices)
-            return outputs[:carry], ([outputs[carry + i] for i in kept], [carried[i] for i in pair.saved])
+            return outputs[:carry], (
+                [outputs[carry + i] for i in kept],
+                [carried[i] for i in pair.saved],
+            )
 
         carried, (stacked, pair.given) = lax.scan(turn, start, xs, **parts.options)
         outputs = dict(zip(kept, stacked))
-        return [*map(Value, carried), *(Value(outputs.get(i)) for i in range(len(eqn.outvars) - carry))]
+        return [
+            *map(Value, carried),
+            *(Value(outputs.get(i)) for i in range(len(eqn.outvars) - carry)),
+        ]
 
     def sink(self, eqn, at, inputs, plan):
         """Evaluates a scan equation that belongs to a backward pass. The backward loop is changed to recompute the
@@ -129,8 +147,12 @@ class _Rematerialize(Interpreter):
         piece, source = pair.piece, scan(pair.source)
         fixed, saved, sliced = source.split(source.jaxpr.invars)
         saved = [saved[i] for i in pair.saved]
-        constants = dict(zip([*source.jaxpr.constvars, *fixed], [*source.closed.consts, *pair.arrays]))
-        theirs = {i: x for i, x in enumerate(source.split(pair.arrays)[2]) if sliced[i] in piece.invars}
+        constants = dict(
+            zip([*source.jaxpr.constvars, *fixed], [*source.closed.consts, *pair.arrays])
+        )
+        theirs = {
+            i: x for i, x in enumerate(source.split(pair.arrays)[2]) if sliced[i] in piece.invars
+        }
         body = self.body(parts.closed, at, (None,) * len(eqn.outvars), [None] * len(inputs))
         consts, start, xs = parts.split(value.x for value in inputs)
         own = {i: x for i, x in enumerate(xs) if i not in pair.places}
@@ -142,7 +164,7 @@ class _Rematerialize(Interpreter):
                 made = self.evaluate(piece, (), [Value(values[v]) for v in piece.invars], at)
             all_slices = {**mine, **{place: y.x for place, y in zip(pair.places, made)}}
             outputs = body(*consts, *carried, *(all_slices[i] for i in range(len(all_slices))))
-            return outputs[:parts.carry], outputs[parts.carry:]
+            return outputs[: parts.carry], outputs[parts.carry :]
 
         carried, stacked = lax.scan(turn, start, (own, pair.given, theirs), **parts.options)
         return [*map(Value, carried), *map(Value, stacked)]
@@ -168,7 +190,13 @@ class _Pair:
     """
 
     def __init__(self, source, piece, dropped, places, saved):
-        self.source, self.piece, self.dropped, self.places, self.saved = source, piece, dropped, places, saved
+        self.source, self.piece, self.dropped, self.places, self.saved = (
+            source,
+            piece,
+            dropped,
+            places,
+            saved,
+        )
         self.given, self.arrays = [], []
 
 
@@ -194,7 +222,11 @@ class _Plan:
             return
         uses = _uses(jaxpr)
         for eqn in self.backward:
-            if eqn.primitive.name == "scan" and (pair := _pair(jaxpr, eqn, uses)) and pair.source not in self.sources:
+            if (
+                eqn.primitive.name == "scan"
+                and (pair := _pair(jaxpr, eqn, uses))
+                and pair.source not in self.sources
+            ):
                 self.pairs[eqn] = self.sources[pair.source] = pair
         self.cut = _cuts(jaxpr, self, uses)
         self.env = {v: None for piece in self.cut.values() for v in piece.invars}
@@ -229,7 +261,12 @@ def _uses(jaxpr) -> dict:
 def _pair(jaxpr, sink, uses):
     """Finds the forward scan that computes scanned inputs of the backward scan `sink`. Returns a `_Pair` of the forward
     scan and the backward scan, or None if recomputation would not reduce the stored activations by more than 20 %."""
-    makers = {v: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan" and _forward(eqn) for v in eqn.outvars}
+    makers = {
+        v: eqn
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "scan" and _forward(eqn)
+        for v in eqn.outvars
+    }
     xs, length = scan(sink).split(sink.invars)[2], scan(sink).length
     by_source = collections.defaultdict(list)
     for place, v in enumerate(xs):
@@ -243,7 +280,7 @@ def _pair(jaxpr, sink, uses):
         stacked = [(place, source.outvars.index(v) - parts.carry) for place, v in read]
         stacked = [(place, i) for place, i in stacked if i >= 0]
         piece = _piece(parts.jaxpr.eqns, [parts.jaxpr.outvars[parts.carry + i] for _, i in stacked])
-        if any(eqn.effects for eqn in piece.eqns):    # side effects would occur twice
+        if any(eqn.effects for eqn in piece.eqns):  # side effects would occur twice
             continue
         carries = parts.split(parts.jaxpr.invars)[1]
         saved = [i for i, v in enumerate(carries) if v in piece.invars]
@@ -269,8 +306,12 @@ def _piece(eqns, outvars) -> _Piece:
 
 def _bytes(aval) -> int:
     """Returns the size of an array in bytes. A symbolic size counts as 1024 (`_SYMBOLIC`)."""
-    shape = tuple(size if isinstance(size, int) else _SYMBOLIC for size in getattr(aval, "shape", ()))
-    return nbytes(aval if shape == getattr(aval, "shape", ()) else jax.ShapeDtypeStruct(shape, aval.dtype))
+    shape = tuple(
+        size if isinstance(size, int) else _SYMBOLIC for size in getattr(aval, "shape", ())
+    )
+    return nbytes(
+        aval if shape == getattr(aval, "shape", ()) else jax.ShapeDtypeStruct(shape, aval.dtype)
+    )
 
 
 class _Cut(NamedTuple):
@@ -300,7 +341,10 @@ def _cuts(jaxpr, plan, uses) -> dict:
 
 def _cut_run(eqns, uses, backward) -> dict:
     at = {eqn: i for i, eqn in enumerate(eqns)}
-    weight, crossing = [], [0] * (len(eqns) + 1)    # stored bytes of each equation's outputs; live bytes after each
+    weight, crossing = (
+        [],
+        [0] * (len(eqns) + 1),
+    )  # stored bytes of each equation's outputs; live bytes after each
     last_use = {}
     for i, eqn in enumerate(eqns):
         kept = 0
@@ -308,7 +352,11 @@ def _cut_run(eqns, uses, backward) -> dict:
             readers = uses.get(v, ())
             kept += _bytes(v.aval) if any(each in backward for each in readers) else 0
             elsewhere = any(each not in backward and each not in at for each in readers)
-            last = len(eqns) if elsewhere else max((at[each] for each in readers if each in at), default=i)
+            last = (
+                len(eqns)
+                if elsewhere
+                else max((at[each] for each in readers if each in at), default=i)
+            )
             last_use[v] = last
             if last > i:
                 crossing[i] += _bytes(v.aval)
@@ -325,10 +373,14 @@ def _cut_run(eqns, uses, backward) -> dict:
     if best.cost > _WORTH * before:
         return {}
     found, begin = {}, 0
-    for end in best.ends:    # the outputs after the last cut are needed immediately
-        part = eqns[begin:end + 1]
-        lost = [v for eqn in part for v in eqn.outvars if last_use[v] <= end
-                and any(each in backward for each in uses.get(v, ()))]
+    for end in best.ends:  # the outputs after the last cut are needed immediately
+        part = eqns[begin : end + 1]
+        lost = [
+            v
+            for eqn in part
+            for v in eqn.outvars
+            if last_use[v] <= end and any(each in backward for each in uses.get(v, ()))
+        ]
         if lost:
             found.update(dict.fromkeys(lost, _piece(part, lost)))
         begin = end + 1
@@ -353,4 +405,6 @@ def _spread(weight, crossing, size) -> _Cut:
 
 
 def _plain_array(x) -> bool:
-    return isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)    # nor a jax.Ref
+    return isinstance(x, jax.Array) and not jnp.issubdtype(
+        x.dtype, jax.dtypes.extended
+    )  # nor a jax.Ref

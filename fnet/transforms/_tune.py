@@ -11,19 +11,41 @@ import jax
 import jaxlib
 
 from fnet import _jax, hardware, jaxpr
-from fnet.jaxpr import boxed, check_function, is_array, mutable, results_boxed, statics, unboxed, wraps
+from fnet.jaxpr import (
+    boxed,
+    check_function,
+    is_array,
+    mutable,
+    results_boxed,
+    statics,
+    unboxed,
+    wraps,
+)
 from fnet.transforms import _tune_accelerators, _tune_cpu
 from fnet.transforms._tune_cpu import Rule
 from fnet.transforms._tune_measure import Measured, measure
 from fnet.transforms._tuner import Tuner
 
-_NOT_TRACED = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError,
-               jax.errors.TracerIntegerConversionError, jax.errors.NonConcreteBooleanIndexError)
-RULES = {"cpu": _tune_cpu.RULES, "gpu": _tune_accelerators.GPU_RULES, "tpu": _tune_accelerators.TPU_RULES}
+_NOT_TRACED = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+RULES = {
+    "cpu": _tune_cpu.RULES,
+    "gpu": _tune_accelerators.GPU_RULES,
+    "tpu": _tune_accelerators.TPU_RULES,
+}
 
 
-def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[str, bool] | None = None,
-         measure: bool = False) -> Callable:
+def tune(
+    step: Callable,
+    chip: str | hardware.Chip = "auto",
+    *,
+    rules: Mapping[str, bool] | None = None,
+    measure: bool = False,
+) -> Callable:
     """Rewrites a step into forms for which the chip's compiler generates fast code. The results of the step stay equal
     up to rounding.
 
@@ -133,7 +155,7 @@ class _Tuned:
         wraps(step)(self)
         self._step, self._tuner, self._programs = step, Tuner(rules), {}
         self._measure = measure
-        self.tuned = step, chip, rules, self.measured    # for explain
+        self.tuned = step, chip, rules, self.measured  # for explain
 
     def __call__(self, *args, **kwargs):
         if jax.config.jax_disable_jit:
@@ -157,18 +179,23 @@ class _Tuned:
         result = self._tuner.run(self._step, args, kwargs)
         if self._tuner.lost and not self._tuner.warned:
             self._tuner.warned = True
-            warnings.warn(f"tune: the compiler options {self._tuner.lost} suit this program, but options belong "
-                          "to the outermost jit: call ft.tune(step) itself instead of jitting it, or pass "
-                          "compiler_options= to your jit", stacklevel=3)
+            warnings.warn(
+                f"tune: the compiler options {self._tuner.lost} suit this program, but options belong "
+                "to the outermost jit: call ft.tune(step) itself instead of jitting it, or pass "
+                "compiler_options= to your jit",
+                stacklevel=3,
+            )
         return result
 
     def _program(self, args, kwargs):
         leaves, structure = jax.tree.flatten((args, kwargs))
         plain = not hasattr(self._step, "trace") or isinstance(self._step, _Tuned)
         if plain and not all(map(is_array, leaves)):
-            structure = jax.tree.structure(boxed((args, kwargs)))    # one program for each value of static leaves
+            structure = jax.tree.structure(
+                boxed((args, kwargs))
+            )  # one program for each value of static leaves
         if self._measure and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            structure = structure, "abstract"    # abstract arguments cannot be timed
+            structure = structure, "abstract"  # abstract arguments cannot be timed
         if structure not in self._programs:
             tuner, measured = self._tuner, None
             if self._measure:
@@ -197,7 +224,9 @@ class _Tuned:
             tuner.examine(step, args, kwargs)
             return {row.rule for row in rows} | {rule.name for rule in tuner.suited if rule.options}
 
-        lowered = lambda: (step if hasattr(step, "lower") else jax.jit(step)).lower(*args, **kwargs).as_text()
+        lowered = lambda: (
+            (step if hasattr(step, "lower") else jax.jit(step)).lower(*args, **kwargs).as_text()
+        )
         return measure(compiled, lowered, fired, rules, chip, (args, kwargs))
 
 
@@ -208,8 +237,9 @@ class _Program:
         self.measured = measured
         tree, modules, _ = mutable.extract((args, kwargs)) if plain else ((args, kwargs), None, ())
         self._direct = modules is None and (not plain or not statics(boxed(tree)))
-        self._statics = False    # whether a trace returned results that are not arrays
+        self._statics = False  # whether a trace returned results that are not arrays
         if not self._direct:
+
             def functional(args, kwargs, modules):
                 given = args, kwargs
                 (args, kwargs), new = mutable.insert(unboxed(given), modules)
@@ -218,8 +248,13 @@ class _Program:
         elif plain:
             functional = wraps(step)(lambda *args, **kwargs: self._boxed(step(*args, **kwargs)))
         inner = jax.jit(functional) if plain else step
-        self._compiled = _compiled(inner, tuner, *self._arguments(args, kwargs)[:2], plain=plain,
-                                   name=getattr(step, "__name__", type(step).__name__))
+        self._compiled = _compiled(
+            inner,
+            tuner,
+            *self._arguments(args, kwargs)[:2],
+            plain=plain,
+            name=getattr(step, "__name__", type(step).__name__),
+        )
 
     def __call__(self, args, kwargs):
         return self.call(self._compiled, args, kwargs)
@@ -247,7 +282,9 @@ class _Program:
 
     def _boxed(self, result, given=()):
         result = results_boxed(result, given)
-        self._statics = self._statics or bool(statics(result))    # checked in every trace: may depend on shapes
+        self._statics = self._statics or bool(
+            statics(result)
+        )  # checked in every trace: may depend on shapes
         return result
 
 
@@ -276,13 +313,17 @@ def _chip(chip) -> hardware.Chip:
     if isinstance(chip, hardware.Chip):
         return chip
     if not isinstance(chip, str):
-        raise TypeError(f"tune: expected a chip that is 'auto', a name or a hardware.Chip; got a {type(chip).__name__}")
+        raise TypeError(
+            f"tune: expected a chip that is 'auto', a name or a hardware.Chip; got a {type(chip).__name__}"
+        )
     if chip == "cpu":
         return hardware.detect(jax.local_devices(backend="cpu")[0])
     found = hardware.detect(None if chip == "auto" else chip)
     if not found.known and chip != "auto":
-        raise ValueError(f"tune: chip {chip!r} is not in hardware.chips; nearest: "
-                         f"{', '.join(map(repr, hardware.chips.nearest(chip)))}")
+        raise ValueError(
+            f"tune: chip {chip!r} is not in hardware.chips; nearest: "
+            f"{', '.join(map(repr, hardware.chips.nearest(chip)))}"
+        )
     return found
 
 
@@ -294,7 +335,9 @@ def _chosen(chip, rules) -> tuple[Rule, ...]:
         if name not in every:
             raise ValueError(f"tune: unknown rule {name!r}; the rules are {', '.join(every)}")
         if not isinstance(on, bool):
-            raise ValueError(f"tune: the value of rule {name!r} must be True (on) or False (off); got {on!r}")
+            raise ValueError(
+                f"tune: the value of rule {name!r} must be True (on) or False (off); got {on!r}"
+            )
     return tuple(rule for rule in RULES.get(chip.kind, ()) if rules.get(rule.name, _pays(rule)))
 
 
@@ -313,19 +356,27 @@ def _compiled(inner, tuner, args, kwargs, *, plain, name):
     try:
         traced = inner.trace(*args, **kwargs)
     except _NOT_TRACED as error:
-        raise TypeError(f"tune: '{name}' cannot be traced with abstract arrays: "
-                        f"{str(error).strip().splitlines()[0]}") from error
+        raise TypeError(
+            f"tune: '{name}' cannot be traced with abstract arrays: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from error
     if not isinstance(traced, jax.stages.Traced):
-        raise TypeError(f"tune: expected a plain function or the result of jax.jit; '{name}' is a "
-                        f"{type(inner).__module__}.{type(inner).__name__}")
+        raise TypeError(
+            f"tune: expected a plain function or the result of jax.jit; '{name}' is a "
+            f"{type(inner).__module__}.{type(inner).__name__}"
+        )
     where, named = traced.args_info
     if len(where) != len(args) or len(named) != len(kwargs):
-        raise TypeError("tune: a jitted step with static arguments is not supported; bind them with functools.partial")
+        raise TypeError(
+            "tune: a jitted step with static arguments is not supported; bind them with functools.partial"
+        )
     given = _donated(traced) if plain else jax.tree.map(lambda info: info.donated, traced.args_info)
-    return jax.jit(wraps(inner)(lambda *args, **kwargs: tuner.run(inner, args, kwargs)),
-                   donate_argnums=[i for i, info in enumerate(given[0]) if _all(info)],
-                   donate_argnames=[name for name, info in given[1].items() if _all(info)],
-                   compiler_options=tuner.options(traced.jaxpr) or None)
+    return jax.jit(
+        wraps(inner)(lambda *args, **kwargs: tuner.run(inner, args, kwargs)),
+        donate_argnums=[i for i, info in enumerate(given[0]) if _all(info)],
+        donate_argnames=[name for name, info in given[1].items() if _all(info)],
+        compiler_options=tuner.options(traced.jaxpr) or None,
+    )
 
 
 def _donated(traced) -> tuple:

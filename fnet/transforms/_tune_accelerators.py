@@ -20,12 +20,16 @@ from fnet import _jax, jaxpr
 from fnet.jaxpr import Value
 from fnet.transforms._tune_cpu import Rule
 
-UNROLLED = 1 << 13    # maximum equations of an unrolled loop: 48 layers of a transformer
-LARGE = 1 << 16    # minimum elements of an array that is cast or copied before a loop
-UPDATES = 16    # maximum number of slices that are overwritten by selection
-CONSTANT = "constant"    # the origin of an operand that is the same in each iteration of a loop
+UNROLLED = 1 << 13  # maximum equations of an unrolled loop: 48 layers of a transformer
+LARGE = 1 << 16  # minimum elements of an array that is cast or copied before a loop
+UPDATES = 16  # maximum number of slices that are overwritten by selection
+CONSTANT = "constant"  # the origin of an operand that is the same in each iteration of a loop
 _LOW = (jnp.dtype("bfloat16"), jnp.dtype("float16"))
-_ALIKE = ("alias", "layout", "cast")    # kinds of primitives whose output has the values of their first input
+_ALIKE = (
+    "alias",
+    "layout",
+    "cast",
+)  # kinds of primitives whose output has the values of their first input
 
 
 def unrolled_layers(eqn, inputs):
@@ -41,10 +45,17 @@ def unrolled_layers(eqn, inputs):
     """
     parts = jaxpr.scan(eqn)
     every = list(jaxpr.equations(parts.jaxpr))
-    if parts.options.get("unroll", 1) != 1 or not 1 < parts.length or len(every) * parts.length > UNROLLED:
+    if (
+        parts.options.get("unroll", 1) != 1
+        or not 1 < parts.length
+        or len(every) * parts.length > UNROLLED
+    ):
         return None
-    if any(each.primitive.name in ("remat2", "checkpoint") or "rematted_computation" in _jax.name_stack(each)
-           for each in every):
+    if any(
+        each.primitive.name in ("remat2", "checkpoint")
+        or "rematted_computation" in _jax.name_stack(each)
+        for each in every
+    ):
         return None
     return (jaxpr.unrolled(eqn), inputs) if _weights(parts) else None
 
@@ -67,8 +78,12 @@ def separate_gradients(eqn, outputs):
     output of the scan is treated as a weight gradient if it has the shape of a stack of weights."""
     parts = jaxpr.scan(eqn)
     shapes = {eqn.invars[i].aval.shape for i in _weights(parts)}
-    return [Value(_separated(y.x), y.note) if i >= parts.carry and y.x.shape in shapes and _separable(y.x) else y
-            for i, y in enumerate(outputs)]
+    return [
+        Value(_separated(y.x), y.note)
+        if i >= parts.carry and y.x.shape in shapes and _separable(y.x)
+        else y
+        for i, y in enumerate(outputs)
+    ]
 
 
 def _separable(x) -> bool:
@@ -109,14 +124,16 @@ def _operands(program, origins):
             origins.update(dict.fromkeys(eqn.outvars, known[0] if known else None))
         for body in jaxpr.bodies(eqn):
             if body.inputs is not None:
-                yield from _operands(body.jaxpr, dict(zip(body.jaxpr.invars, (known[i] for i in body.inputs))))
+                yield from _operands(
+                    body.jaxpr, dict(zip(body.jaxpr.invars, (known[i] for i in body.inputs)))
+                )
 
 
 def hoisted_casts(eqn, inputs):
     """Moves casts out of a loop. If a loop uses a large float32 constant only in one 16-bit dtype, the constant is cast
     once, before the loop."""
     parts, changed = jaxpr.scan(eqn), {}
-    for i, v in enumerate(parts.jaxpr.invars[:parts.consts]):
+    for i, v in enumerate(parts.jaxpr.invars[: parts.consts]):
         x = inputs[i].x
         if getattr(x, "dtype", None) == jnp.float32 and x.size >= LARGE:
             read = _read_as(parts.jaxpr, v)
@@ -138,7 +155,11 @@ def _read_as(program, v) -> set:
             found.add(jaxpr.new_dtype(eqn))
         elif product is not None and name not in jaxpr.BILINEAR:
             found.add(product.dtype)
-        elif jaxpr.traits(name).kind in ("alias", "layout") and places == [0] and len(eqn.outvars) == 1:
+        elif (
+            jaxpr.traits(name).kind in ("alias", "layout")
+            and places == [0]
+            and len(eqn.outvars) == 1
+        ):
             found |= _read_as(program, eqn.outvars[0])
         elif name in jaxpr.CALLS or name == "shard_map":
             body = jaxpr.bodies(eqn)[0]
@@ -198,12 +219,23 @@ def two_rows(eqn, inputs):
     product = jaxpr.product(eqn)
     contract, batch = product.dimensions
     x, y = (value.x for value in inputs)
-    rows = [math.prod(a.shape[i] for i in range(a.ndim) if i not in axes) for a, axes in zip((x, y), contract)]
-    if any(batch) or {x.dtype, y.dtype} - set(_LOW) or max(x.size, y.size) < LARGE or min(rows) != 1 or max(rows) == 1:
+    rows = [
+        math.prod(a.shape[i] for i in range(a.ndim) if i not in axes)
+        for a, axes in zip((x, y), contract)
+    ]
+    if (
+        any(batch)
+        or {x.dtype, y.dtype} - set(_LOW)
+        or max(x.size, y.size) < LARGE
+        or min(rows) != 1
+        or max(rows) == 1
+    ):
         return None
     if rows[1] == 1:
         x, y, contract = y, x, contract[::-1]
-    x = lax.optimization_barrier(jnp.broadcast_to(x, (2, *x.shape)))    # without it, XLA removes the second row
+    x = lax.optimization_barrier(
+        jnp.broadcast_to(x, (2, *x.shape))
+    )  # without it, XLA removes the second row
     dimensions = ([i + 1 for i in contract[0]], contract[1]), ((), ())
     both = lax.dot_general(x, y, dimensions, **product.without("dimension_numbers"))
     return [both[0].reshape(eqn.outvars[0].aval.shape)]
@@ -220,7 +252,11 @@ def unshifted(eqn, inputs):
     deviation)^2 in the variance.
     """
     x = inputs[0].x
-    return [jnp.zeros_like(x)] if jaxpr.value_name(eqn) == jaxpr.SHIFT and x.dtype == jnp.bfloat16 else None
+    return (
+        [jnp.zeros_like(x)]
+        if jaxpr.value_name(eqn) == jaxpr.SHIFT and x.dtype == jnp.bfloat16
+        else None
+    )
 
 
 def few_updates(eqn, inputs):
@@ -232,11 +268,16 @@ def few_updates(eqn, inputs):
     """
     (x, indices, updates), axes_of = (value.x for value in inputs), jaxpr.overwritten(eqn)
     count = math.prod(indices.shape[:-1])
-    if axes_of is None or not 1 < count <= UPDATES or x.size < LARGE or not _holds(indices, max(x.shape)):
+    if (
+        axes_of is None
+        or not 1 < count <= UPDATES
+        or x.size < LARGE
+        or not _holds(indices, max(x.shape))
+    ):
         return None
     axes, window = axes_of
     updates = jnp.moveaxis(updates, window, range(-len(window), 0))
-    updates = updates.reshape(count, *updates.shape[updates.ndim - len(window):])
+    updates = updates.reshape(count, *updates.shape[updates.ndim - len(window) :])
     places = [lax.broadcasted_iota(indices.dtype, x.shape, axis) for axis in axes]
     for index, update in zip(indices.reshape(count, len(axes)), updates):
         hits = functools.reduce(operator.and_, [place == at for place, at in zip(places, index)])
@@ -245,17 +286,54 @@ def few_updates(eqn, inputs):
 
 
 RULES = (
-    Rule("unrolled_layers", ("scan",), None, "XLA recomputes elementwise operations within one program, but not across "
-         "the border of a loop", prepare=unrolled_layers),
-    Rule("hoisted_casts", ("scan",), None, "constants are cast once, before the loop", prepare=hoisted_casts),
-    Rule("comparison", ("gather", "scatter-add"), comparison, "one element of each row by comparison"),
+    Rule(
+        "unrolled_layers",
+        ("scan",),
+        None,
+        "XLA recomputes elementwise operations within one program, but not across "
+        "the border of a loop",
+        prepare=unrolled_layers,
+    ),
+    Rule(
+        "hoisted_casts",
+        ("scan",),
+        None,
+        "constants are cast once, before the loop",
+        prepare=hoisted_casts,
+    ),
+    Rule(
+        "comparison", ("gather", "scatter-add"), comparison, "one element of each row by comparison"
+    ),
 )
-GPU_RULES = (*RULES, Rule("two_rows", ("dot_general",), two_rows, "XLA writes the products of one row and a matrix to "
-                          "memory before it sums them"))
+GPU_RULES = (
+    *RULES,
+    Rule(
+        "two_rows",
+        ("dot_general",),
+        two_rows,
+        "XLA writes the products of one row and a matrix to memory before it sums them",
+    ),
+)
 TPU_RULES = (
     *RULES,
-    Rule("separate_layers", ("scan",), None, "the compiler prefetches whole arrays, but not slices, into on-chip "
-         "memory", prepare=separate_layers, finish=separate_gradients),
-    Rule("few_updates", ("scatter",), few_updates, "the compiler copies the whole operand of a scatter into another "
-         "layout"),
-    Rule("unshifted", ("name",), unshifted, "the kernel of a convolution then sums its result for BatchNorm"))
+    Rule(
+        "separate_layers",
+        ("scan",),
+        None,
+        "the compiler prefetches whole arrays, but not slices, into on-chip memory",
+        prepare=separate_layers,
+        finish=separate_gradients,
+    ),
+    Rule(
+        "few_updates",
+        ("scatter",),
+        few_updates,
+        "the compiler copies the whole operand of a scatter into another layout",
+    ),
+    Rule(
+        "unshifted",
+        ("name",),
+        unshifted,
+        "the kernel of a convolution then sums its result for BatchNorm",
+    ),
+)

@@ -22,11 +22,13 @@ from fnet import jaxpr
 from fnet.transforms import _tune_library as library
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
-_TAPS = 64          # maximum size of a depthwise convolution's window; each position becomes an operation
-WORK = 1 << 22      # minimum multiplications for which a matrix product is worth its copies
-_GROUPS = 32        # maximum number of groups that become separate convolutions
-_ZEROS = 8          # maximum factor by which zeros enlarge an input
-_CACHED = 1 << 19   # bytes of the examples for which a part of a kernel's gradient is computed at once
+_TAPS = 64  # maximum size of a depthwise convolution's window; each position becomes an operation
+WORK = 1 << 22  # minimum multiplications for which a matrix product is worth its copies
+_GROUPS = 32  # maximum number of groups that become separate convolutions
+_ZEROS = 8  # maximum factor by which zeros enlarge an input
+_CACHED = (
+    1 << 19
+)  # bytes of the examples for which a part of a kernel's gradient is computed at once
 
 
 def depthwise_convolution(eqn, inputs):
@@ -34,7 +36,11 @@ def depthwise_convolution(eqn, inputs):
     product = jaxpr.product(eqn)
     if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16):
         return None
-    (x, w), (lhs, rhs, out), result = (value.x for value in inputs), product.dimensions, eqn.outvars[0].aval
+    (x, w), (lhs, rhs, out), result = (
+        (value.x for value in inputs),
+        product.dimensions,
+        eqn.outvars[0].aval,
+    )
     strides, padding, x_dilation, w_dilation = product.window
     space = tuple(result.shape[i] for i in out[2:])
     kind = _kind(product, x.shape, w.shape)
@@ -56,7 +62,7 @@ def depthwise_convolution(eqn, inputs):
             y = _dilated(x, w, space, padding, x_dilation, w_dilation)
         else:
             return None
-    places = out[0], *out[2:], out[1]                      # of the axes of y: examples, space, channels
+    places = out[0], *out[2:], out[1]  # of the axes of y: examples, space, channels
     return [y.astype(result.dtype).transpose([places.index(i) for i in range(y.ndim)])]
 
 
@@ -70,11 +76,21 @@ def grouped_convolution(eqn, inputs):
         return None
     x, w = (jnp.asarray(value.x, product.dtype) for value in inputs)
     options = product.without("feature_group_count", "batch_group_count")
-    pairs = zip(jnp.split(x, features, lhs[1]) if features > 1 else jnp.split(x, batches, lhs[0]),
-                jnp.split(w, features * batches, rhs[0]))
-    return [jnp.concatenate([
-        lax.conv_general_dilated_p.bind(*pair, feature_group_count=1, batch_group_count=1, **options)
-        for pair in pairs], out[1])]
+    pairs = zip(
+        jnp.split(x, features, lhs[1]) if features > 1 else jnp.split(x, batches, lhs[0]),
+        jnp.split(w, features * batches, rhs[0]),
+    )
+    return [
+        jnp.concatenate(
+            [
+                lax.conv_general_dilated_p.bind(
+                    *pair, feature_group_count=1, batch_group_count=1, **options
+                )
+                for pair in pairs
+            ],
+            out[1],
+        )
+    ]
 
 
 def small_input(eqn, inputs):
@@ -83,9 +99,17 @@ def small_input(eqn, inputs):
     Windows that are larger than the input occur in the last layers of a network for small images.
     """
     product = jaxpr.product(eqn)
-    if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16) or product.groups != (1, 1):
+    if (
+        product.op is not jaxpr.CONVOLUTION
+        or product.dtype not in (F32, BF16)
+        or product.groups != (1, 1)
+    ):
         return None
-    (x, w), (lhs, rhs, out), result = (value.x for value in inputs), product.dimensions, eqn.outvars[0].aval
+    (x, w), (lhs, rhs, out), result = (
+        (value.x for value in inputs),
+        product.dimensions,
+        eqn.outvars[0].aval,
+    )
     strides, padding, x_dilation, w_dilation = product.window
     window, space = [w.shape[i] for i in rhs[2:]], [result.shape[i] for i in out[2:]]
     small = len(lhs) > 2 and all(k > x.shape[i] for k, i in zip(window, lhs[2:]))
@@ -96,18 +120,29 @@ def small_input(eqn, inputs):
     x, w = (jnp.asarray(a, product.dtype) for a in (x, w))
     x, w = x.transpose(lhs[0], *lhs[2:], lhs[1]), w.transpose(*rhs[2:], rhs[1], rhs[0])
     # The positions of the window along an axis that are inside the input for an element of the output.
-    inside = [[k for k in range(size) if any(0 <= i * s + k * d - low <= (n - 1) * step for i in range(count))]
-              for size, count, s, (low, _), n, step, d in zip(
-                  window, space, strides, padding, x.shape[1:-1], x_dilation, w_dilation)]
+    inside = [
+        [
+            k
+            for k in range(size)
+            if any(0 <= i * s + k * d - low <= (n - 1) * step for i in range(count))
+        ]
+        for size, count, s, (low, _), n, step, d in zip(
+            window, space, strides, padding, x.shape[1:-1], x_dilation, w_dilation
+        )
+    ]
     if not all(inside):
         return None
     padded = _padded(x, padding, x_dilation)
-    x = jnp.concatenate([_slice(padded, tap, w_dilation, space, strides) for tap in itertools.product(*inside)], -1)
-    for axis, places in enumerate(inside):    # with a stride, they need not be adjacent
+    x = jnp.concatenate(
+        [_slice(padded, tap, w_dilation, space, strides) for tap in itertools.product(*inside)], -1
+    )
+    for axis, places in enumerate(inside):  # with a stride, they need not be adjacent
         if len(places) < w.shape[axis]:
             w = jnp.concatenate([lax.slice_in_dim(w, k, k + 1, axis=axis) for k in places], axis)
     w = w.reshape(-1, w.shape[-1])
-    y = jnp.dot(x, w, preferred_element_type=F32).astype(result.dtype)    # [examples, *space, features]
+    y = jnp.dot(x, w, preferred_element_type=F32).astype(
+        result.dtype
+    )  # [examples, *space, features]
     places = out[0], *out[2:], out[1]
     return [y.transpose([places.index(i) for i in range(y.ndim)])]
 
@@ -136,11 +171,18 @@ def dilated_input(eqn, inputs):
         if product.groups != (1, 1) or strides != ones or w_dilation != ones:
             return None
         before = [k - 1 - low for k, (low, _) in zip(sizes, padding)]
-        after = [k + (x.shape[i] - 1) * d - w.shape[j] - low
-                 for k, i, d, j, low in zip(sizes, lhs[2:], dilation, rhs[2:], before)]
-        options |= dict(padding=tuple(zip(before, after)), rhs_dilation=dilation, dimension_numbers=(
-            lax.ConvDimensionNumbers(rhs, lhs, (out[1], out[0], *out[2:]))))
-        return [lax.rev(lax.conv_general_dilated_p.bind(w, x, lhs_dilation=ones, **options), out[2:])]
+        after = [
+            k + (x.shape[i] - 1) * d - w.shape[j] - low
+            for k, i, d, j, low in zip(sizes, lhs[2:], dilation, rhs[2:], before)
+        ]
+        options |= dict(
+            padding=tuple(zip(before, after)),
+            rhs_dilation=dilation,
+            dimension_numbers=(lax.ConvDimensionNumbers(rhs, lhs, (out[1], out[0], *out[2:]))),
+        )
+        return [
+            lax.rev(lax.conv_general_dilated_p.bind(w, x, lhs_dilation=ones, **options), out[2:])
+        ]
     if len(dilation) < 3 or math.prod(dilation) > _ZEROS or window > _TAPS:
         return None
     edges = [(0, 0, 0)] * x.ndim
@@ -171,7 +213,11 @@ def _slice(x, tap, step, size, stride):
     at the index `tap * step`, where `tap` is a position in the convolution window, and `step` is the dilation of the
     window. The slice has `size` elements along each spatial axis, with the stride `stride`."""
     start = [0, *(k * d for k, d in zip(tap, step)), 0]
-    stop = [len(x), *(k * d + s * (n - 1) + 1 for k, d, n, s in zip(tap, step, size, stride)), x.shape[-1]]
+    stop = [
+        len(x),
+        *(k * d + s * (n - 1) + 1 for k, d, n, s in zip(tap, step, size, stride)),
+        x.shape[-1],
+    ]
     return lax.slice(x, start, stop, [1, *stride, 1])
 
 
@@ -183,7 +229,9 @@ def _padded(x, padding, dilation):
 def _forward(x, w, space, strides, padding, dilation):
     """Computes the depthwise convolution of x [examples, *space, channels] with the kernel w [1, *window, channels]."""
     x = _padded(x, padding, (1,) * len(space))
-    return sum(_slice(x, tap, dilation, space, strides) * _filter(w, tap) for tap in _taps(w.shape[1:-1]))
+    return sum(
+        _slice(x, tap, dilation, space, strides) * _filter(w, tap) for tap in _taps(w.shape[1:-1])
+    )
 
 
 def _filter(w, tap):
@@ -197,7 +245,10 @@ def _dilated(x, w, space, padding, x_dilation, w_dilation):
     total, zero = 0.0, jnp.zeros((), x.dtype)
     for tap in _taps(w.shape[1:-1]):
         low = [first - k * d for (first, _), k, d in zip(padding, tap, w_dilation)]
-        high = [n - (size - 1) * d - 1 - first for n, size, d, first in zip(space, x.shape[1:-1], x_dilation, low)]
+        high = [
+            n - (size - 1) * d - 1 - first
+            for n, size, d, first in zip(space, x.shape[1:-1], x_dilation, low)
+        ]
         edges = [(0, 0, 0), *((*each, d - 1) for *each, d in zip(low, high, x_dilation)), (0, 0, 0)]
         total = total + lax.pad(x * _filter(w, tap), zero, edges)
     return total
@@ -206,13 +257,19 @@ def _dilated(x, w, space, padding, x_dilation, w_dilation):
 def _kernel_gradient(x, g, window, step, padding, dilation, strides):
     """Computes the gradient of a depthwise kernel, an array [1, *window, channels]. x is the input and g the cotangent
     of the convolution, both [examples, *space, channels]."""
+
     def part(x, g):
         x = _padded(x, padding, dilation)
-        taps = [(_slice(x, tap, step, g.shape[1:-1], strides) * g).sum(range(g.ndim - 1)) for tap in _taps(window)]
+        taps = [
+            (_slice(x, tap, step, g.shape[1:-1], strides) * g).sum(range(g.ndim - 1))
+            for tap in _taps(window)
+        ]
         return jnp.stack(taps)
 
     size = max(1, _CACHED * len(x) // max(1, 4 * x.size))  # examples that fit into the cache
-    count = next(count for count in range(1, len(x) + 1) if len(x) % count == 0 and len(x) // count <= size)
+    count = next(
+        count for count in range(1, len(x) + 1) if len(x) % count == 0 and len(x) // count <= size
+    )
     if count == 1:
         total = part(x, g)
     else:
@@ -237,6 +294,11 @@ def kernel_layout(eqn, inputs):
     if rhs == usual or not lhs == out == channels_last:
         return None
     w = w.astype(BF16).transpose(*rhs[2:], rhs[1], rhs[0])
-    return [lax.conv_general_dilated_p.bind(
-        x.astype(BF16), w, dimension_numbers=lax.ConvDimensionNumbers(lhs, usual, out),
-        **product.without("dimension_numbers"))]
+    return [
+        lax.conv_general_dilated_p.bind(
+            x.astype(BF16),
+            w,
+            dimension_numbers=lax.ConvDimensionNumbers(lhs, usual, out),
+            **product.without("dimension_numbers"),
+        )
+    ]

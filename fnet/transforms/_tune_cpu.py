@@ -33,9 +33,14 @@ from fnet.transforms._tune_convolutions import (
 from fnet.transforms._tune_layout import transposed
 
 F32 = jnp.dtype("float32")
-LARGE = 1 << 19    # minimum elements of a product's operand; for smaller ones, XLA is equally fast
-LARGE_LOW = 1 << 20    # minimum multiplications of a bfloat16 product; for smaller ones, XLA is equally fast (AMX)
-EXAMPLES, CHANNELS = 32, 32    # minimum sizes for a weight gradient in another layout (`convolution_gradient`)
+LARGE = 1 << 19  # minimum elements of a product's operand; for smaller ones, XLA is equally fast
+LARGE_LOW = (
+    1 << 20
+)  # minimum multiplications of a bfloat16 product; for smaller ones, XLA is equally fast (AMX)
+EXAMPLES, CHANNELS = (
+    32,
+    32,
+)  # minimum sizes for a weight gradient in another layout (`convolution_gradient`)
 VIEWS = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze"))
 
 
@@ -91,25 +96,33 @@ def products(eqn, inputs):
     rest = product.without("dimension_numbers")
     if len(left) == 1 and (x.ndim == 2) != (y.ndim == 2):
         first = x.ndim == 2
-        (array, matrix), (i, j) = (inputs[::-1], (right[0], left[0])) if first else (inputs, (left[0], right[0]))
+        (array, matrix), (i, j) = (
+            (inputs[::-1], (right[0], left[0])) if first else (inputs, (left[0], right[0]))
+        )
         if first and 0 < i == array.x.ndim - 2:
             return None
-        z = lax.dot_general(_ready(array, jnp.moveaxis(array.x, i, -1)), _ready(matrix, matrix.x),
-                            (((array.x.ndim - 1,), (j,)), ((), ())), **rest)
+        z = lax.dot_general(
+            _ready(array, jnp.moveaxis(array.x, i, -1)),
+            _ready(matrix, matrix.x),
+            (((array.x.ndim - 1,), (j,)), ((), ())),
+            **rest,
+        )
         return [transposed(z, (z.ndim - 1, *range(z.ndim - 1))) if first else z]
-    if len(left) > 1 and x.ndim == y.ndim == len(left) + 1:    # a weight gradient
+    if len(left) > 1 and x.ndim == y.ndim == len(left) + 1:  # a weight gradient
         left, right = zip(*sorted(zip(left, right)))
         x, y = (jnp.moveaxis(a, axes, range(len(axes))) for a, axes in ((x, left), (y, right)))
         left = right = tuple(range(len(left)))
     x, y = map(_ready, inputs, (x, y))
     if not left == right == tuple(range(len(left))) or x.ndim == len(left) or y.ndim == len(right):
         return [lax.dot_general(x, y, ((left, right), batch), **rest)]
-    shape = x.shape[len(left):] + y.shape[len(right):]
-    rows = math.prod(x.shape[:len(left)])
+    shape = x.shape[len(left) :] + y.shape[len(right) :]
+    rows = math.prod(x.shape[: len(left)])
     x, y = x.reshape(rows, -1), y.reshape(rows, -1)
     dot = functools.partial(lax.dot_general, dimension_numbers=(((0,), (0,)), ((), ())), **rest)
     narrow = x.shape[1] <= y.shape[1]
-    z = apart(dot(x, y) if narrow else dot(y, x))    # otherwise XLA swaps them again if z is transposed
+    z = apart(
+        dot(x, y) if narrow else dot(y, x)
+    )  # otherwise XLA swaps them again if z is transposed
     return [(z if narrow else z.T).reshape(shape)]
 
 
@@ -131,11 +144,16 @@ def bfloat16_products(eqn, inputs):
     x, y = (value.x for value in inputs)
     product = jaxpr.product(eqn)
     work = eqn.outvars[0].aval.size * product.summed
-    if x.dtype != library.BF16 or y.dtype != library.BF16 or work < LARGE_LOW or not library.bfloat16_pays():
+    if (
+        x.dtype != library.BF16
+        or y.dtype != library.BF16
+        or work < LARGE_LOW
+        or not library.bfloat16_pays()
+    ):
         return None
     (left, right), batch = product.dimensions
     dot = functools.partial(as_matrices, out=eqn.outvars[0].aval.dtype)
-    if x.ndim == 2 < y.ndim and len(left) == 1 and not any(batch):    # vmap's w a, see `products`
+    if x.ndim == 2 < y.ndim and len(left) == 1 and not any(batch):  # vmap's w a, see `products`
         z = dot(y, x, ((right, left), batch))
         return [transposed(z, (z.ndim - 1, *range(z.ndim - 1)))]
     return [dot(x, y, ((left, right), batch))]
@@ -147,12 +165,14 @@ def _windows(eqn, x):
     window = jaxpr.pooling_window(eqn)
     if window is None or any(size % k for size, k in zip(x.shape, window)):
         return None
-    return window if 1 < math.prod(window) <= 16 else None    # with 64, compilation took a minute
+    return window if 1 < math.prod(window) <= 16 else None  # with 64, compilation took a minute
 
 
 def _split(shape, window):
     """Returns a shape in which every pooled axis is split into two: the windows, and the positions in a window."""
-    return [part for size, k in zip(shape, window) for part in ((size // k, k) if k > 1 else (size,))]
+    return [
+        part for size, k in zip(shape, window) for part in ((size // k, k) if k > 1 else (size,))
+    ]
 
 
 def _tiles(x, window):
@@ -160,8 +180,14 @@ def _tiles(x, window):
     window; the positions are in row-major order."""
     x = x.reshape(_split(x.shape, window))
     places = itertools.product(*(range(k) if k > 1 else (None,) for k in window))
-    return [x[tuple(part for i in place for part in ((slice(None),) if i is None else (slice(None), i)))]
-            for place in places]
+    return [
+        x[
+            tuple(
+                part for i in place for part in ((slice(None),) if i is None else (slice(None), i))
+            )
+        ]
+        for place in places
+    ]
 
 
 def max_pool(eqn, inputs):
@@ -197,10 +223,15 @@ def max_pool_gradient(eqn, inputs):
     place = jnp.zeros(first.shape, jnp.int8)
     for i, tile in enumerate(rest, 1):
         stays = first >= tile
-        first, place = lax.select(stays, first, tile), lax.select(stays, place, jnp.full_like(place, i))
+        first, place = (
+            lax.select(stays, first, tile),
+            lax.select(stays, place, jnp.full_like(place, i)),
+        )
     place, g = lax.optimization_barrier((place, g))
     where = jnp.arange(math.prod(window), dtype=jnp.int8).reshape(_split(window, window))
-    wide = lambda t: t.reshape([part for size, k in zip(t.shape, window) for part in ((size, 1) if k > 1 else (size,))])
+    wide = lambda t: t.reshape(
+        [part for size, k in zip(t.shape, window) for part in ((size, 1) if k > 1 else (size,))]
+    )
     return [jnp.where(wide(place) == where, wide(g), jnp.zeros((), g.dtype)).reshape(x.shape)]
 
 
@@ -214,8 +245,10 @@ def _ends_swapped(x):
     """
     a, b, c = x.shape
     halves = 1 if a % 2 else 2
-    turned = lax.map(lambda part: apart(apart(part.transpose(1, 0, 2)).transpose(0, 2, 1)),
-                     x.reshape(halves, a // halves, b, c))                         # [halves, b, c, a / halves]
+    turned = lax.map(
+        lambda part: apart(apart(part.transpose(1, 0, 2)).transpose(0, 2, 1)),
+        x.reshape(halves, a // halves, b, c),
+    )  # [halves, b, c, a / halves]
     return apart(turned.transpose(2, 1, 0, 3)).reshape(c, b, a)
 
 
@@ -242,8 +275,13 @@ def convolution_gradient(eqn, inputs):
     x = _ends_swapped(x.reshape(n, h * width, c)).reshape(c, h, width, n)
     w = apart(apart(w).transpose(1, 2, 0, 3))
     rest = product.without("dimension_numbers", "preferred_element_type")
-    z = lax.conv_general_dilated_p.bind(x, w, dimension_numbers=lax.conv_dimension_numbers(
-        x.shape, w.shape, ("NHWC", "HWIO", "NHWC")), preferred_element_type=F32, **rest)    # [c, height, width, out]
+    z = lax.conv_general_dilated_p.bind(
+        x,
+        w,
+        dimension_numbers=lax.conv_dimension_numbers(x.shape, w.shape, ("NHWC", "HWIO", "NHWC")),
+        preferred_element_type=F32,
+        **rest,
+    )  # [c, height, width, out]
     inverse = [0] * 4
     for axis, place in enumerate((0, 3, 1, 2)):
         inverse[out[axis]] = place
@@ -252,24 +290,74 @@ def convolution_gradient(eqn, inputs):
 
 RULES = (
     Rule("products", ("dot_general",), products, "its operands are computed before it reads them"),
-    Rule("bfloat16_products", ("dot_general",), bfloat16_products, "products of matrices with float32 sums"),
-    Rule("max_pool", ("reduce_window_max",), max_pool, "elementwise maxima", when=library.pools_apart),
-    Rule("max_pool_gradient", ("select_and_scatter_add",), max_pool_gradient,
-         "the largest element's place is found elementwise"),
-    Rule("depthwise_convolution", ("conv_general_dilated", "lowered"), depthwise_convolution,
-         "a sum of products with shifted arrays"),
-    Rule("grouped_convolution", ("conv_general_dilated", "lowered"), grouped_convolution,
-         "a convolution for each group"),
-    Rule("small_input", ("conv_general_dilated", "lowered"), small_input,
-         "a matrix product, because its window is larger than its input"),
-    Rule("dilated_input", ("conv_general_dilated", "lowered"), dilated_input,
-         "zeros between the elements of its input"),
-    Rule("convolution_gradient", ("conv_general_dilated", "lowered"), convolution_gradient,
-         "a forward convolution's layout", below="0.12"),    # from there on XLA's own takes as long
-    Rule("kernel_layout", ("conv_general_dilated", "lowered"), kernel_layout, "the layout for which XLA calls oneDNN",
-         when=library.onednn_pays),
-    Rule("convolution_kernels", (), None, "XLA's own kernels for convolutions, where YNNPACK's are slower, and "
-         "YNNPACK's for products and sums alone", options=library.YNNPACK, when=library.eigen_pays),
-    Rule("convolution_library", (), None, "oneDNN's kernels for convolutions of bfloat16", options=ONEDNN,
-         when=library.onednn_pays),
+    Rule(
+        "bfloat16_products",
+        ("dot_general",),
+        bfloat16_products,
+        "products of matrices with float32 sums",
+    ),
+    Rule(
+        "max_pool", ("reduce_window_max",), max_pool, "elementwise maxima", when=library.pools_apart
+    ),
+    Rule(
+        "max_pool_gradient",
+        ("select_and_scatter_add",),
+        max_pool_gradient,
+        "the largest element's place is found elementwise",
+    ),
+    Rule(
+        "depthwise_convolution",
+        ("conv_general_dilated", "lowered"),
+        depthwise_convolution,
+        "a sum of products with shifted arrays",
+    ),
+    Rule(
+        "grouped_convolution",
+        ("conv_general_dilated", "lowered"),
+        grouped_convolution,
+        "a convolution for each group",
+    ),
+    Rule(
+        "small_input",
+        ("conv_general_dilated", "lowered"),
+        small_input,
+        "a matrix product, because its window is larger than its input",
+    ),
+    Rule(
+        "dilated_input",
+        ("conv_general_dilated", "lowered"),
+        dilated_input,
+        "zeros between the elements of its input",
+    ),
+    Rule(
+        "convolution_gradient",
+        ("conv_general_dilated", "lowered"),
+        convolution_gradient,
+        "a forward convolution's layout",
+        below="0.12",
+    ),  # from there on XLA's own takes as long
+    Rule(
+        "kernel_layout",
+        ("conv_general_dilated", "lowered"),
+        kernel_layout,
+        "the layout for which XLA calls oneDNN",
+        when=library.onednn_pays,
+    ),
+    Rule(
+        "convolution_kernels",
+        (),
+        None,
+        "XLA's own kernels for convolutions, where YNNPACK's are slower, and "
+        "YNNPACK's for products and sums alone",
+        options=library.YNNPACK,
+        when=library.eigen_pays,
+    ),
+    Rule(
+        "convolution_library",
+        (),
+        None,
+        "oneDNN's kernels for convolutions of bfloat16",
+        options=ONEDNN,
+        when=library.onednn_pays,
+    ),
 )

@@ -40,7 +40,9 @@ def followed(eqn, inputs) -> list[Value] | None:
     if not all(_order(value) or value.note is True or np.ndim(value.x) == 0 for value in inputs):
         return None
     inverse = np.argsort(order).tolist()
-    straight = [Value(lax.transpose(value.x, inverse)) if np.ndim(value.x) else value for value in inputs]
+    straight = [
+        Value(lax.transpose(value.x, inverse)) if np.ndim(value.x) else value for value in inputs
+    ]
     return [transposed(y.x, order) for y in plain(eqn, straight)]
 
 
@@ -52,4 +54,8 @@ def _order(value):
     transposed. For example, a slice of a transposed array in a loop has one axis fewer than the array, but its
     attribute `note` may still be the order of the axes of the whole array.
     """
-    return value.note if isinstance(value.note, tuple) and len(value.note) == np.ndim(value.x) else None
+    return (
+        value.note
+        if isinstance(value.note, tuple) and len(value.note) == np.ndim(value.x)
+        else None
+    )

@@ -21,9 +21,13 @@ from fnet.hardware._onednn import onednn
 from fnet.jaxpr import CONVOLUTION, product
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
-YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"}
-SMALL = 1 << 26    # maximum multiplications of a program's convolutions for which YNNPACK is as fast as Eigen
-LARGE = 1 << 21    # minimum multiplications of a convolution for a call of oneDNN
+YNNPACK = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
+}
+SMALL = (
+    1 << 26
+)  # maximum multiplications of a program's convolutions for which YNNPACK is as fast as Eigen
+LARGE = 1 << 21  # minimum multiplications of a convolution for a call of oneDNN
 
 
 @functools.cache
@@ -44,7 +48,9 @@ def eigen_pays(equations: Sequence) -> bool:
     if any(each.op is CONVOLUTION and each.groups != (1, 1) for each in found):
         return False
     work = _work(equations)
-    convolutions, products = (work[kind, F32] + work[kind, BF16] for kind in ("convolution", "product"))
+    convolutions, products = (
+        work[kind, F32] + work[kind, BF16] for kind in ("convolution", "product")
+    )
     return convolutions > max(products, SMALL)
 
 
@@ -55,8 +61,12 @@ def pools_apart(equations: Sequence) -> bool:
     of the pooling.
     """
     names = {eqn.primitive.name for eqn in equations}
-    return ("conv_general_dilated" not in names or "select_and_scatter_add" in names or eigen_pays(equations)
-            or onednn_pays(equations))
+    return (
+        "conv_general_dilated" not in names
+        or "select_and_scatter_add" in names
+        or eigen_pays(equations)
+        or onednn_pays(equations)
+    )
 
 
 def onednn_pays(equations: Sequence) -> bool:

@@ -15,10 +15,10 @@ import numpy as np
 from fnet.hardware._cache import cache_folder, read_json, write_json
 from fnet.hardware._cpu import read_cpu
 
-FASTER = 0.98     # rules are omitted if the program then takes at most this fraction of the time
+FASTER = 0.98  # rules are omitted if the program then takes at most this fraction of the time
 _ROUNDS = 9
-_SECONDS = 20     # after this time, no further round begins (but at least three rounds run)
-_MEMORY = 0.1     # the maximum fraction of this machine's memory that the arguments may use
+_SECONDS = 20  # after this time, no further round begins (but at least three rounds run)
+_MEMORY = 0.1  # the maximum fraction of this machine's memory that the arguments may use
 
 
 class Measured(NamedTuple):
@@ -36,12 +36,20 @@ class Measured(NamedTuple):
     reason: str
 
     def __str__(self):
-        times = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in self.seconds.items())
+        times = ", ".join(
+            f"{name} {1e3 * seconds:.3g} ms" for name, seconds in self.seconds.items()
+        )
         return self.reason + (f" ({times})" if times else "")
 
 
-def measure(compiled: Callable, lowered: Callable[[], str], fired: Callable[[], set[str]], rules: tuple, chip: Any,
-            arguments: Any) -> Measured:
+def measure(
+    compiled: Callable,
+    lowered: Callable[[], str],
+    fired: Callable[[], set[str]],
+    rules: tuple,
+    chip: Any,
+    arguments: Any,
+) -> Measured:
     """Times a program with all rules, with no rule, and with each rule disabled in turn. Stored results are reused.
 
     Args:
@@ -66,7 +74,9 @@ def measure(compiled: Callable, lowered: Callable[[], str], fired: Callable[[], 
         return Measured(every, {}, "no rule applies")
     text = lowered()
     if "callback" in text:
-        return Measured(every, {}, "all rules, not measured: the step has callbacks, which would run more often")
+        return Measured(
+            every, {}, "all rules, not measured: the step has callbacks, which would run more often"
+        )
     path = cache_folder() / "tuned" / f"{_key(text, chip, every)}.json"
     if (known := _known(path, every)) is not None:
         return known
@@ -76,24 +86,35 @@ def measure(compiled: Callable, lowered: Callable[[], str], fired: Callable[[], 
         variants |= {f"without {name}": [each for each in names if each != name] for name in names}
     times = _times({label: compiled(of(kept)) for label, kept in variants.items()}, arguments)
     ratio = lambda label: statistics.median(a / b for a, b in zip(times[label], times["all rules"]))
-    slow = [name for name in names if f"without {name}" in variants and ratio(f"without {name}") <= FASTER]
+    slow = [
+        name
+        for name in names
+        if f"without {name}" in variants and ratio(f"without {name}") <= FASTER
+    ]
     if len(slow) > 1:
         label = f"without {', '.join(slow)}"
         variants[label] = [name for name in names if name not in slow]
-        both = _times({name: compiled(of(variants[name])) for name in ("all rules", label)}, arguments)
+        both = _times(
+            {name: compiled(of(variants[name])) for name in ("all rules", label)}, arguments
+        )
         scale = statistics.median(times["all rules"]) / statistics.median(both["all rules"])
         times[label] = [scale * each for each in both[label]]
     best = min(variants, key=ratio)
     best = best if ratio(best) <= FASTER else "all rules"
     seconds = {label: statistics.median(each) for label, each in times.items()}
-    result = Measured(tuple(rule.name for rule in of(variants[best])), seconds, f"{best}: the fastest, measured")
+    result = Measured(
+        tuple(rule.name for rule in of(variants[best])), seconds, f"{best}: the fastest, measured"
+    )
     write_json(path, result._asdict())
     return result
 
 
 def _unmeasurable(arguments) -> str | None:
     leaves = jax.tree.leaves(arguments)
-    if not all(isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex) for leaf in leaves):
+    if not all(
+        isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex)
+        for leaf in leaves
+    ):
         return "an argument is not an array"
     if jax.process_count() > 1:
         return "several processes could select different rules"
@@ -112,7 +133,12 @@ def _key(text, chip, every) -> str:
 def _known(path, every) -> Measured | None:
     content = read_json(path)
     rules, seconds, reason = (content.get(field) for field in Measured._fields)
-    if isinstance(rules, list) and set(rules) <= set(every) and isinstance(seconds, dict) and isinstance(reason, str):
+    if (
+        isinstance(rules, list)
+        and set(rules) <= set(every)
+        and isinstance(seconds, dict)
+        and isinstance(reason, str)
+    ):
         return Measured(tuple(rules), seconds, reason)
     return None
 
@@ -121,7 +147,7 @@ def _times(programs, arguments) -> dict[str, list[float]]:
     """Returns {name of a program: its times in seconds, one for each round}. In each round, every program runs once."""
     times: dict[str, list[float]] = {name: [] for name in programs}
     end = None
-    for number in range(_ROUNDS + 1):                      # the first one compiles
+    for number in range(_ROUNDS + 1):  # the first one compiles
         if number > 3 and end is not None and time.perf_counter() > end:
             break
         for name, run in programs.items():

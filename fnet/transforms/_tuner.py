@@ -30,7 +30,7 @@ class Tuner(Interpreter):
     def __init__(self, rules, rows=None):
         super().__init__()
         self.rows, self.all = rows, rules
-        self.suited, self.rules = (), {}    # for the last program: its rules, {primitive: rules}
+        self.suited, self.rules = (), {}  # for the last program: its rules, {primitive: rules}
         self.warned = False
 
     @property
@@ -42,15 +42,21 @@ class Tuner(Interpreter):
         return _options(self.suited)
 
     def depends(self, at):
-        return None if self.rows is None else object()    # explain needs every call
+        return None if self.rows is None else object()  # explain needs every call
 
     def select(self, closed) -> list:
         """Returns the rewrite rules that are used for a program. If the program contains arrays with symbolic sizes, as
         for export, the function `when` of a rule is not called. For a program with symbolic sizes, all rules that
         rewrite equations are used, and none of the rules that only set compiler options."""
-        equations = list(jaxpr.equations(closed.jaxpr)) if any(rule.when for rule in self.all) else []
+        equations = (
+            list(jaxpr.equations(closed.jaxpr)) if any(rule.when for rule in self.all) else []
+        )
         known = all(_known(v.aval) for eqn in equations for v in (*eqn.invars, *eqn.outvars))
-        return [rule for rule in self.all if rule.when is None or (rule.when(equations) if known else rule.apply)]
+        return [
+            rule
+            for rule in self.all
+            if rule.when is None or (rule.when(equations) if known else rule.apply)
+        ]
 
     def options(self, closed) -> dict:
         """Returns the compiler options for a program."""
@@ -86,7 +92,9 @@ class Tuner(Interpreter):
             for rule in prepared:
                 outputs = rule.finish(eqn, outputs) if rule.finish else outputs
             return outputs
-        if eqn.primitive.name in _tune_cpu.VIEWS and (inputs[0].note is True or np.ndim(inputs[0].x) == 0):
+        if eqn.primitive.name in _tune_cpu.VIEWS and (
+            inputs[0].note is True or np.ndim(inputs[0].x) == 0
+        ):
             return [Value(y.x, True) for y in plain(eqn, inputs)]
         return NotImplemented if (outputs := followed(eqn, inputs)) is None else outputs
 

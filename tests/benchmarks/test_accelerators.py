@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-sys.path.insert(0, str(Path(__file__).parents[2]))    # benchmarks is no installed package
+sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks is no installed package
 
 from benchmarks import _accelerator_steps as steps
 from benchmarks import _hlo, accelerators
@@ -35,8 +35,8 @@ def test_a_program_of_a_gpu():
     x, w, y = 2 * 8 * 16 * 16 * 4, 2 * 9 * 4 * 32, 2 * 8 * 16 * 16 * 32
     assert conv.products == (_hlo.Product(2 * 8 * 16 * 16 * 32 * 9 * 4, "bf16 x bf16 -> bf16"),)
     assert (conv.kind, conv.bytes, conv.target) == ("product", x + w + y, "__cudnn$convForward")
-    assert (vmem.kind, vmem.bytes) == ("copy", y)    # the destination is on the chip
-    assert (half.bytes, half.kind) == (y, "copy")    # half of the array, read and written
+    assert (vmem.kind, vmem.bytes) == ("copy", y)  # the destination is on the chip
+    assert (half.bytes, half.kind) == (y, "copy")  # half of the array, read and written
     assert (wide.bytes, wide.kind, wide.scope) == (3 * y, "cast", "jit(f)/block/convert")
 
 
@@ -56,13 +56,20 @@ ENTRY %main (p0: f32[1,8,8,4], p1: f32[1,1,4,4]) -> f32[1,15,15,4] {
   ROOT %c = f32[1,15,15,4]{3,2,1,0} convolution(%p0, %p1), window={size=1x1 lhs_dilate=2x2}, dim_labels=b01f_01io->b01f
 }
 """
-    kernel, = _hlo.kernels(hlo)
+    (kernel,) = _hlo.kernels(hlo)
     assert kernel.flops == 2 * 8 * 8 * 4 * 4
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(("program", "form"), [
-    (program, form) for program, forms in accelerators.FORMS.items() for form in forms if not form.endswith("tuned")])
+@pytest.mark.parametrize(
+    ("program", "form"),
+    [
+        (program, form)
+        for program, forms in accelerators.FORMS.items()
+        for form in forms
+        if not form.endswith("tuned")
+    ],
+)
 def test_steps_have_equal_outputs(program, form):
     """Every step can be traced, and returns its donated arguments."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

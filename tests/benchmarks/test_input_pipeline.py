@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))    # benchmarks is no installed package
+sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks is no installed package
 
 from benchmarks import input_pipeline
 
@@ -24,10 +24,19 @@ def test_a_batch_is_a_function_of_the_step(tmp_path):
 
 @pytest.mark.exhaustive
 def test_the_table(capsys, monkeypatch):
-    monkeypatch.setenv("JAX_NUMPY_DTYPE_PROMOTION", "standard")    # Optax needs both
+    monkeypatch.setenv("JAX_NUMPY_DTYPE_PROMOTION", "standard")  # Optax needs both
     monkeypatch.setenv("JAX_NUMPY_RANK_PROMOTION", "allow")
-    input_pipeline.main(["--photos=4", "--batch=2", "--rounds=1", "--steps=1", "--peers=fnet", "--model=resnet18",
-                         "--size=32"])
+    input_pipeline.main(
+        [
+            "--photos=4",
+            "--batch=2",
+            "--rounds=1",
+            "--steps=1",
+            "--peers=fnet",
+            "--model=resnet18",
+            "--size=32",
+        ]
+    )
     out = capsys.readouterr().out
     rate = re.search(r"^\| fnet \| [\d.]+ \| [\d.]+ \| [\d.]+ \| 1\.00 \| (\d+) \|$", out, re.M)
     assert rate and int(rate[1]) > 0

@@ -15,7 +15,7 @@ from fnet.compress._gptq import gptq
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(6, 4)).astype(np.float32)
 X = RNG.normal(size=(50, 6)).astype(np.float32)
-MIXED = (RNG.normal(size=(48, 8)) @ RNG.normal(size=(8, 8))).astype(np.float32)    # correlated inputs
+MIXED = (RNG.normal(size=(48, 8)) @ RNG.normal(size=(8, 8))).astype(np.float32)  # correlated inputs
 VALUES = np.append(RNG.normal(size=29_999), 50.0).astype(np.float32).reshape(-1, 2)
 IMAGE = RNG.normal(size=(2, 5, 5, 3)).astype(np.float32)
 
@@ -37,7 +37,7 @@ def test_statistics_are_those_of_numpy():
     np.testing.assert_allclose(stats.magnitude, np.abs(inputs).mean(0), rtol=1e-5)
     np.testing.assert_allclose(stats.gram, inputs.T @ inputs, rtol=1e-5, atol=1e-5)
     counted, _ = np.histogram(np.abs(inputs), [0, *stats.bounds])
-    assert np.abs(counted - stats.histogram).sum() <= 4    # values at the bounds of bins
+    assert np.abs(counted - stats.histogram).sum() <= 4  # values at the bounds of bins
 
 
 def test_ranges_of_activations():
@@ -45,7 +45,9 @@ def test_ranges_of_activations():
     x = VALUES
     stats = only(compress.calibrate(lambda p, x: x @ p["w"], {"w": jnp.ones((2, 3))}, [x]))
     assert stats.bound("absmax") == 50
-    np.testing.assert_allclose(stats.bound("percentile"), np.percentile(np.abs(x), 99.99), rtol=0.03)
+    np.testing.assert_allclose(
+        stats.bound("percentile"), np.percentile(np.abs(x), 99.99), rtol=0.03
+    )
     error = lambda c: np.mean((np.clip(np.round(x / (c / 127)), -127, 127) * (c / 127) - x) ** 2)
     best = min(map(error, np.linspace(1, 50, 400)))
     assert error(float(stats.bound("mse"))) <= 1.05 * best
@@ -57,28 +59,43 @@ def stacked(p, x):
 
 def over_time(p, x):
     """The kernel is a constant of the scan."""
-    return lax.scan(lambda h, x: (jnp.tanh(x + h @ p["w"]), None), jnp.zeros((2, 8)), x.reshape(-1, 2, 8))[0]
+    return lax.scan(
+        lambda h, x: (jnp.tanh(x + h @ p["w"]), None), jnp.zeros((2, 8)), x.reshape(-1, 2, 8)
+    )[0]
 
 
 def layers_over_time(p, x):
     """The inner scan is the one over the stack."""
-    return lax.scan(lambda h, x: (stacked(p, h + x), None), jnp.zeros((2, 8)), x.reshape(-1, 2, 8))[0]
+    return lax.scan(lambda h, x: (stacked(p, h + x), None), jnp.zeros((2, 8)), x.reshape(-1, 2, 8))[
+        0
+    ]
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.parametrize(("f", "shape", "axes"), [
-    (stacked, (3, 8, 8), -2), (over_time, (8, 8), -2), (layers_over_time, (3, 8, 8), -2),
-    (lambda p, x: jax.vmap(lambda w, x: x @ w)(p["w"], x.reshape(3, -1, 8)), (3, 8, 8), -2),
-    (lambda p, x: jax.vmap(lambda x: x @ p["w"])(x), (8, 8), -2),
-    (lambda p, x: jax.checkpoint(stacked)(p, x), (3, 8, 8), -2),
-    (lambda p, x: jnp.einsum("bi,oi->bo", x, p["w"].astype(jnp.bfloat16).astype(x.dtype)), (8, 8), -1),
-])
+@pytest.mark.parametrize(
+    ("f", "shape", "axes"),
+    [
+        (stacked, (3, 8, 8), -2),
+        (over_time, (8, 8), -2),
+        (layers_over_time, (3, 8, 8), -2),
+        (lambda p, x: jax.vmap(lambda w, x: x @ w)(p["w"], x.reshape(3, -1, 8)), (3, 8, 8), -2),
+        (lambda p, x: jax.vmap(lambda x: x @ p["w"])(x), (8, 8), -2),
+        (lambda p, x: jax.checkpoint(stacked)(p, x), (3, 8, 8), -2),
+        (
+            lambda p, x: jnp.einsum("bi,oi->bo", x, p["w"].astype(jnp.bfloat16).astype(x.dtype)),
+            (8, 8),
+            -1,
+        ),
+    ],
+)
 def test_the_correction_minimizes_the_error_of_the_products(f, shape, axes):
     """The sum of squares of x (w - q) from the recorded x^T x; rounding to the nearest code has a larger one."""
     params = {"w": jax.random.normal(jax.random.key(1), shape)}
     stats = compress.calibrate(f, params, [MIXED])
     gram = np.broadcast_to(only(stats).gram, (*shape[:-2], 8, 8))
-    assert only(stats).gram.shape == (*shape[:-2], 8, 8) and np.all(np.linalg.eigvalsh(gram) > -1e-3)
+    assert only(stats).gram.shape == (*shape[:-2], 8, 8) and np.all(
+        np.linalg.eigvalsh(gram) > -1e-3
+    )
 
     def error(**options):
         q = compress.quantize(params, {"w": compress.Int4(None, axes=axes)}, **options)["w"]
@@ -92,19 +109,30 @@ def test_the_correction_minimizes_the_error_of_the_products(f, shape, axes):
 @pytest.mark.parametrize("steps", [2, 3, 5])
 def test_layers_are_told_apart_by_the_parameter_not_by_the_lengths_of_scans(steps):
     """An outer scan may be as long as the stack, which is the inner one. The layers multiply by 2, 3 and 5."""
+
     def f(p, x):
         stack = lambda x: lax.scan(lambda h, w: (h @ w, None), x, p["w"])[0]
-        both = lambda x: stack(lax.scan(lambda h, w: (h @ w, None), x, p["w"][:2])[0])    # a part of the stack, too
+        both = lambda x: stack(
+            lax.scan(lambda h, w: (h @ w, None), x, p["w"][:2])[0]
+        )  # a part of the stack, too
         return lax.scan(lambda c, x: (c, both(x)), 0.0, x)[1]
 
     scale = np.array([2, 3, 5], np.float32)
     x = np.random.default_rng(1).normal(size=(steps, 5, 4)).astype(np.float32)
-    stats = only(compress.calibrate(f, {"w": jnp.asarray(scale[:, None, None] * np.eye(4, dtype=np.float32))}, [x]))
-    inputs = [[1, 6], [2, 12], [36]]    # the factors of the inputs of each layer
-    np.testing.assert_allclose(stats.largest, [max(each) * np.abs(x).max() for each in inputs], rtol=1e-5)
+    stats = only(
+        compress.calibrate(
+            f, {"w": jnp.asarray(scale[:, None, None] * np.eye(4, dtype=np.float32))}, [x]
+        )
+    )
+    inputs = [[1, 6], [2, 12], [36]]  # the factors of the inputs of each layer
+    np.testing.assert_allclose(
+        stats.largest, [max(each) * np.abs(x).max() for each in inputs], rtol=1e-5
+    )
     np.testing.assert_array_equal(stats.rows, [5 * steps * len(each) for each in inputs])
     gram = np.einsum("sbi,sbj->ij", x, x)
-    np.testing.assert_allclose(stats.gram, [sum(n * n for n in each) * gram for each in inputs], rtol=1e-4, atol=1e-2)
+    np.testing.assert_allclose(
+        stats.gram, [sum(n * n for n in each) * gram for each in inputs], rtol=1e-4, atol=1e-2
+    )
 
 
 def test_the_correction_of_a_singular_sum_rounds_to_the_nearest_code():
@@ -123,7 +151,7 @@ def sequential(w, scale, gram):
         codes[i] = np.clip(np.round(w[i] / scale[0]), -8, 7)
         w -= np.outer(inverse[:, i] / inverse[i, i], w[i] - codes[i] * scale[0])
         inverse = inverse - np.outer(inverse[:, i], inverse[i]) / inverse[i, i]
-        inverse[i, i] = 1    # eliminated; its row is not read again
+        inverse[i, i] = 1  # eliminated; its row is not read again
     return codes
 
 
@@ -144,15 +172,27 @@ def test_scales_have_the_least_error():
     moments = np.diag(stats["w"].gram)
 
     def error(block, weights, scale):
-        return (weights[:, None] * (block - np.clip(np.round(block / scale), -8, 7) * scale) ** 2).sum(0)
+        return (
+            weights[:, None] * (block - np.clip(np.round(block / scale), -8, 7) * scale) ** 2
+        ).sum(0)
 
     for i in range(3):
-        block, weights = W[2 * i:2 * i + 2], moments[2 * i:2 * i + 2]
+        block, weights = W[2 * i : 2 * i + 2], moments[2 * i : 2 * i + 2]
         largest = np.abs(block).max(0) / 7
-        errors = np.stack([error(block, weights, largest * factor) for factor in np.linspace(-1, 1, 400)
-                           if abs(factor) > 0.54])
-        assert (error(block, weights, np.asarray(q.scale)[i]) <= 1.2 * errors.min(0) + 1e-3 * errors.max(0)).all()
-        assert (error(block, weights, np.asarray(q.scale)[i]) <= error(block, weights, largest) * 1.0001).all()
+        errors = np.stack(
+            [
+                error(block, weights, largest * factor)
+                for factor in np.linspace(-1, 1, 400)
+                if abs(factor) > 0.54
+            ]
+        )
+        assert (
+            error(block, weights, np.asarray(q.scale)[i])
+            <= 1.2 * errors.min(0) + 1e-3 * errors.max(0)
+        ).all()
+        assert (
+            error(block, weights, np.asarray(q.scale)[i]) <= error(block, weights, largest) * 1.0001
+        ).all()
 
 
 def test_known_scales_of_activations():
@@ -161,7 +201,7 @@ def test_known_scales_of_activations():
     stats = compress.calibrate(f, params, [X])
     q = compress.quantize(params, {"w": compress.Int8(activations="absmax")}, stats=stats)
     step = np.abs(X).max() / 127
-    codes = np.clip(np.round(2 * X / step), -127, 127)    # half of the range is clipped
+    codes = np.clip(np.round(2 * X / step), -127, 127)  # half of the range is clipped
     want = codes @ np.asarray(q["w"].codes, float) * step * np.asarray(q["w"].scale)
     np.testing.assert_allclose(ft.use_implicit_arrays(f)(q, 2 * X), want, rtol=1e-5)
 
@@ -173,7 +213,11 @@ def test_convolutions_round_their_inputs(method):
     params = layer.init(jax.random.key(0), x)[0]
     stats = compress.calibrate(layer, params, [x])
     q = compress.quantize(params, {"kernel": compress.Int8(activations=method)}, stats=stats)
-    step = np.abs(x).max((1, 2, 3), keepdims=True) / 127 if method == "dynamic" else stats["kernel"].bound("mse") / 127
+    step = (
+        np.abs(x).max((1, 2, 3), keepdims=True) / 127
+        if method == "dynamic"
+        else stats["kernel"].bound("mse") / 127
+    )
     rounded = jnp.clip(jnp.round(x / step), -127, 127) * step
     want = layer({**params, "kernel": q["kernel"].materialize()}, rounded)
     np.testing.assert_allclose(ft.use_implicit_arrays(layer)(q, x), want, rtol=1e-5, atol=1e-5)
@@ -186,8 +230,12 @@ def test_models():
     tokens = jax.random.randint(jax.random.key(1), (3, 8), 0, 32)
     params = model.init(jax.random.key(0), tokens)[0]
     stats = compress.calibrate(model, params, [tokens])
-    assert set(stats) == {*(f"blocks/attention/{name}/kernel" for name in ("query", "key", "value", "out")),
-                          "blocks/fc/kernel", "blocks/proj/kernel", "embed/embedding"}
+    assert set(stats) == {
+        *(f"blocks/attention/{name}/kernel" for name in ("query", "key", "value", "out")),
+        "blocks/fc/kernel",
+        "blocks/proj/kernel",
+        "embed/embedding",
+    }
     inputs = ft.capture(model, "blocks/norm2")(params, tokens)[1]["blocks/norm2"]
     want = np.einsum("dbti,dbtj->dij", inputs, inputs)
     np.testing.assert_allclose(stats["blocks/fc/kernel"].gram, want, rtol=1e-4, atol=1e-4)
@@ -202,27 +250,71 @@ def test_models():
     assert set(compress.calibrate(flax.apply, params, [X])) == {"params/kernel"}
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda p: compress.calibrate(product, p, []), "calibrate: expected at least one batch; got none"),
-    (lambda p: compress.calibrate(lambda p, x: x, p, [X]), "has no product with any of the 1 parameters"),
-    (lambda p: compress.quantize(p, {"w": compress.Int8(activations="mse")}),
-     "quantize: w needs statistics of its inputs for activations='mse'; pass stats=compress.calibrate"),
-    (lambda p: compress.quantize(p, {"w": compress.Int4(None, axes=-1)}, stats=compress.calibrate(product, p, [X])),
-     r"w has scales for axes \(-1,\), but products contract it over axes \(-2,\); set `axes`"),
-    (lambda p: compress.quantize(p, {"w": compress.Int8()}, stats=compress.calibrate(
-        lambda p, x: x @ p["w"] @ p["w"].T, p, [X])), r"products contract it over axes \(-[12],\) and over axes"),
-    (lambda p: compress.quantize(p, {"w": compress.Int8(activations="mse")}, stats=compress.calibrate(
-        lambda p, x: x @ p["w"] @ p["w"].T, p, [X], gram=False)), "w has no single scale for its inputs: products"),
-    (lambda p: compress.quantize({"w": jnp.ones((3, 2, 2))}, {"w": compress.Int8(activations="mse")},
-                                 stats=compress.calibrate(lambda p, x: lax.scan(
-                                     lambda h, w: (h @ w, None), x, p["w"][:2])[0], {"w": jnp.ones((3, 2, 2))},
-                                     [X[:, :2]])), "w: no inputs of some of its layers were recorded"),
-    (lambda p: compress.calibrate(lambda p, x: x @ p["w"], p, [X, np.where(X == X[0, 0], np.nan, X)]),
-     "calibrate: batch 1: an input of w is NaN or infinite"),
-    (lambda p: compress.calibrate(lambda p, x: x @ p["w"], p, [1e25 * X]),
-     r"calibrate: batch 0: the sum of x\^T x over the inputs x of w is NaN or infinite"),
-    (lambda p: compress.Int8(activations="max"), "Int8: activations must be None, 'dynamic', 'absmax'"),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda p: compress.calibrate(product, p, []),
+            "calibrate: expected at least one batch; got none",
+        ),
+        (
+            lambda p: compress.calibrate(lambda p, x: x, p, [X]),
+            "has no product with any of the 1 parameters",
+        ),
+        (
+            lambda p: compress.quantize(p, {"w": compress.Int8(activations="mse")}),
+            "quantize: w needs statistics of its inputs for activations='mse'; pass stats=compress.calibrate",
+        ),
+        (
+            lambda p: compress.quantize(
+                p, {"w": compress.Int4(None, axes=-1)}, stats=compress.calibrate(product, p, [X])
+            ),
+            r"w has scales for axes \(-1,\), but products contract it over axes \(-2,\); set `axes`",
+        ),
+        (
+            lambda p: compress.quantize(
+                p,
+                {"w": compress.Int8()},
+                stats=compress.calibrate(lambda p, x: x @ p["w"] @ p["w"].T, p, [X]),
+            ),
+            r"products contract it over axes \(-[12],\) and over axes",
+        ),
+        (
+            lambda p: compress.quantize(
+                p,
+                {"w": compress.Int8(activations="mse")},
+                stats=compress.calibrate(lambda p, x: x @ p["w"] @ p["w"].T, p, [X], gram=False),
+            ),
+            "w has no single scale for its inputs: products",
+        ),
+        (
+            lambda p: compress.quantize(
+                {"w": jnp.ones((3, 2, 2))},
+                {"w": compress.Int8(activations="mse")},
+                stats=compress.calibrate(
+                    lambda p, x: lax.scan(lambda h, w: (h @ w, None), x, p["w"][:2])[0],
+                    {"w": jnp.ones((3, 2, 2))},
+                    [X[:, :2]],
+                ),
+            ),
+            "w: no inputs of some of its layers were recorded",
+        ),
+        (
+            lambda p: compress.calibrate(
+                lambda p, x: x @ p["w"], p, [X, np.where(X == X[0, 0], np.nan, X)]
+            ),
+            "calibrate: batch 1: an input of w is NaN or infinite",
+        ),
+        (
+            lambda p: compress.calibrate(lambda p, x: x @ p["w"], p, [1e25 * X]),
+            r"calibrate: batch 0: the sum of x\^T x over the inputs x of w is NaN or infinite",
+        ),
+        (
+            lambda p: compress.Int8(activations="max"),
+            "Int8: activations must be None, 'dynamic', 'absmax'",
+        ),
+    ],
+)
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call({"w": jnp.asarray(W)})

@@ -17,34 +17,57 @@ from fnet.compress import _calibrate
 X = jnp.ones((4, 32))
 IMAGE = jnp.ones((2, 6, 6, 32))
 PARAMS = {"w": jnp.ones((32, 32)), "kernel": jnp.ones((3, 3, 32, 8)), "table": jnp.ones((16, 32))}
-FORMATS = {"int8": compress.Int8(), "dynamic": compress.Int8(activations="dynamic"), "int4": compress.Int4(16),
-           "nf4": compress.NF4(16), "float8": compress.Float8()}
-KINDS = {name: lambda p, format=format: compress.quantize(p, {".*": format}) for name, format in FORMATS.items()}
-KINDS |= {"fake": lambda p: compress.fake_quantize(p, {".*": compress.Int4(16)}),
-          "lora": lambda p: compress.lora(jax.random.key(0), p, {".*": 2}),
-          "qlora": lambda p: compress.lora(jax.random.key(0), KINDS["int4"](p), {".*": 2}),
-          "calibrated": lambda p: compress.quantize(
-              {"w": p["w"]}, {"w": compress.Int8(activations="mse")},
-              stats=compress.calibrate(lambda p, x: x @ p["w"], {"w": p["w"]}, [X])) | {
-                  name: p[name] for name in ("kernel", "table")}}
+FORMATS = {
+    "int8": compress.Int8(),
+    "dynamic": compress.Int8(activations="dynamic"),
+    "int4": compress.Int4(16),
+    "nf4": compress.NF4(16),
+    "float8": compress.Float8(),
+}
+KINDS = {
+    name: lambda p, format=format: compress.quantize(p, {".*": format})
+    for name, format in FORMATS.items()
+}
+KINDS |= {
+    "fake": lambda p: compress.fake_quantize(p, {".*": compress.Int4(16)}),
+    "lora": lambda p: compress.lora(jax.random.key(0), p, {".*": 2}),
+    "qlora": lambda p: compress.lora(jax.random.key(0), KINDS["int4"](p), {".*": 2}),
+    "calibrated": lambda p: (
+        compress.quantize(
+            {"w": p["w"]},
+            {"w": compress.Int8(activations="mse")},
+            stats=compress.calibrate(lambda p, x: x @ p["w"], {"w": p["w"]}, [X]),
+        )
+        | {name: p[name] for name in ("kernel", "table")}
+    ),
+}
 
 
 def program(params, x, image):
     axes = "NHWC", "HWIO", "NHWC"
-    y = jax.lax.conv_general_dilated(image, params["kernel"], (1, 1), "SAME", dimension_numbers=axes)
+    y = jax.lax.conv_general_dilated(
+        image, params["kernel"], (1, 1), "SAME", dimension_numbers=axes
+    )
     rows = params["table"][jnp.array([1, 3, 5, 7])]
     return jnp.tanh(x @ params["w"]) @ params["table"].T + rows.sum() + y.mean()
 
 
-@pytest.mark.parametrize("kind", [kind if kind in ("dynamic", "qlora") else pytest.param(
-    kind, marks=pytest.mark.exhaustive) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("dynamic", "qlora") else pytest.param(kind, marks=pytest.mark.exhaustive)
+        for kind in KINDS
+    ],
+)
 def test_lowered_for_gpus_and_tpus(kind):
     """The outputs, and their derivatives with respect to x."""
     params = KINDS[kind](PARAMS)
     f = ft.use_implicit_arrays(program)
     both = lambda params, x, image: jax.value_and_grad(lambda x: f(params, x, image).sum())(x)
     for platform in ("cuda", "tpu"):
-        assert jax.export.export(jax.jit(both), platforms=[platform])(params, X, IMAGE).platforms == (platform,)
+        assert jax.export.export(jax.jit(both), platforms=[platform])(
+            params, X, IMAGE
+        ).platforms == (platform,)
 
 
 def test_calibration_is_lowered(monkeypatch):
@@ -126,28 +149,44 @@ def distil_step(model, example):
     def loss(params, x, y):
         wanted, hidden = ft.capture(model, "norm")(params["teacher"], x)
         logits, seen = ft.capture(student, "norm")(params["student"], x)
-        difference = compress.hidden_loss(seen, hidden, {"norm": "norm"}, {"norm": params["projection"]})
+        difference = compress.hidden_loss(
+            seen, hidden, {"norm": "norm"}, {"norm": params["projection"]}
+        )
         return compress.distillation_loss(logits, wanted, y) + difference
 
     def init(key):
-        return {"student": student.init(key, example)[0], "teacher": model.init(key, example)[0],
-                "projection": jax.random.normal(key, (128, 256))}
+        return {
+            "student": student.init(key, example)[0],
+            "teacher": model.init(key, example)[0],
+            "projection": jax.random.normal(key, (128, 256)),
+        }
 
     return init, optax.chain(optax.adamw(1e-3), tr.average_weights(start=2)), loss
 
 
 def shrink_step(model, example):
-    shrunk = compress.shrink(model, model.init(jax.random.key(0), example)[0], example, fraction=0.5)
+    shrunk = compress.shrink(
+        model, model.init(jax.random.key(0), example)[0], example, fraction=0.5
+    )
 
     def loss(params, x, y):
         return optax.softmax_cross_entropy_with_integer_labels(shrunk.f(params, x), y)
 
-    return lambda key: jax.tree.map(lambda x: jax.random.normal(key, x.shape), shrunk.params), optax.adamw(1e-3), loss
+    return (
+        lambda key: jax.tree.map(lambda x: jax.random.normal(key, x.shape), shrunk.params),
+        optax.adamw(1e-3),
+        loss,
+    )
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("kind", [pytest.param(kind, id=kind.__name__) for kind in (
-    fake_step, prune_step, distil_step, shrink_step)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=kind.__name__)
+        for kind in (fake_step, prune_step, distil_step, shrink_step)
+    ],
+)
 def test_training_steps(kind):
     """Lowered for cuda and tpu, and with libtpu compiled for four chips of a TPU v5e."""
     model = models.Decoder(512, 256, 2, 4, 2, 512, context=64)
@@ -162,7 +201,9 @@ def test_training_steps(kind):
     batch = jax.ShapeDtypeStruct((8, 65), jnp.int32)
     leaves = lambda key, tokens: jax.tree.leaves(step(init(key), tokens))
     for platform in ("cuda", "tpu"):
-        exported = jax.export.export(jax.jit(leaves), platforms=[platform])(jax.random.key(0), batch)
+        exported = jax.export.export(jax.jit(leaves), platforms=[platform])(
+            jax.random.key(0), batch
+        )
         assert exported.platforms == (platform,)
     if importlib.util.find_spec("libtpu") is None:
         return

@@ -21,15 +21,24 @@ def product(p, x):
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("format", [compress.Int8(), compress.Int4(2), compress.Int8(activations="dynamic"),
-                                    compress.Int8(activations="percentile")])
+@pytest.mark.parametrize(
+    "format",
+    [
+        compress.Int8(),
+        compress.Int4(2),
+        compress.Int8(activations="dynamic"),
+        compress.Int8(activations="percentile"),
+    ],
+)
 def test_programs_read_the_values_of_the_result(format):
     stats = compress.calibrate(product, {"w": W}, [X], gram=False)
     fake = compress.fake_quantize({"w": W}, {"w": format}, stats=stats)
     f = ft.use_implicit_arrays(product)
     np.testing.assert_allclose(f(fake, X), f(compress.convert(fake), X), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(compress.convert(fake)["w"].codes,
-                                  compress.quantize({"w": W}, {"w": format}, stats=stats)["w"].codes)
+    np.testing.assert_array_equal(
+        compress.convert(fake)["w"].codes,
+        compress.quantize({"w": W}, {"w": format}, stats=stats)["w"].codes,
+    )
 
 
 @pytest.mark.exhaustive
@@ -43,7 +52,9 @@ def test_derivatives_are_those_of_the_paper():
     inside = np.abs(scaled) < 7
     np.testing.assert_allclose(grad.values, np.where(inside, weight, 0), rtol=1e-5, atol=1e-6)
     by_step = np.where(inside, np.round(scaled) - scaled, np.sign(scaled) * 7) * np.asarray(weight)
-    np.testing.assert_allclose(grad.step, by_step.sum(0, keepdims=True) / np.sqrt(8 * 7), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        grad.step, by_step.sum(0, keepdims=True) / np.sqrt(8 * 7), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_inputs_pass_derivatives():
@@ -51,8 +62,14 @@ def test_inputs_pass_derivatives():
     got = jax.grad(lambda x: ft.use_implicit_arrays(product)(fake, x).sum())(X)
     want = jax.grad(lambda x: product({"w": fake["w"].materialize()}, x).sum())(X)
     np.testing.assert_allclose(got, want, rtol=1e-5)
-    check_grads(lambda x: ft.use_implicit_arrays(product)(compress.convert(
-        compress.fake_quantize({"w": W}, {"w": compress.Int4(None)})), x), (X,), 1, rtol=1e-2)
+    check_grads(
+        lambda x: ft.use_implicit_arrays(product)(
+            compress.convert(compress.fake_quantize({"w": W}, {"w": compress.Int4(None)})), x
+        ),
+        (X,),
+        1,
+        rtol=1e-2,
+    )
 
 
 @pytest.mark.exhaustive
@@ -73,7 +90,7 @@ def test_training_recovers_what_rounding_lost():
         updates, state = optimizer.update(jax.grad(loss)(p), state, p)
         return (optax.apply_updates(p, updates), state), None
 
-    with jax.numpy_dtype_promotion("standard"):    # Optax relies on it
+    with jax.numpy_dtype_promotion("standard"):  # Optax relies on it
         trained = jax.lax.scan(step, (fake, optimizer.init(fake)), None, 200)[0][0]
     rounded, final = loss(compress.quantize(params, recipe)), loss(compress.convert(trained))
     assert final < 0.5 * rounded
@@ -81,7 +98,9 @@ def test_training_recovers_what_rounding_lost():
 
 
 def test_errors():
-    with pytest.raises(TypeError, match=r"fake_quantize: expected compress.Int8\(\) or Int4\(\) for 'w'; got NF4"):
+    with pytest.raises(
+        TypeError, match=r"fake_quantize: expected compress.Int8\(\) or Int4\(\) for 'w'; got NF4"
+    ):
         compress.fake_quantize({"w": W}, {"w": compress.NF4()})
     with pytest.raises(ValueError, match="w needs statistics of its inputs for activations='mse'"):
         compress.fake_quantize({"w": W}, {"w": compress.Int8(activations="mse")})

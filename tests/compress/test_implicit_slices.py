@@ -36,19 +36,35 @@ ARRAYS = {
     "rank == inputs of int8": (low_rank(int8(4, 6), 4), False),
     "stack of rank == inputs == depth": (low_rank(normal(4, 4, 4), 4), True),
     "stack of int8": (low_rank(int8(4, 4, 4), 4), True),
-    "one input": (int8(1, 4), False), "one input in a stack": (int8(4, 1, 4), True),
-    "stack of one layer": (int8(1, 4, 4), True), "scales of rows": (int8(4, 4, axes=-1), True),
-    "scales of elements": (int8(4, 4, group=1), False), "one scale": (int8(4, 4, axes=(-2, -1)), False),
-    "trained rounding": (compress.fake_quantize({"w": normal(1, 4)}, {"w": compress.Int8()})["w"], False),
-    "stack of trained rounding": (compress.fake_quantize({"w": normal(1, 4, 4)}, {"w": compress.Int8()})["w"], True),
+    "one input": (int8(1, 4), False),
+    "one input in a stack": (int8(4, 1, 4), True),
+    "stack of one layer": (int8(1, 4, 4), True),
+    "scales of rows": (int8(4, 4, axes=-1), True),
+    "scales of elements": (int8(4, 4, group=1), False),
+    "one scale": (int8(4, 4, axes=(-2, -1)), False),
+    "trained rounding": (
+        compress.fake_quantize({"w": normal(1, 4)}, {"w": compress.Int8()})["w"],
+        False,
+    ),
+    "stack of trained rounding": (
+        compress.fake_quantize({"w": normal(1, 4, 4)}, {"w": compress.Int8()})["w"],
+        True,
+    ),
 }
 STARTS = (-9, -4, -2, -1, 0, 3, 9)
 
 
 def dynamic(w):
     """Slices with starts before the first and behind the last row: JAX adds the length once, then clamps."""
-    own = [lax.dynamic_slice(w, [jnp.int32(i), *[jnp.int32(-2)] * (w.ndim - 1)], (1, *w.shape[1:]),
-                             allow_negative_indices=False) for i in STARTS]
+    own = [
+        lax.dynamic_slice(
+            w,
+            [jnp.int32(i), *[jnp.int32(-2)] * (w.ndim - 1)],
+            (1, *w.shape[1:]),
+            allow_negative_indices=False,
+        )
+        for i in STARTS
+    ]
     return own, [lax.dynamic_index_in_dim(w, jnp.int32(i), 0) for i in STARTS]
 
 
@@ -59,7 +75,9 @@ PROGRAMS = {
     "vmap": lambda w: jax.vmap(lambda row: jnp.sin(row).sum())(w),
     "batched product": lambda w: jnp.einsum("ni...,n...->i...", jnp.moveaxis(w, 0, 0)[:, None], w),
     "one row": lambda w: jnp.einsum("ni,i->n", w[0:1].reshape(1, -1), jnp.ones(w[0].size)),
-    "lookups": lambda w: [w.at[jnp.array([0, -1, 9, -9])].get(mode=mode) for mode in ("clip", "fill")],
+    "lookups": lambda w: [
+        w.at[jnp.array([0, -1, 9, -9])].get(mode=mode) for mode in ("clip", "fill")
+    ],
 }
 
 
@@ -79,7 +97,7 @@ def test_slices(array, program):
 def test_leading_axis(array):
     w, leads = ARRAYS[array]
     assert w.has_leading_axis is leads
-    if leads:    # slices of the leaves are the slice of the array
+    if leads:  # slices of the leaves are the slice of the array
         row = jax.tree.map(lambda leaf: leaf[0], w)
         np.testing.assert_allclose(row.materialize(), w.materialize()[0], rtol=1e-6)
 
@@ -96,15 +114,21 @@ def test_only_the_class_knows_its_leading_axis():
         def materialize(self):
             return jnp.outer(self.left, self.right)
 
-    w = Outer(normal(4), normal(4))    # both leaves have the size of axis 0
+    w = Outer(normal(4), normal(4))  # both leaves have the size of axis 0
     assert not w.has_leading_axis
-    np.testing.assert_allclose(ft.use_implicit_arrays(lambda w: w[1:3] * 2)(w), 2 * w.materialize()[1:3], rtol=1e-6)
+    np.testing.assert_allclose(
+        ft.use_implicit_arrays(lambda w: w[1:3] * 2)(w), 2 * w.materialize()[1:3], rtol=1e-6
+    )
 
 
 def test_a_vmap_over_an_input_axis_is_an_error():
     w = ARRAYS["rank == inputs"][0]
-    text = (r"(?s)LowRank: expected a base with 2 or more axes, got shape \(4,\). A scan or vmap over this parameter "
-            r"slices axis 0 .* Call ft.use_implicit_arrays\(f\) outside")
+    text = (
+        r"(?s)LowRank: expected a base with 2 or more axes, got shape \(4,\). A scan or vmap over this parameter "
+        r"slices axis 0 .* Call ft.use_implicit_arrays\(f\) outside"
+    )
     with pytest.raises(ValueError, match=text):
         jax.vmap(ft.use_implicit_arrays(lambda row: row.sum()))(w)
-    np.testing.assert_allclose(ft.use_implicit_arrays(jax.vmap(jnp.sum))(w), w.materialize().sum(1), rtol=1e-5)
+    np.testing.assert_allclose(
+        ft.use_implicit_arrays(jax.vmap(jnp.sum))(w), w.materialize().sum(1), rtol=1e-5
+    )

@@ -59,14 +59,19 @@ def test_a_run_with_a_quantized_base_is_resumed_exactly(tmp_path):
     resumed = tr.fit(step, init(), batches, steps=3, workdir=tmp_path / "parts", **options)
     equal(resumed, whole)
     equal(tr.restore(tmp_path / "parts", like=init()), whole)
-    kernel = tr.load(tmp_path / "parts").state["blocks"]["attention"]["query"]["kernel"]    # without model code
+    kernel = tr.load(tmp_path / "parts").state["blocks"]["attention"]["query"][
+        "kernel"
+    ]  # without model code
     want = whole.state["blocks"]["attention"]["query"]["kernel"]
     np.testing.assert_array_equal(kernel["base"]["codes"], want.base.codes)
 
 
-@pytest.mark.parametrize("format", [compress.Int8(), pytest.param(compress.Int4(128), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "format", [compress.Int8(), pytest.param(compress.Int4(128), marks=pytest.mark.exhaustive)]
+)
 def test_scales_are_split_with_their_values(format):
     """codes [512, 256] are split along the longest axis; scales [1, 256] or [4, 256] only where they can be."""
+
     @jax.jit
     def train(state, batch):
         f = ft.use_implicit_arrays(lambda params, x: jnp.tanh(x @ params["in"]) @ params["out"])
@@ -76,15 +81,24 @@ def test_scales_are_split_with_their_values(format):
 
     def start(key):
         one, two = jax.random.split(key)
-        kernels = {"in": jax.random.normal(one, (512, 256)), "out": jax.random.normal(two, (256, 512))}
+        kernels = {
+            "in": jax.random.normal(one, (512, 256)),
+            "out": jax.random.normal(two, (256, 512)),
+        }
         return {"params": jnp.zeros(512), "frozen": compress.quantize(kernels, {".*": format})}
 
     batch = jax.random.normal(jax.random.key(3), (16, 512))
     plan = parallel.plan(train, start, batch, devices="local", strategy="fsdp")
     state = plan.init(jax.random.key(0))
-    specs = {name: (array.codes.sharding.spec, array.scale.sharding.spec) for name, array in state["frozen"].items()}
+    specs = {
+        name: (array.codes.sharding.spec, array.scale.sharding.spec)
+        for name, array in state["frozen"].items()
+    }
     columns = P(None, "data"), P(None, "data")
-    assert specs == {"in": (P("data"), P()) if format == compress.Int8() else columns, "out": columns}
+    assert specs == {
+        "in": (P("data"), P()) if format == compress.Int8() else columns,
+        "out": columns,
+    }
     want, metrics = train(start(jax.random.key(0)), batch)
     got, planned = plan.jit(train)(state, batch)
     np.testing.assert_allclose(planned["loss"], metrics["loss"], rtol=1e-5)
@@ -106,12 +120,16 @@ def test_a_program_keeps_their_form(name, tmp_path):
     program = export.program(f, params, tokens=export.spec("b, 8", "int32"))
     program.save(tmp_path / "small.fnet")
     want = f(params, TOKENS)
-    np.testing.assert_allclose(export.load(tmp_path / "small.fnet")(TOKENS), want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        export.load(tmp_path / "small.fnet")(TOKENS), want, rtol=1e-4, atol=1e-5
+    )
     plain = export.program(MODEL, compress.materialize(params), tokens=export.spec("b, 8", "int32"))
     plain.save(tmp_path / "plain.fnet")
     stored = [sum(array.nbytes for array in each.weights.values()) for each in (program, plain)]
     assert stored[0] < 0.7 * stored[1]
-    with pytest.raises(TypeError, match=r"a Quantized array; call ft\.use_implicit_arrays\(model\)"):
+    with pytest.raises(
+        TypeError, match=r"a Quantized array; call ft\.use_implicit_arrays\(model\)"
+    ):
         export.program(MODEL, quantized(), tokens=export.spec("b, 8", "int32"))
 
 
@@ -122,6 +140,8 @@ def test_onnx_keeps_their_form(tmp_path):
     params = nn.combine(*qlora())
     f = ft.use_implicit_arrays(MODEL)
     export.program(f, params, tokens=export.spec("b, 8", "int32")).onnx(tmp_path / "small.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "small.onnx", providers=["CPUExecutionProvider"])
-    got, = session.run(None, {session.get_inputs()[0].name: np.asarray(TOKENS, np.int32)})
+    session = onnxruntime.InferenceSession(
+        tmp_path / "small.onnx", providers=["CPUExecutionProvider"]
+    )
+    (got,) = session.run(None, {session.get_inputs()[0].name: np.asarray(TOKENS, np.int32)})
     np.testing.assert_allclose(got, f(params, TOKENS), rtol=1e-4, atol=1e-4)

@@ -11,7 +11,7 @@ from fnet import compress, models
 from fnet import layers as nn
 from fnet import transforms as ft
 
-MODEL = models.Decoder(32, 64, 3, 4, 2, 96, context=8)    # a scan over three blocks
+MODEL = models.Decoder(32, 64, 3, 4, 2, 96, context=8)  # a scan over three blocks
 TOKENS = jax.random.randint(jax.random.key(0), (2, 8), 0, 32)
 RULES = {"blocks": 4, "head": 2}
 
@@ -22,27 +22,35 @@ def adapted(base=None, fill=True, model=MODEL):
     params = compress.lora(jax.random.key(2), params, RULES)
     is_change = lambda x: isinstance(x, compress.LowRank)
     draw = lambda w: dataclasses.replace(w, b=0.1 * jax.random.normal(jax.random.key(3), w.b.shape))
-    return jax.tree.map(lambda w: draw(w) if fill and is_change(w) else w, params, is_leaf=is_change)
+    return jax.tree.map(
+        lambda w: draw(w) if fill and is_change(w) else w, params, is_leaf=is_change
+    )
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("base", [None, compress.Int8()])
 def test_no_change_at_first(base):
     params = adapted(base, fill=False)
-    without = jax.tree.map(lambda w: w.base if isinstance(w, compress.LowRank) else w, params,
-                           is_leaf=lambda x: isinstance(x, compress.LowRank))
+    without = jax.tree.map(
+        lambda w: w.base if isinstance(w, compress.LowRank) else w,
+        params,
+        is_leaf=lambda x: isinstance(x, compress.LowRank),
+    )
     f = jax.jit(ft.use_implicit_arrays(MODEL))
     np.testing.assert_array_equal(f(params, TOKENS), f(without, TOKENS))
 
 
 def losses(trainable, frozen, model=MODEL, remat=False):
     """(loss on implicit arrays, loss on merged ones)"""
+
     def loss(params, tokens):
         return jnp.square(model(params, tokens)).mean()
 
     loss = jax.checkpoint(loss) if remat else loss
-    return (lambda t: ft.use_implicit_arrays(loss)(nn.combine(t, frozen), TOKENS),
-            lambda t: loss(compress.materialize(nn.combine(t, frozen)), TOKENS))
+    return (
+        lambda t: ft.use_implicit_arrays(loss)(nn.combine(t, frozen), TOKENS),
+        lambda t: loss(compress.materialize(nn.combine(t, frozen)), TOKENS),
+    )
 
 
 @pytest.mark.exhaustive
@@ -66,7 +74,9 @@ def test_less_memory_than_merged():
     trainable, frozen = nn.partition(shapes, ".*/[ab]")
 
     def temporary(number):
-        run = lambda trainable, frozen: jax.grad(losses(trainable, frozen, model)[number])(trainable)
+        run = lambda trainable, frozen: jax.grad(losses(trainable, frozen, model)[number])(
+            trainable
+        )
         return jax.jit(run).lower(trainable, frozen).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(0) < 0.5 * temporary(1)

@@ -10,8 +10,11 @@ from fnet import compress
 from fnet import training as tr
 
 DRAW = np.random.default_rng(0)
-PARAMS = {"a": {"kernel": DRAW.normal(size=(6, 5)), "bias": DRAW.normal(size=5)}, "b": {"kernel": 3 * DRAW.normal(
-    size=(5, 4))}, "c": {"kernel": DRAW.normal(size=(2, 2))}}
+PARAMS = {
+    "a": {"kernel": DRAW.normal(size=(6, 5)), "bias": DRAW.normal(size=5)},
+    "b": {"kernel": 3 * DRAW.normal(size=(5, 4))},
+    "c": {"kernel": DRAW.normal(size=(2, 2))},
+}
 PARAMS = jax.tree.map(np.float32, PARAMS)
 
 
@@ -28,9 +31,19 @@ def run(tx, steps):
 
 @pytest.mark.parametrize("jointly", [False, True])
 def test_selection_and_schedule_are_those_of_numpy(jointly):
-    rules, begin, end, every = {"a": 0.6, ".*/kernel": 0.3} if not jointly else {"a|b": 0.5}, 2, 9, 3
-    history = run(optax.chain(optax.sgd(0.05), compress.prune(rules, begin=begin, end=end, every=every,
-                                                              jointly=jointly)), 12)
+    rules, begin, end, every = (
+        {"a": 0.6, ".*/kernel": 0.3} if not jointly else {"a|b": 0.5},
+        2,
+        9,
+        3,
+    )
+    history = run(
+        optax.chain(
+            optax.sgd(0.05),
+            compress.prune(rules, begin=begin, end=end, every=every, jointly=jointly),
+        ),
+        12,
+    )
     want = jax.tree.map(np.copy, PARAMS)
     grads = jax.tree.map(lambda x: np.cos(7 * x), PARAMS)
     dead = {name: np.zeros(want[name]["kernel"].shape, bool) for name in "abc"}
@@ -49,8 +62,8 @@ def test_selection_and_schedule_are_those_of_numpy(jointly):
                 lowest = np.zeros(sizes.size, bool)
                 lowest[np.argsort(sizes, kind="stable")[:count]] = True
                 for name in names:
-                    dead[name] = lowest[:dead[name].size].reshape(dead[name].shape)
-                    lowest = lowest[dead[name].size:]
+                    dead[name] = lowest[: dead[name].size].reshape(dead[name].shape)
+                    lowest = lowest[dead[name].size :]
                     want[name]["kernel"][dead[name]] = 0
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
         assert all((got[name]["kernel"] == 0).sum() == dead[name].sum() for name in "abc")
@@ -66,15 +79,25 @@ def test_in_fit_with_checkpoints_a_resumed_run_is_the_same(tmp_path):
     def step(state, batch):
         def loss(params):
             hidden = jnp.tanh(batch["x"] @ params["a"]["kernel"] + params["a"]["bias"][None])
-            return optax.softmax_cross_entropy_with_integer_labels(hidden @ params["b"]["kernel"], batch["y"]).mean()
+            return optax.softmax_cross_entropy_with_integer_labels(
+                hidden @ params["b"]["kernel"], batch["y"]
+            ).mean()
 
         value, grads = jax.value_and_grad(loss)(state.params)
         return state.apply(tx, grads), {"loss": value}
 
     def train(workdir, steps):
         params = {name: PARAMS[name] for name in "ab"}
-        return tr.fit(step, tr.TrainState.create(params, tx), tr.Batches(data, batch_size=8, seed=0), steps=steps,
-                      workdir=workdir, save_every=3, tensorboard=False, config={})
+        return tr.fit(
+            step,
+            tr.TrainState.create(params, tx),
+            tr.Batches(data, batch_size=8, seed=0),
+            steps=steps,
+            workdir=workdir,
+            save_every=3,
+            tensorboard=False,
+            config={},
+        )
 
     whole = train(tmp_path / "whole", 6)
     train(tmp_path / "parts", 3)
@@ -94,13 +117,28 @@ def test_of_implicit_arrays_only_values_in_training_are_pruned():
         tx.init(compress.quantize(PARAMS, {"a": compress.Int8()}))
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: compress.prune({"a": 0.5}, begin=3, end=2), "expected 0 <= begin <= end and every >= 1; got begin=3"),
-    (lambda: compress.prune({"a": 2.0}, end=2), "a sparsity between 0 and 1 for 'a'; got 2.0"),
-    (lambda: compress.prune({"d": 0.5}, end=2).init(PARAMS), "pattern 'd' matches no kernel or table; nearest: 'a/ker"),
-    (lambda: compress.prune({"a/bias": 0.5}, end=2).init(PARAMS), "'a/bias' matches no kernel or table"),
-    (lambda: compress.prune({"a": 0.5}, end=2).update(PARAMS, None), r"prune: expected the parameters: tx.update\("),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: compress.prune({"a": 0.5}, begin=3, end=2),
+            "expected 0 <= begin <= end and every >= 1; got begin=3",
+        ),
+        (lambda: compress.prune({"a": 2.0}, end=2), "a sparsity between 0 and 1 for 'a'; got 2.0"),
+        (
+            lambda: compress.prune({"d": 0.5}, end=2).init(PARAMS),
+            "pattern 'd' matches no kernel or table; nearest: 'a/ker",
+        ),
+        (
+            lambda: compress.prune({"a/bias": 0.5}, end=2).init(PARAMS),
+            "'a/bias' matches no kernel or table",
+        ),
+        (
+            lambda: compress.prune({"a": 0.5}, end=2).update(PARAMS, None),
+            r"prune: expected the parameters: tx.update\(",
+        ),
+    ],
+)
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()

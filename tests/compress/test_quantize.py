@@ -40,7 +40,9 @@ def test_nf4_takes_the_nearest_of_its_values():
     levels = np.asarray(compress.NF4().decode(jnp.arange(16), jnp.float32))
     scale = np.abs(W).max(0, keepdims=True)
     want = levels[np.abs((W / scale)[..., None] - levels).argmin(-1)] * scale
-    np.testing.assert_allclose(quantized(W, compress.NF4(None)).materialize(), want, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        quantized(W, compress.NF4(None)).materialize(), want, rtol=1e-6, atol=1e-7
+    )
 
 
 def test_float8_rounds_to_nearest():
@@ -62,34 +64,51 @@ def test_integer_products_are_exact():
     np.testing.assert_allclose(got, want, rtol=1e-6)
     jaxpr = jax.make_jaxpr(lambda x: q.dot(x, (0,), None))(X)
     call = next(eqn for eqn in jaxpr.eqns if "call_jaxpr" in eqn.params)
-    product = next(eqn for eqn in call.params["call_jaxpr"].jaxpr.eqns if eqn.primitive.name == "dot_general")
+    product = next(
+        eqn for eqn in call.params["call_jaxpr"].jaxpr.eqns if eqn.primitive.name == "dot_general"
+    )
     assert product.outvars[0].aval.dtype == jnp.int32
 
 
 def test_derivatives_ignore_the_rounding_of_activations():
     f = ft.use_implicit_arrays(lambda p, x: (x @ p["w"]).sum())
-    rounded, exact = (jax.grad(f, 1)({"w": quantized(W, compress.Int8(activations=on))}, jnp.asarray(X))
-                      for on in ("dynamic", None))
+    rounded, exact = (
+        jax.grad(f, 1)({"w": quantized(W, compress.Int8(activations=on))}, jnp.asarray(X))
+        for on in ("dynamic", None)
+    )
     np.testing.assert_allclose(rounded, exact, rtol=1e-6)
 
 
 def test_zeros_and_constant_blocks():
     for format in (compress.Int8(), compress.Int4(2), compress.NF4(None), compress.Float8()):
         assert not quantized(np.zeros((4, 2), np.float32), format).materialize().any()
-        np.testing.assert_allclose(quantized(np.full((4, 2), 3.0, np.float32), format).materialize(), 3, rtol=1e-6)
+        np.testing.assert_allclose(
+            quantized(np.full((4, 2), 3.0, np.float32), format).materialize(), 3, rtol=1e-6
+        )
 
 
 @pytest.mark.exhaustive
 def test_what_is_quantized():
-    params = {"fc": {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(2)}, "blocks": {"bias": jnp.ones((3, 2)),
-              "norm": {"scale": jnp.ones((3, 2))}, "kernel": jnp.ones((3, 4, 2), jnp.bfloat16)},
-              "ids": jnp.ones((2, 2), int)}
+    params = {
+        "fc": {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(2)},
+        "blocks": {
+            "bias": jnp.ones((3, 2)),
+            "norm": {"scale": jnp.ones((3, 2))},
+            "kernel": jnp.ones((3, 4, 2), jnp.bfloat16),
+        },
+        "ids": jnp.ones((2, 2), int),
+    }
     q = compress.quantize(params, {"blocks": compress.Int4(None), ".*": compress.Int8()})
     is_quantized = lambda x: isinstance(x, compress.Quantized)
     kinds = jax.tree.map(lambda x: x.format if is_quantized(x) else None, q, is_leaf=is_quantized)
-    assert kinds == {"fc": {"kernel": compress.Int8(), "bias": None}, "ids": None, "blocks": {
-        "bias": None, "norm": {"scale": None}, "kernel": compress.Int4(None)}}
-    assert q["blocks"]["kernel"].materialize().dtype == jnp.bfloat16 and q["blocks"]["kernel"].scale.shape == (3, 1, 2)
+    assert kinds == {
+        "fc": {"kernel": compress.Int8(), "bias": None},
+        "ids": None,
+        "blocks": {"bias": None, "norm": {"scale": None}, "kernel": compress.Int4(None)},
+    }
+    assert q["blocks"]["kernel"].materialize().dtype == jnp.bfloat16 and q["blocks"][
+        "kernel"
+    ].scale.shape == (3, 1, 2)
     assert compress.size(q["blocks"]["kernel"]) == 3 * 2 * 2 + 3 * 2 * 4
 
 
@@ -104,35 +123,95 @@ def test_a_checkpoint_restores_quantized_parameters(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, restored, params)
 
 
-@pytest.mark.parametrize(("call", "error", "message"), [
-    (lambda p: compress.quantize(p, {"fd": compress.Int8()}), ValueError,
-     "quantize: the pattern 'fd' matches no kernel or table; nearest: 'fc/kernel'"),
-    (lambda p: compress.quantize(p, {"fc": 8}), TypeError,
-     r"quantize: expected compress.Int8\(\), Int4\(\), NF4\(\) or Float8\(\) for 'fc'; got 8"),
-    (lambda p: compress.quantize(p, {"fc": compress.Int4(3)}), ValueError, "Int4: group must be even"),
-    (lambda p: compress.quantize(p, {"fc": compress.Int4(4)}), ValueError,
-     r"quantize: fc/kernel has 6 values along axis -2, which cannot be divided into groups of 4; use group=None or a "),
-    (lambda p: compress.quantize(p, {"fc": compress.Int8(axes=3)}), ValueError,
-     r"quantize: fc/kernel has 2 axes; got axes=3"),
-    (lambda p: compress.quantize(p, {"fc": compress.Int8(axes=(0, -2))}), ValueError,
-     r"quantize: axes=\(0, -2\) name an axis of fc/kernel twice"),
-    (lambda p: compress.quantize(p, {"fc": compress.Int8(axes="0")}), ValueError, "has 2 axes; got axes='0'"),
-    (lambda p: compress.quantize({"w": jnp.ones((0, 4))}, {"w": compress.Int8()}), ValueError,
-     r"quantize: w has no values, its shape is \(0, 4\); exclude it from the recipe"),
-    (lambda p: compress.quantize(p, {"fc": compress.Int8()}, stats=[1]), TypeError,
-     r"quantize: expected stats from compress.calibrate\(...\), a mapping by path; got list"),
-    (lambda p: compress.quantize(compress.quantize(p, {"fc": compress.Int8()}), {"fc": compress.Int4()}), ValueError,
-     "quantize: 'fc/kernel', which the pattern 'fc' matches, is a Quantized already; remove the pattern"),
-    (lambda p: compress.lora(jax.random.key(0), compress.lora(jax.random.key(0), p, {"fc": 2}), {"fc": 2}), ValueError,
-     "lora: 'fc/kernel', which the pattern 'fc' matches, is a LowRank already"),
-    (lambda p: compress.lora(jax.random.key(0), p, {"fc": 2}, alpha="16"), TypeError,
-     "lora: expected a number or None as alpha; got '16'"),
-    (lambda p: compress.quantize(p, {"(": compress.Int8()}), ValueError, "is not a regular expression"),
-    (lambda p: compress.quantize(p, compress.Int8()), TypeError, r"quantize: expected rules \{pattern: option\}"),
-    (lambda p: compress.lora(jax.random.key(0), p, {"fc": 0}), ValueError,
-     "lora: expected a positive integer as rank for 'fc'; got 0"),
-    (lambda p: compress.lora(jax.random.key(0), p, 8), TypeError, r"lora: expected rules \{pattern: option\}"),
-])
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda p: compress.quantize(p, {"fd": compress.Int8()}),
+            ValueError,
+            "quantize: the pattern 'fd' matches no kernel or table; nearest: 'fc/kernel'",
+        ),
+        (
+            lambda p: compress.quantize(p, {"fc": 8}),
+            TypeError,
+            r"quantize: expected compress.Int8\(\), Int4\(\), NF4\(\) or Float8\(\) for 'fc'; got 8",
+        ),
+        (
+            lambda p: compress.quantize(p, {"fc": compress.Int4(3)}),
+            ValueError,
+            "Int4: group must be even",
+        ),
+        (
+            lambda p: compress.quantize(p, {"fc": compress.Int4(4)}),
+            ValueError,
+            r"quantize: fc/kernel has 6 values along axis -2, which cannot be divided into groups of 4; use group=None or a ",
+        ),
+        (
+            lambda p: compress.quantize(p, {"fc": compress.Int8(axes=3)}),
+            ValueError,
+            r"quantize: fc/kernel has 2 axes; got axes=3",
+        ),
+        (
+            lambda p: compress.quantize(p, {"fc": compress.Int8(axes=(0, -2))}),
+            ValueError,
+            r"quantize: axes=\(0, -2\) name an axis of fc/kernel twice",
+        ),
+        (
+            lambda p: compress.quantize(p, {"fc": compress.Int8(axes="0")}),
+            ValueError,
+            "has 2 axes; got axes='0'",
+        ),
+        (
+            lambda p: compress.quantize({"w": jnp.ones((0, 4))}, {"w": compress.Int8()}),
+            ValueError,
+            r"quantize: w has no values, its shape is \(0, 4\); exclude it from the recipe",
+        ),
+        (
+            lambda p: compress.quantize(p, {"fc": compress.Int8()}, stats=[1]),
+            TypeError,
+            r"quantize: expected stats from compress.calibrate\(...\), a mapping by path; got list",
+        ),
+        (
+            lambda p: compress.quantize(
+                compress.quantize(p, {"fc": compress.Int8()}), {"fc": compress.Int4()}
+            ),
+            ValueError,
+            "quantize: 'fc/kernel', which the pattern 'fc' matches, is a Quantized already; remove the pattern",
+        ),
+        (
+            lambda p: compress.lora(
+                jax.random.key(0), compress.lora(jax.random.key(0), p, {"fc": 2}), {"fc": 2}
+            ),
+            ValueError,
+            "lora: 'fc/kernel', which the pattern 'fc' matches, is a LowRank already",
+        ),
+        (
+            lambda p: compress.lora(jax.random.key(0), p, {"fc": 2}, alpha="16"),
+            TypeError,
+            "lora: expected a number or None as alpha; got '16'",
+        ),
+        (
+            lambda p: compress.quantize(p, {"(": compress.Int8()}),
+            ValueError,
+            "is not a regular expression",
+        ),
+        (
+            lambda p: compress.quantize(p, compress.Int8()),
+            TypeError,
+            r"quantize: expected rules \{pattern: option\}",
+        ),
+        (
+            lambda p: compress.lora(jax.random.key(0), p, {"fc": 0}),
+            ValueError,
+            "lora: expected a positive integer as rank for 'fc'; got 0",
+        ),
+        (
+            lambda p: compress.lora(jax.random.key(0), p, 8),
+            TypeError,
+            r"lora: expected rules \{pattern: option\}",
+        ),
+    ],
+)
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
         call({"fc": {"kernel": jnp.asarray(W), "bias": jnp.zeros(4)}})
@@ -151,7 +230,9 @@ def test_lora_changes_nothing_at_first_and_merges():
     f = ft.use_implicit_arrays(model)
     np.testing.assert_array_equal(f(adapted, X), model(params, X))
     trained = jax.tree.map(lambda x: x + 0.5, adapted)
-    kernel = np.asarray(trained["kernel"].base) + 4 * np.asarray(trained["kernel"].a) @ np.asarray(trained["kernel"].b)
+    kernel = np.asarray(trained["kernel"].base) + 4 * np.asarray(trained["kernel"].a) @ np.asarray(
+        trained["kernel"].b
+    )
     want = X @ kernel + np.asarray(trained["bias"])
     np.testing.assert_allclose(f(trained, X), want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(compress.merge(trained)["kernel"], kernel, rtol=1e-6, atol=1e-6)
@@ -162,7 +243,13 @@ def test_gradients_keep_only_the_factors():
     params = compress.quantize({"w": jnp.ones((64, 64))}, {"w": compress.Int8()})
     params = compress.lora(jax.random.key(1), params, {"w": 2})
     trainable, frozen = nn.partition(params, ".*/[ab]")
-    f = lambda t, x: ft.use_implicit_arrays(lambda p, x: jnp.tanh(x @ p["w"]).sum())(nn.combine(t, frozen), x)
+    f = lambda t, x: ft.use_implicit_arrays(lambda p, x: jnp.tanh(x @ p["w"]).sum())(
+        nn.combine(t, frozen), x
+    )
     jaxpr = jax.make_jaxpr(jax.grad(f))(trainable, jnp.ones((3, 64)))
-    dense = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general" and eqn.outvars[0].aval.shape == (64, 64)]
+    dense = [
+        eqn
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "dot_general" and eqn.outvars[0].aval.shape == (64, 64)
+    ]
     assert not dense and {leaf.aval.shape for leaf in jaxpr.jaxpr.outvars} == {(64, 2), (2, 64)}

@@ -11,9 +11,16 @@ from jax import export
 from fnet import compress
 
 pytestmark = pytest.mark.usefixtures("quickly")
-LESS = {    # parameters that remain at fraction 0.5; LayerNorm keeps the features of transformers
-    "GPT": 0.57, "Bert": 0.63, "ModernBert": 0.56, "ViT": 0.64, "DINOv2": 0.69, "MLP": 0.53, "ConvNeXt": 0.83,
-    "Crepe": 0.42}
+LESS = {  # parameters that remain at fraction 0.5; LayerNorm keeps the features of transformers
+    "GPT": 0.57,
+    "Bert": 0.63,
+    "ModernBert": 0.56,
+    "ViT": 0.64,
+    "DINOv2": 0.69,
+    "MLP": 0.53,
+    "ConvNeXt": 0.83,
+    "Crepe": 0.42,
+}
 
 
 def build(name):
@@ -27,6 +34,7 @@ def build(name):
 
 def masked(params, small):
     """The parameters with zeros in place of the values that `small` lacks."""
+
     def mask(x, kept):
         found = np.isin(x, kept)
         assert found.sum() == np.size(kept)
@@ -35,7 +43,9 @@ def masked(params, small):
     return jax.tree.map(mask, params, small)
 
 
-@pytest.mark.parametrize("name", sampled(zoo.DISTINCT, ["Decoder"]))    # a scan, grouped heads, a residual stream
+@pytest.mark.parametrize(
+    "name", sampled(zoo.DISTINCT, ["Decoder"])
+)  # a scan, grouped heads, a residual stream
 def test_a_shrunk_model_equals_the_masked_one(name):
     with jax.enable_x64(True):
         f, params, x, other = build(name)
@@ -53,7 +63,8 @@ def test_a_shrunk_model_is_lowered_for_all_platforms_with_symbolic_sizes(name):
     f, params, shape, shapes = zoo.build(name)
     shrunk = compress.shrink(f, params, *zoo.inputs(name, shapes[0]), fraction=0.5)
     program = export.export(jax.jit(shrunk.f), platforms=("cpu", "cuda", "tpu"))(
-        shrunk.params, *zoo.inputs(name, shape))
+        shrunk.params, *zoo.inputs(name, shape)
+    )
     x = zoo.inputs(name, shapes[1])
     outputs = program.call(shrunk.params, *x), jax.jit(shrunk.f)(shrunk.params, *x)
     for a, b in zip(*map(jax.tree.leaves, outputs), strict=True):
@@ -66,5 +77,7 @@ def test_the_gradient_of_a_shrunk_model_is_lowered_for_cuda_and_tpu(name):
     f, params, _, shapes = zoo.build(name)
     shrunk = compress.shrink(f, params, *zoo.inputs(name, shapes[0]), fraction=0.5)
     step = jax.jit(jax.grad(lambda params, *x: jnp.square(shrunk.f(params, *x)).mean()))
-    program = export.export(step, platforms=("cuda", "tpu"))(shrunk.params, *zoo.inputs(name, shapes[1]))
+    program = export.export(step, platforms=("cuda", "tpu"))(
+        shrunk.params, *zoo.inputs(name, shapes[1])
+    )
     assert program.platforms == ("cuda", "tpu")

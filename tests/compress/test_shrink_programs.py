@@ -16,7 +16,9 @@ NHWC = ("NHWC", "HWIO", "NHWC")
 
 
 def draw(**shapes):
-    return {name: jnp.asarray(DRAW.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    return {
+        name: jnp.asarray(DRAW.normal(size=shape), jnp.float32) for name, shape in shapes.items()
+    }
 
 
 def checkpointed(p, x):
@@ -43,7 +45,7 @@ def recurrent(p, x):
 
 
 def heads(p, x):
-    y = (x @ p["a"]).reshape(2, 2, -1, 4)    # [batch, time, heads, 4]
+    y = (x @ p["a"]).reshape(2, 2, -1, 4)  # [batch, time, heads, 4]
     weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", y, y) / 2)
     return jnp.einsum("bhts,bshd->bthd", weights, y).reshape(4, -1) @ p["b"]
 
@@ -84,22 +86,43 @@ def residual(p, x):
 
 
 # name -> f, parameters, input, shapes at fraction 0.5; f works with parameters of these shapes, too
-CASES = {f.__name__: (f, params, x, shapes) for f, params, x, shapes in [
-    (checkpointed, draw(a=(6, H), b=(H, 3)), X, {"a": (6, 4), "b": (4, 3)}),
-    (called_twice, draw(a=(6, H), b=(H, 12), c=(12, 3)), X, {"a": (6, 4), "b": (4, 6), "c": (6, 3)}),
-    (branches, draw(a=(6, H), b=(H, 3), c=(H, 3)), X, {"a": (6, 4), "b": (4, 3), "c": (4, 3)}),
-    (recurrent, draw(a=(6, H), h=(H, H), b=(H, 3)), X, {"a": (6, 4), "h": (4, 4), "b": (4, 3)}),
-    (heads, draw(a=(6, 16), b=(16, 3)), X, {"a": (6, 8), "b": (8, 3)}),
-    (gated, draw(a=(6, 2 * H), b=(H, 3)), X, {"a": (6, H), "b": (4, 3)}),
-    (joined, draw(a=(6, H), b=(6, H), c=(2 * H, 3)), X, {"a": (6, 4), "b": (6, 4), "c": (H, 3)}),
-    (looked_up, draw(a=(5, H), b=(H, 3)), X, {"a": (5, 4), "b": (4, 3)}),
-    (gram, draw(a=(6, H)), X, {"a": (6, 4)}),
-    (mapped, draw(a=(6, H), b=(H, 3)), X, {"a": (6, 4), "b": (4, 3)}),
-    (images, draw(a=(3, 3, 3, H), b=(3, 3, H, 4), c=(36, 4, 3)), IMAGES,
-     {"a": (3, 3, 3, 4), "b": (3, 3, 4, 2), "c": (36, 2, 3)}),
-    (residual, draw(a=(6, H), b=(H, 10), c=(10, H), d=(H, 3)), X,
-     {"a": (6, 4), "b": (4, 5), "c": (5, 4), "d": (4, 3)}),
-]}
+CASES = {
+    f.__name__: (f, params, x, shapes)
+    for f, params, x, shapes in [
+        (checkpointed, draw(a=(6, H), b=(H, 3)), X, {"a": (6, 4), "b": (4, 3)}),
+        (
+            called_twice,
+            draw(a=(6, H), b=(H, 12), c=(12, 3)),
+            X,
+            {"a": (6, 4), "b": (4, 6), "c": (6, 3)},
+        ),
+        (branches, draw(a=(6, H), b=(H, 3), c=(H, 3)), X, {"a": (6, 4), "b": (4, 3), "c": (4, 3)}),
+        (recurrent, draw(a=(6, H), h=(H, H), b=(H, 3)), X, {"a": (6, 4), "h": (4, 4), "b": (4, 3)}),
+        (heads, draw(a=(6, 16), b=(16, 3)), X, {"a": (6, 8), "b": (8, 3)}),
+        (gated, draw(a=(6, 2 * H), b=(H, 3)), X, {"a": (6, H), "b": (4, 3)}),
+        (
+            joined,
+            draw(a=(6, H), b=(6, H), c=(2 * H, 3)),
+            X,
+            {"a": (6, 4), "b": (6, 4), "c": (H, 3)},
+        ),
+        (looked_up, draw(a=(5, H), b=(H, 3)), X, {"a": (5, 4), "b": (4, 3)}),
+        (gram, draw(a=(6, H)), X, {"a": (6, 4)}),
+        (mapped, draw(a=(6, H), b=(H, 3)), X, {"a": (6, 4), "b": (4, 3)}),
+        (
+            images,
+            draw(a=(3, 3, 3, H), b=(3, 3, H, 4), c=(36, 4, 3)),
+            IMAGES,
+            {"a": (3, 3, 3, 4), "b": (3, 3, 4, 2), "c": (36, 2, 3)},
+        ),
+        (
+            residual,
+            draw(a=(6, H), b=(H, 10), c=(10, H), d=(H, 3)),
+            X,
+            {"a": (6, 4), "b": (4, 5), "c": (5, 4), "d": (4, 3)},
+        ),
+    ]
+}
 
 
 @pytest.mark.quick_cases(11)
@@ -109,7 +132,9 @@ def test_values_and_derivatives_are_those_of_the_smaller_program(name):
     shrunk = compress.shrink(f, params, x, fraction=0.5)
     assert jax.tree.map(jnp.shape, shrunk.params) == shapes
     loss = lambda f: jax.jit(jax.value_and_grad(lambda p: jnp.sin(f(p, x)).sum()))(shrunk.params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), loss(f), loss(shrunk.f))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), loss(f), loss(shrunk.f)
+    )
 
 
 def averaged(p, x):
@@ -121,7 +146,9 @@ def weighted(p, x):
     return (x @ p["a"] * np.arange(1.0, 9, dtype=np.float32)[None] * jnp.arange(8.0)[None]) @ p["b"]
 
 
-@pytest.mark.parametrize(("f", "params"), [(averaged, draw(a=(6, H))), (weighted, draw(a=(6, H), b=(H, 3)))])
+@pytest.mark.parametrize(
+    ("f", "params"), [(averaged, draw(a=(6, H))), (weighted, draw(a=(6, H), b=(H, 3)))]
+)
 def test_the_constants_of_a_program_remain_those_of_the_original(f, params):
     shrunk = compress.shrink(f, params, X, fraction=0.5)
     assert shrunk.params["a"].shape == (6, 4)
@@ -138,19 +165,28 @@ custom.defvjp(lambda x: (custom(x), x), lambda x, t: (t,))
 HIDDEN = draw(a=(6, H), b=(H, 3))
 
 
-@pytest.mark.parametrize(("between", "reason"), [
-    (jax.nn.softmax, "the maximum over it is taken"),
-    (lambda h: h * jax.nn.sigmoid(h).sum(-1, keepdims=True), "summed over where it is not zero"),
-    (lambda h: (jnp.exp(h)[:, :, None] * h[:, None, :]).sum(1), "summed over where it is not zero"),
-    (lambda h: lax.fori_loop(0, x_steps(h), lambda i, h: h / 2, h), "a while loop"),
-    (custom, "a custom_vjp"),
-    (lambda h: jnp.cumsum(h, -1), "accumulated"),
-    (lambda h: jnp.sort(h, -1), "sorted"),
-    (lambda h: h[:, ::-1], "reversed"),
-    (lambda h: jnp.concatenate([h[:, :3], h[:, 3:]], -1), "sliced"),
-    (lambda h: h.at[:, 1].set(0), "updated by index"),
-    (lambda h: jnp.linalg.qr(h.T)[0].T, r"an operation without a rule \("),
-])
+@pytest.mark.parametrize(
+    ("between", "reason"),
+    [
+        (jax.nn.softmax, "the maximum over it is taken"),
+        (
+            lambda h: h * jax.nn.sigmoid(h).sum(-1, keepdims=True),
+            "summed over where it is not zero",
+        ),
+        (
+            lambda h: (jnp.exp(h)[:, :, None] * h[:, None, :]).sum(1),
+            "summed over where it is not zero",
+        ),
+        (lambda h: lax.fori_loop(0, x_steps(h), lambda i, h: h / 2, h), "a while loop"),
+        (custom, "a custom_vjp"),
+        (lambda h: jnp.cumsum(h, -1), "accumulated"),
+        (lambda h: jnp.sort(h, -1), "sorted"),
+        (lambda h: h[:, ::-1], "reversed"),
+        (lambda h: jnp.concatenate([h[:, :3], h[:, 3:]], -1), "sliced"),
+        (lambda h: h.at[:, 1].set(0), "updated by index"),
+        (lambda h: jnp.linalg.qr(h.T)[0].T, r"an operation without a rule \("),
+    ],
+)
 def test_reasons(between, reason):
     with pytest.raises(ValueError, match=rf"no axis can be cut: .*a \(1\): {reason}"):
         compress.shrink(lambda p, x: between(x @ p["a"]) @ p["b"], HIDDEN, X, fraction=0.5)

@@ -24,22 +24,35 @@ POLICY = hw.policy("float32")
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     folder = tmp_path_factory.mktemp("teacher")
-    options = base.Config(**base.PRESETS["digits"] | {"width": 8, "steps": 150, "augment": "none", "dropout": 0.0})
+    options = base.Config(
+        **base.PRESETS["digits"] | {"width": 8, "steps": 150, "augment": "none", "dropout": 0.0}
+    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base.common, "plan", lambda *_: None)      # there are no flags of devices
-        return folder, base.train(dataclasses.replace(options, precision="float32"), folder, POLICY)["accuracy"]
+        patch.setattr(base.common, "plan", lambda *_: None)  # there are no flags of devices
+        return folder, base.train(
+            dataclasses.replace(options, precision="float32"), folder, POLICY
+        )["accuracy"]
 
 
 @pytest.mark.exhaustive
 def test_a_student_learns_from_the_teacher(teacher, tmp_path, capsys):
     folder, accuracy = teacher
-    config = distil.Config(teacher=str(folder), width=8, steps=200, hidden=1.0, swa=0.5, weight=1.0,
-                           precision="float32")
+    config = distil.Config(
+        teacher=str(folder),
+        width=8,
+        steps=200,
+        hidden=1.0,
+        swa=0.5,
+        weight=1.0,
+        precision="float32",
+    )
     values = distil.train(config, tmp_path, POLICY)
     assert values["teacher"] == pytest.approx(accuracy)
-    assert values["accuracy"] > 0.6 and values["averaged"] > 0.6      # it never saw a label
+    assert values["accuracy"] > 0.6 and values["averaged"] > 0.6  # it never saw a label
     out = capsys.readouterr().out
-    assert "digits: 1437 training images, 360 test images, 10 classes" in out and "; student: " in out
+    assert (
+        "digits: 1437 training images, 360 test images, 10 classes" in out and "; student: " in out
+    )
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "config.json").read_text())["hidden"] == 1.0
     assert tr.load(tmp_path).params["projection"].shape == (16, 16)
@@ -57,7 +70,7 @@ def test_the_teacher_is_no_constant_of_the_program(teacher, tmp_path, monkeypatc
     monkeypatch.setattr(distil.tr, "fit", fit)
     with pytest.raises(InterruptedError) as error:
         distil.train(distil.Config(teacher=str(teacher[0]), precision="float32"), tmp_path, POLICY)
-    assert error.value.args[0] < 100       # mean and standard deviation of the pixels
+    assert error.value.args[0] < 100  # mean and standard deviation of the pixels
 
 
 @pytest.mark.exhaustive

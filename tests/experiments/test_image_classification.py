@@ -38,8 +38,12 @@ def run(*flags, code=0, cwd=ROOT):
 def interrupted(flags, log):
     """Starts a run, waits until it has logged twice, and presses Ctrl-C: where it stopped."""
     process = subprocess.Popen(
-        [*SCRIPT, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment(), cwd=ROOT,
+        [*SCRIPT, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
     )
     deadline = time.monotonic() + 90
     while not (log.exists() and log.read_text().count("\n") >= 2) and time.monotonic() < deadline:
@@ -74,7 +78,7 @@ def test_interrupted_resumed_finished_refused_restarted(tmp_path):
     assert refused.strip().endswith("or restart") and "(seed was 0, is 1)" in refused
 
     small = [f"--workdir={tmp_path}", "--steps=10", "--width=4", "--batch_size=8", "--restart"]
-    anew = run(*small).stdout                              # the CNN, on both splits
+    anew = run(*small).stdout  # the CNN, on both splits
     assert "resumed at" not in anew
     assert re.fullmatch(r"accuracy on the last 20 % of the file 0\.\d{4}", anew.splitlines()[-2])
     assert LAST_LINE.fullmatch(anew.splitlines()[-1])
@@ -114,10 +118,17 @@ def test_errors_are_one_line_and_exit_2(tmp_path):
         ("--workdir=" + str(tmp_path / "file"),): "file",
     }
     started = [
-        (subprocess.Popen(
-            [*SCRIPT, f"--workdir={tmp_path}/run", *flags], stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT,
-        ), text)
+        (
+            subprocess.Popen(
+                [*SCRIPT, f"--workdir={tmp_path}/run", *flags],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment(),
+                cwd=ROOT,
+            ),
+            text,
+        )
         for flags, text in cases.items()
     ]
     for process, text in started:
@@ -128,10 +139,17 @@ def test_errors_are_one_line_and_exit_2(tmp_path):
 
 
 def test_a_missing_file_without_a_network(tmp_path):
-    blocked = environment() | {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+    blocked = environment() | {
+        "https_proxy": "http://127.0.0.1:9",
+        "http_proxy": "http://127.0.0.1:9",
+    }
     done = subprocess.run(
         [*SCRIPT, "--dataset=mnist", f"--data_dir={tmp_path}", f"--workdir={tmp_path}/run"],
-        capture_output=True, text=True, env=blocked, cwd=ROOT, timeout=120,
+        capture_output=True,
+        text=True,
+        env=blocked,
+        cwd=ROOT,
+        timeout=120,
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "train-images-idx3-ubyte.gz" in done.stderr and "into" in done.stderr
@@ -140,10 +158,17 @@ def test_a_missing_file_without_a_network(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("wrapper", ["lookahead", "sam"])
 def test_wrappers_around_the_optimizer(tmp_path, wrapper):
-    flags = [f"--workdir={tmp_path}", "--model=mlp", "--batch_size=64", "--nolast20", f"--wrapper={wrapper}",
-             "--optimizer=momentum", "--precision=float32"]
+    flags = [
+        f"--workdir={tmp_path}",
+        "--model=mlp",
+        "--batch_size=64",
+        "--nolast20",
+        f"--wrapper={wrapper}",
+        "--optimizer=momentum",
+        "--precision=float32",
+    ]
     run(*flags, "--steps=60")
-    done = run(*flags, "--steps=120")                      # resumes with the state of the wrapper
+    done = run(*flags, "--steps=120")  # resumes with the state of the wrapper
     assert "resumed at step 60" in done.stdout
     assert float(re.search(r"test accuracy (\S+)$", done.stdout.strip())[1]) > 0.9
     if wrapper == "sam":

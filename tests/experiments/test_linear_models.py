@@ -26,7 +26,7 @@ def standard_promotion():
 
 @pytest.fixture(scope="module")
 def script():
-    if str(SCRIPT.parent) not in sys.path:                 # where a script finds its neighbors
+    if str(SCRIPT.parent) not in sys.path:  # where a script finds its neighbors
         sys.path.insert(0, str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("linear_models", SCRIPT)
     module = importlib.util.module_from_spec(spec)
@@ -165,7 +165,9 @@ def test_the_script_from_end_to_end(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     for name in ("linear regression", "logistic regression", "linear SVM"):
-        assert re.search(rf"^{name} +0\.\d+ +0\.9\d+ +0\.9\d+ +0\.\d+ ", done.stdout, re.M), done.stdout
+        assert re.search(rf"^{name} +0\.\d+ +0\.9\d+ +0\.9\d+ +0\.\d+ ", done.stdout, re.M), (
+            done.stdout
+        )
     picture = tmp_path / "a" / "b" / "decision_regions.png"
     assert done.stdout.endswith(f"decision regions: {picture}\n")
     assert picture.read_bytes()[:4] == b"\x89PNG"
@@ -175,5 +177,7 @@ def test_wrong_arguments(tmp_path):
     (tmp_path / "file").write_text("")
     done = run(f"--workdir={tmp_path / 'file'}")
     assert done.returncode == 2
-    assert done.stderr == (f"error: --workdir={tmp_path / 'file'} cannot be created (File exists): "
-                           "choose another folder\n")
+    assert done.stderr == (
+        f"error: --workdir={tmp_path / 'file'} cannot be created (File exists): "
+        "choose another folder\n"
+    )

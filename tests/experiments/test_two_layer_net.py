@@ -18,7 +18,7 @@ OPTIONS = dict(steps=12, batch_size=32, width=16, rate=1.0, seed=0, print_every=
 
 @pytest.fixture(scope="module")
 def script():
-    if str(SCRIPT.parent) not in sys.path:                 # where a script finds its neighbors
+    if str(SCRIPT.parent) not in sys.path:  # where a script finds its neighbors
         sys.path.insert(0, str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("two_layer_net", SCRIPT)
     module = importlib.util.module_from_spec(spec)
@@ -115,7 +115,9 @@ def test_the_script_from_end_to_end():
     assert done.stderr == ""
     assert "all three agreed at each of 400 steps" in done.stdout
     assert re.search(r"^ -1000 +nan +0 +0 +0$", done.stdout, re.M)
-    last = re.findall(r"^test accuracy (0\.\d{4})  (by hand|with grad|with layers)$", done.stdout, re.M)
+    last = re.findall(
+        r"^test accuracy (0\.\d{4})  (by hand|with grad|with layers)$", done.stdout, re.M
+    )
     assert len(last) == 3 and min(float(value) for value, _ in last) > 0.93
 
 

@@ -24,8 +24,14 @@ def equinox_model():
     import equinox as eqx
 
     keys = jax.random.split(jax.random.key(0), 2)
-    net = eqx.nn.Sequential([eqx.nn.Linear(6, 8, key=keys[0]), eqx.nn.Lambda(jax.nn.gelu), eqx.nn.LayerNorm(8),
-                             eqx.nn.Linear(8, 3, key=keys[1])])
+    net = eqx.nn.Sequential(
+        [
+            eqx.nn.Linear(6, 8, key=keys[0]),
+            eqx.nn.Lambda(jax.nn.gelu),
+            eqx.nn.LayerNorm(8),
+            eqx.nn.Linear(8, 3, key=keys[1]),
+        ]
+    )
     params, static = eqx.partition(net, eqx.is_array)
     x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
     return lambda params, x: jax.vmap(eqx.combine(params, static))(x), params, x
@@ -36,7 +42,9 @@ def haiku_model():
 
     def net(x):
         x = hk.Embed(11, 8)(x)
-        y, _ = hk.dynamic_unroll(hk.LSTM(6), x, hk.LSTM(6).initial_state(x.shape[0]), time_major=False)
+        y, _ = hk.dynamic_unroll(
+            hk.LSTM(6), x, hk.LSTM(6).initial_state(x.shape[0]), time_major=False
+        )
         return hk.Linear(3)(y)
 
     f = hk.without_apply_rng(hk.transform(net))

@@ -18,9 +18,15 @@ CODES = {"float32": "FP32", "int32": "INT32", "uint8": "UINT8"}
 @contextlib.contextmanager
 def serving(*arguments, **environment):
     """The port and the process of `fnet serve`, once its programs are compiled."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **environment}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        **environment,
+    }
     command = [sys.executable, "-m", "fnet.cli", "serve", "--port", "0", *map(str, arguments)]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     watchdog = threading.Timer(120, process.kill)
     watchdog.start()
     try:
@@ -38,7 +44,10 @@ class Client:
     """A connection that is kept open."""
 
     def __init__(self, port, **headers):
-        self.connection, self.headers = http.client.HTTPConnection("127.0.0.1", port, timeout=60), headers
+        self.connection, self.headers = (
+            http.client.HTTPConnection("127.0.0.1", port, timeout=60),
+            headers,
+        )
 
     def __del__(self):
         self.connection.close()
@@ -46,7 +55,9 @@ class Client:
     def __call__(self, path, body=None, method=None, **headers):
         """(status, headers, content)."""
         content = json.dumps(body) if isinstance(body, (dict, list)) else body
-        names = {name.replace("_", "-"): value for name, value in {**self.headers, **headers}.items()}
+        names = {
+            name.replace("_", "-"): value for name, value in {**self.headers, **headers}.items()
+        }
         self.connection.request(method or ("GET" if body is None else "POST"), path, content, names)
         response = self.connection.getresponse()
         return response.status, response.headers, response.read()
@@ -64,5 +75,14 @@ class Client:
 
 
 def request(**inputs):
-    return {"inputs": [{"name": name, "shape": list(x.shape), "datatype": CODES[str(x.dtype)], "data": x.tolist()}
-                       for name, x in inputs.items()]}
+    return {
+        "inputs": [
+            {
+                "name": name,
+                "shape": list(x.shape),
+                "datatype": CODES[str(x.dtype)],
+                "data": x.tolist(),
+            }
+            for name, x in inputs.items()
+        ]
+    }

@@ -35,7 +35,15 @@ SEEDS = np.random.default_rng(39)
 
 
 def kind(dtype):
-    return "float" if dtype in FLOATS else "bool" if dtype == "bool" else "int" if dtype in SIGNED else "uint"
+    return (
+        "float"
+        if dtype in FLOATS
+        else "bool"
+        if dtype == "bool"
+        else "int"
+        if dtype in SIGNED
+        else "uint"
+    )
 
 
 def special(dtype):
@@ -44,7 +52,23 @@ def special(dtype):
         return np.array([False, True])
     if kind(dtype) != "float":
         info = np.iinfo(dtype)
-        values = {info.min, info.min + 1, info.max, info.max - 1, info.max // 2, 0, 1, 2, 3, 7, 8, 31, 32, 64, 100}
+        values = {
+            info.min,
+            info.min + 1,
+            info.max,
+            info.max - 1,
+            info.max // 2,
+            0,
+            1,
+            2,
+            3,
+            7,
+            8,
+            31,
+            32,
+            64,
+            100,
+        }
         values |= {-1, -2, -3, -7, -8} if info.min else set()
         return np.array(sorted(values), object).astype(dtype)
     info = ml_dtypes.finfo(dtype)
@@ -104,7 +128,9 @@ def pairs(dtype, subnormal=True):
 
 
 def normal(values):
-    return values[~(np.abs(values) < values.dtype.type(ml_dtypes.finfo(values.dtype).tiny)) | (values == 0)]
+    return values[
+        ~(np.abs(values) < values.dtype.type(ml_dtypes.finfo(values.dtype).tiny)) | (values == 0)
+    ]
 
 
 def ordinary(dtype, *shape):
@@ -122,7 +148,9 @@ def wide(dtype, *shape):
     if kind(dtype) == "float":
         numbers = SEEDS.normal(size=shape).astype(dtype)
         return np.where(
-            SEEDS.random(shape) < 0.1, SEEDS.choice(values.astype(np.float64), shape).astype(dtype), numbers
+            SEEDS.random(shape) < 0.1,
+            SEEDS.choice(values.astype(np.float64), shape).astype(dtype),
+            numbers,
         )
     return SEEDS.choice(values, shape)
 
@@ -143,8 +171,15 @@ def _elementwise():
     for dtype in FLOATS:
         for name in smooth:
             x = special(dtype)
-            if name in ("cbrt", "tan", "asin", "atan"):  # versions of XLA differ for subnormal results
-                x = x[~(np.abs(x) < x.dtype.type(4 * float(ml_dtypes.finfo(dtype).tiny))) | (x == 0)]
+            if name in (
+                "cbrt",
+                "tan",
+                "asin",
+                "atan",
+            ):  # versions of XLA differ for subnormal results
+                x = x[
+                    ~(np.abs(x) < x.dtype.type(4 * float(ml_dtypes.finfo(dtype).tiny))) | (x == 0)
+                ]
             if name == "lgamma":  # versions of XLA differ near its zeros, and for subnormal numbers
                 x = normal(x)
                 x = x[~((x > 0.9) & (x < 2.1))]
@@ -152,13 +187,22 @@ def _elementwise():
                 x = x[~(np.abs(x.astype(np.float64)) > 1e5) | ~np.isfinite(x)]
             case(name, dtype, getattr(lax, name), x)
         for method in lax.RoundingMethod:
-            case(f"round {method.name}", dtype, functools.partial(lax.round, rounding_method=method), special(dtype))
+            case(
+                f"round {method.name}",
+                dtype,
+                functools.partial(lax.round, rounding_method=method),
+                special(dtype),
+            )
         for bits in (5, 10), (8, 7), (8, 23), (4, 3), (5, 2), (3, 4), (2, 1), (11, 52), (8, 0):
             case(
                 f"reduce_precision {bits}",
                 dtype,
-                functools.partial(lax.reduce_precision, exponent_bits=bits[0], mantissa_bits=bits[1]),
-                special(dtype)[: None if bits[1] else -1],  # versions of XLA differ for NaN without bits of a mantissa
+                functools.partial(
+                    lax.reduce_precision, exponent_bits=bits[0], mantissa_bits=bits[1]
+                ),
+                special(dtype)[
+                    : None if bits[1] else -1
+                ],  # versions of XLA differ for NaN without bits of a mantissa
             )
         case("nextafter", dtype, lax.nextafter, *pairs(dtype))
         case("atan2", dtype, lax.atan2, *pairs(dtype, subnormal=False))
@@ -167,7 +211,12 @@ def _elementwise():
             "pow int",
             dtype,
             lambda x, y: lax.pow(x, y),
-            *(a.ravel() for a in np.meshgrid(special(dtype), np.array([-3, -2, -1, 0, 1, 2, 3, 10], np.int32))),
+            *(
+                a.ravel()
+                for a in np.meshgrid(
+                    special(dtype), np.array([-3, -2, -1, 0, 1, 2, 3, 10], np.int32)
+                )
+            ),
         )
     for dtype in NUMBERS:
         for name in ("sign", "abs", "neg"):
@@ -178,8 +227,16 @@ def _elementwise():
             case(name, dtype, getattr(lax, name), *pairs(dtype))
         for exponent in (-3, -1, 0, 1, 2, 3, 7):
             if exponent >= 0 or kind(dtype) == "float":
-                case(f"integer_pow {exponent}", dtype, functools.partial(lax.integer_pow, y=exponent), special(dtype))
-        low, x, high = (a.ravel() for a in np.meshgrid(special(dtype)[::3], special(dtype)[::2], special(dtype)[::3]))
+                case(
+                    f"integer_pow {exponent}",
+                    dtype,
+                    functools.partial(lax.integer_pow, y=exponent),
+                    special(dtype),
+                )
+        low, x, high = (
+            a.ravel()
+            for a in np.meshgrid(special(dtype)[::3], special(dtype)[::2], special(dtype)[::3])
+        )
         case("clamp", dtype, lax.clamp, low, x, high)
         case(
             "clamp scalar",
@@ -201,7 +258,12 @@ def _elementwise():
         for name in "shift_left shift_right_logical shift_right_arithmetic".split():
             case(name, dtype, getattr(lax, name), *pairs(dtype))
         case("population_count", dtype, lax.population_count, special(dtype))
-        case("mul wider", dtype, lambda x, y: lax.mul_p.bind(x, y, out_dtype=jnp.dtype("float32")), *pairs(dtype))
+        case(
+            "mul wider",
+            dtype,
+            lambda x, y: lax.mul_p.bind(x, y, out_dtype=jnp.dtype("float32")),
+            *pairs(dtype),
+        )
     for dtype in (*INTEGERS, "bool"):
         case("not", dtype, lax.bitwise_not, special(dtype))
         for name in "and or xor".split():
@@ -260,28 +322,52 @@ def _reductions():
             f = getattr(lax, name)
             case(f"{name} empty", dtype, lambda x, f=f: f(x, (0,)), wide(dtype, 0, 3))
             case(f"{name} of no axis", dtype, lambda x, f=f: f(x, ()), wide(dtype, 2, 3))
-            case(name, dtype, lambda x, f=f: [f(x, (0,)), f(x, (1,)), f(x, (0, 2))], wide(dtype, 5, 3, 4))
+            case(
+                name,
+                dtype,
+                lambda x, f=f: [f(x, (0,)), f(x, (1,)), f(x, (0, 2))],
+                wide(dtype, 5, 3, 4),
+            )
             case(f"{name} ordinary", dtype, lambda x, f=f: f(x, (1,)), ordinary(dtype, 3, 50))
         if dtype != "bool":
             for name in "cumsum cumprod cummax cummin".split():
                 f = getattr(lax, name)
-                case(name, dtype, lambda x, f=f: [f(x, 0), f(x, 1, reverse=True)], wide(dtype, 9, 4))
+                case(
+                    name, dtype, lambda x, f=f: [f(x, 0), f(x, 1, reverse=True)], wide(dtype, 9, 4)
+                )
                 case(f"{name} ordinary", dtype, lambda x, f=f: f(x, 0), ordinary(dtype, 30, 2))
                 case(f"{name} empty", dtype, lambda x, f=f: f(x, 0), wide(dtype, 0, 2))
         for name in "argmax argmin".split():
             f = getattr(lax, name)
             for index in "int32", "int8", "uint32", "int64":
-                case(f"{name} {index}", dtype, lambda x, f=f, i=index: f(x, 0, jnp.dtype(i)), wide(dtype, 9, 6))
+                case(
+                    f"{name} {index}",
+                    dtype,
+                    lambda x, f=f, i=index: f(x, 0, jnp.dtype(i)),
+                    wide(dtype, 9, 6),
+                )
             case(f"{name} ties", dtype, lambda x, f=f: f(x, 1, jnp.int32), ordinary(dtype, 5, 40))
             if kind(dtype) == "float":
                 x = np.array(
-                    [[0.0, -0.0], [-0.0, 0.0], [np.nan, np.inf], [np.inf, np.nan], [np.nan, np.nan], [-np.inf, -np.inf]]
+                    [
+                        [0.0, -0.0],
+                        [-0.0, 0.0],
+                        [np.nan, np.inf],
+                        [np.inf, np.nan],
+                        [np.nan, np.nan],
+                        [-np.inf, -np.inf],
+                    ]
                 ).astype(dtype)
                 case(f"{name} of zeros and NaN", dtype, lambda x, f=f: f(x, 1, jnp.int32), x)
     for dtype in "float16", "bfloat16":
         x = np.full((1, 3000), 1.0).astype(dtype)
         case("reduce_sum of many", dtype, lambda x: lax.reduce_sum(x, (1,)), x)
-        case("reduce_prod of many", dtype, lambda x: lax.reduce_prod(x, (1,)), np.full((1, 300), 1.01).astype(dtype))
+        case(
+            "reduce_prod of many",
+            dtype,
+            lambda x: lax.reduce_prod(x, (1,)),
+            np.full((1, 300), 1.01).astype(dtype),
+        )
         case(
             "reduce_sum over the range",
             dtype,
@@ -296,13 +382,26 @@ def _sorts():
         x, i = wide(dtype, 40, 2), np.arange(80, dtype=np.int32).reshape(40, 2)
         case("sort", dtype, lambda x, i: lax.sort((x, i), 0, num_keys=1), x, i)
         case(
-            "sort of two keys", dtype, lambda x, y, i: lax.sort((x, y, i), 0, num_keys=2), ordinary(dtype, 40, 2), x, i
+            "sort of two keys",
+            dtype,
+            lambda x, y, i: lax.sort((x, y, i), 0, num_keys=2),
+            ordinary(dtype, 40, 2),
+            x,
+            i,
         )
         case("sort one", dtype, lambda x: lax.sort(x, dimension=1), wide(dtype, 3, 20))
         case("sort empty", dtype, lambda x: lax.sort(x, dimension=0), wide(dtype, 0, 2))
         if kind(dtype) == "float":
-            x = np.array([0.0, -0.0, np.nan, 0.0, -np.nan, -0.0, np.inf, -np.inf, np.nan]).astype(dtype)
-            case("sort of zeros and NaN", dtype, lambda x, i: lax.sort((x, i), num_keys=1), x, np.arange(9, dtype="i4"))
+            x = np.array([0.0, -0.0, np.nan, 0.0, -np.nan, -0.0, np.inf, -np.inf, np.nan]).astype(
+                dtype
+            )
+            case(
+                "sort of zeros and NaN",
+                dtype,
+                lambda x, i: lax.sort((x, i), num_keys=1),
+                x,
+                np.arange(9, dtype="i4"),
+            )
         if dtype != "bool":
             case("top_k", dtype, lambda x: lax.top_k(x, 7), wide(dtype, 3, 20))
             case(
@@ -334,10 +433,25 @@ def _layouts():
         x = wide(dtype, 4, 5)
         case("transpose", dtype, lambda x: lax.transpose(x, (1, 0)), x)
         case("rev", dtype, lambda x: [lax.rev(x, (0,)), lax.rev(x, (0, 1)), lax.rev(x, ())], x)
-        case("reshape", dtype, lambda x: [lax.reshape(x, (2, 10)), lax.reshape(x, (20,), dimensions=(1, 0))], x)
+        case(
+            "reshape",
+            dtype,
+            lambda x: [lax.reshape(x, (2, 10)), lax.reshape(x, (20,), dimensions=(1, 0))],
+            x,
+        )
         case("broadcast_in_dim", dtype, lambda x: lax.broadcast_in_dim(x, (3, 4, 2, 5), (1, 3)), x)
-        case("broadcast_in_dim of ones", dtype, lambda x: lax.broadcast_in_dim(x[:1], (3, 4, 5), (0, 2)), x)
-        case("concatenate", dtype, lambda x: [lax.concatenate([x, x[:1], x[:0]], 0), lax.concatenate([x], 1)], x)
+        case(
+            "broadcast_in_dim of ones",
+            dtype,
+            lambda x: lax.broadcast_in_dim(x[:1], (3, 4, 5), (0, 2)),
+            x,
+        )
+        case(
+            "concatenate",
+            dtype,
+            lambda x: [lax.concatenate([x, x[:1], x[:0]], 0), lax.concatenate([x], 1)],
+            x,
+        )
         case(
             "pad",
             dtype,
@@ -349,15 +463,28 @@ def _layouts():
             x,
         )
         case("pad to nothing", dtype, lambda x: lax.pad(x, x[0, 0], ((-2, -2, 0), (0, 0, 0))), x)
-        case("slice", dtype, lambda x: [lax.slice(x, (1, 0), (4, 5), (2, 3)), lax.slice(x, (1, 2), (3, 2))], x)
         case(
-            "iota", dtype, lambda x: [lax.broadcasted_iota(x.dtype, (3, 4), 1), lax.iota(x.dtype, 300)], x
+            "slice",
+            dtype,
+            lambda x: [lax.slice(x, (1, 0), (4, 5), (2, 3)), lax.slice(x, (1, 2), (3, 2))],
+            x,
+        )
+        case(
+            "iota",
+            dtype,
+            lambda x: [lax.broadcasted_iota(x.dtype, (3, 4), 1), lax.iota(x.dtype, 300)],
+            x,
         ) if dtype != "bool" else None
         case("split", dtype, lambda x: lax.split(x, (2, 0, 2), 0), x)
         case(
             "tile and stack",
             dtype,
-            lambda x: [jnp.tile(x, (2, 3)), jnp.stack([x, x], 1), jnp.squeeze(x[None], 0), jnp.expand_dims(x, 1)],
+            lambda x: [
+                jnp.tile(x, (2, 3)),
+                jnp.stack([x, x], 1),
+                jnp.squeeze(x[None], 0),
+                jnp.expand_dims(x, 1),
+            ],
             x,
         )
 
@@ -366,7 +493,9 @@ def _indexing():
     starts = [-(2**31), -7, -5, -2, -1, 0, 1, 3, 4, 5, 6, 100, 2**31 - 1]
     for dtype in "int32", "int8", "uint8", "uint32", "int64", "uint64":
         info = np.iinfo(dtype)
-        i = np.array([min(max(n, info.min), info.max) for n in starts] + [info.min, info.max], object).astype(dtype)
+        i = np.array(
+            [min(max(n, info.min), info.max) for n in starts] + [info.min, info.max], object
+        ).astype(dtype)
         x, u = ordinary("float32", 5, 4), -ordinary("float32", 2, 3) - 50
 
         def each(x, i, f):
@@ -375,17 +504,27 @@ def _indexing():
         case(
             "dynamic_slice bound",
             dtype,
-            lambda x, i: each(x, i, lambda x, a, b: lax.dynamic_slice_p.bind(x, a, b, slice_sizes=(2, 3))),
+            lambda x, i: each(
+                x, i, lambda x, a, b: lax.dynamic_slice_p.bind(x, a, b, slice_sizes=(2, 3))
+            ),
             x,
             i,
         )
         case(
-            "dynamic_slice", dtype, lambda x, i: each(x, i, lambda x, a, b: lax.dynamic_slice(x, (a, b), (2, 3))), x, i
+            "dynamic_slice",
+            dtype,
+            lambda x, i: each(x, i, lambda x, a, b: lax.dynamic_slice(x, (a, b), (2, 3))),
+            x,
+            i,
         )
         case(
             "dynamic_slice as is",
             dtype,
-            lambda x, i: each(x, i, lambda x, a, b: lax.dynamic_slice(x, (a, b), (2, 3), allow_negative_indices=False)),
+            lambda x, i: each(
+                x,
+                i,
+                lambda x, a, b: lax.dynamic_slice(x, (a, b), (2, 3), allow_negative_indices=False),
+            ),
             x,
             i,
         )
@@ -409,7 +548,11 @@ def _indexing():
             "dynamic_update_slice as is",
             dtype,
             lambda x, u, i: each(
-                x, i, lambda x, a, b: lax.dynamic_update_slice(x, u, (a, b), allow_negative_indices=False)
+                x,
+                i,
+                lambda x, a, b: lax.dynamic_update_slice(
+                    x, u, (a, b), allow_negative_indices=False
+                ),
             ),
             x,
             u,
@@ -449,7 +592,9 @@ def _indexing():
                 case(
                     f"scatter at {op} {mode}",
                     dtype,
-                    lambda x, i, u, op=op, mode=mode: getattr(x.at[i], op)(u, mode=mode, unique_indices=False),
+                    lambda x, i, u, op=op, mode=mode: getattr(x.at[i], op)(
+                        u, mode=mode, unique_indices=False
+                    ),
                     ordinary("float32", 40, 2),
                     i[:-2] if op == "set" else i,
                     np.broadcast_to(np.float32(3), (len(i) - 2 * (op == "set"), 2)),
@@ -468,9 +613,19 @@ def _indexing():
         )
     for dtype in (*NUMBERS, "bool"):
         x, i = wide(dtype, 6, 3), np.array([-9, -6, -1, 0, 2, 5, 6, 7, 2, 2], np.int32)
-        case("gather fill", dtype, lambda x, i: [x.at[i].get(mode="fill"), jnp.take(x, i, 0, mode="clip")], x, i)
+        case(
+            "gather fill",
+            dtype,
+            lambda x, i: [x.at[i].get(mode="fill"), jnp.take(x, i, 0, mode="clip")],
+            x,
+            i,
+        )
         case("gather fill value", dtype, lambda x, i: x.at[i].get(mode="fill", fill_value=1), x, i)
-        operations = ["set", "add", "mul", "min", "max", "subtract"] if dtype != "bool" else ["set", "min", "max"]
+        operations = (
+            ["set", "add", "mul", "min", "max", "subtract"]
+            if dtype != "bool"
+            else ["set", "min", "max"]
+        )
         for op in operations:
             index = i if op != "set" else i[[0, 1, 2, 3, 4, 6]]
             case(
@@ -536,7 +691,9 @@ def _exact(dtype, *shape):
     """Random numbers whose products and sums float32 holds exactly."""
     if kind(dtype) == "float":
         return (SEEDS.integers(-6, 7, shape) / 4).astype(dtype)
-    return SEEDS.integers(*((0, 200) if kind(dtype) == "uint" else (-127, 128)), shape).astype(dtype)
+    return SEEDS.integers(*((0, 200) if kind(dtype) == "uint" else (-127, 128)), shape).astype(
+        dtype
+    )
 
 
 def _products():
@@ -555,7 +712,12 @@ def _products():
     }
     for dtype, results in wider.items():
         values = functools.partial(_exact, dtype)
-        x, y, image, kernel = values(3, 5, 7), values(3, 7, 4), values(2, 6, 5, 4), values(3, 2, 4, 6)
+        x, y, image, kernel = (
+            values(3, 5, 7),
+            values(3, 7, 4),
+            values(2, 6, 5, 4),
+            values(3, 2, 4, 6),
+        )
         for to in results:
             options = {"preferred_element_type": jnp.dtype(to)}
             case(
@@ -607,7 +769,9 @@ def _products():
     case(
         "dot of mixed dtypes",
         "int8",
-        lambda x, y: lax.dot_general(x, y, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32),
+        lambda x, y: lax.dot_general(
+            x, y, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        ),
         ordinary("int8", 3, 4),
         ordinary("float32", 4, 2),
     )
@@ -629,22 +793,34 @@ def _windows():
             if kind(dtype) == "float"
             else (one(np.iinfo(dtype).min), one(np.iinfo(dtype).max))
         )
-        for name, start, f in (("max", low, lax.max), ("min", high, lax.min), ("add", one(0), lax.add)):
+        for name, start, f in (
+            ("max", low, lax.max),
+            ("min", high, lax.min),
+            ("add", one(0), lax.add),
+        ):
             case(
                 f"reduce_window {name}",
                 dtype,
                 lambda x, s=start, f=f: [
                     lax.reduce_window(x, s, f, (1, 2, 3, 1), (1, 2, 1, 1), "SAME"),
-                    lax.reduce_window(x, s, f, (1, 3, 2, 1), (1, 1, 2, 1), ((0, 0), (2, 1), (0, 3), (0, 0))),
-                    lax.reduce_window(x, s, f, (1, 2, 2, 1), (1, 1, 1, 1), "VALID", window_dilation=(1, 3, 2, 1)),
-                    lax.reduce_window(x, s, f, (1, 2, 2, 1), (1, 1, 1, 1), "VALID", base_dilation=(1, 2, 3, 1)),
+                    lax.reduce_window(
+                        x, s, f, (1, 3, 2, 1), (1, 1, 2, 1), ((0, 0), (2, 1), (0, 3), (0, 0))
+                    ),
+                    lax.reduce_window(
+                        x, s, f, (1, 2, 2, 1), (1, 1, 1, 1), "VALID", window_dilation=(1, 3, 2, 1)
+                    ),
+                    lax.reduce_window(
+                        x, s, f, (1, 2, 2, 1), (1, 1, 1, 1), "VALID", base_dilation=(1, 2, 3, 1)
+                    ),
                 ],
                 x,
             )
             case(
                 f"reduce_window {name} empty",
                 dtype,
-                lambda x, s=start, f=f: lax.reduce_window(x, s, f, (1, 9, 2, 1), (1, 1, 1, 1), "VALID"),
+                lambda x, s=start, f=f: lax.reduce_window(
+                    x, s, f, (1, 9, 2, 1), (1, 1, 1, 1), "VALID"
+                ),
                 x,
             )
         if kind(dtype) == "float":
@@ -652,7 +828,12 @@ def _windows():
                 x,
                 start,
                 f,
-                **{"window_dimensions": (1, 3, 2, 1), "window_strides": (1, 2, 1, 1), "padding": "SAME", **o},
+                **{
+                    "window_dimensions": (1, 3, 2, 1),
+                    "window_strides": (1, 2, 1, 1),
+                    "padding": "SAME",
+                    **o,
+                },
             )
             for values, y in (("ties", ordinary(dtype, 2, 7, 6, 2)), ("special", x)):
                 for name, start, f in (("max", low, lax.max), ("min", high, lax.min)):
@@ -661,7 +842,9 @@ def _windows():
                         dtype,
                         lambda x, g, s=start, f=f, pool=pool: [
                             jax.vjp(lambda x: pool(x, s, f), x)[1](g)[0],
-                            jax.vjp(lambda x: pool(x, s, f, padding="VALID"), x)[1](g[:, :3, :5])[0],
+                            jax.vjp(lambda x: pool(x, s, f, padding="VALID"), x)[1](g[:, :3, :5])[
+                                0
+                            ],
                         ],
                         y,
                         ordinary(dtype, 2, 4, 6, 2),
@@ -673,12 +856,18 @@ def _loops():
     case(
         "scan",
         "float32",
-        lambda x: [lax.scan(lambda c, a: (jnp.maximum(c, a), c + a), x[0], x, reverse=r) for r in (False, True)],
+        lambda x: [
+            lax.scan(lambda c, a: (jnp.maximum(c, a), c + a), x[0], x, reverse=r)
+            for r in (False, True)
+        ],
         x,
     )
     case("scan of nothing", "float32", lambda x: lax.scan(lambda c, a: (c + a, c), x[0], x[:0]), x)
     case(
-        "scan without inputs", "int32", lambda i: lax.scan(lambda c, _: (c * 3 + 1, c), i, None, length=30), np.int32(7)
+        "scan without inputs",
+        "int32",
+        lambda i: lax.scan(lambda c, _: (c * 3 + 1, c), i, None, length=30),
+        np.int32(7),
     )
     case(
         "while",
@@ -686,7 +875,12 @@ def _loops():
         lambda i: lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 2, c[1] * 5), (i, i)),
         np.int32(1),
     )
-    case("while never", "int32", lambda i: lax.while_loop(lambda c: c < -9, lambda c: c + 2, i), np.int32(1))
+    case(
+        "while never",
+        "int32",
+        lambda i: lax.while_loop(lambda c: c < -9, lambda c: c + 2, i),
+        np.int32(1),
+    )
     for dtype in "int32", "bool", "int8", "uint8", "int64", "uint32":
         if dtype == "bool":
             case(
@@ -701,7 +895,8 @@ def _loops():
                 "switch",
                 dtype,
                 lambda i, x: [
-                    lax.switch(i[k], [lambda x: x, lambda x: -x, lambda x: x * 2], x) for k in range(i.shape[0])
+                    lax.switch(i[k], [lambda x: x, lambda x: -x, lambda x: x * 2], x)
+                    for k in range(i.shape[0])
                 ],
                 np.array([-(2**31), -1, 0, 1, 2, 3, 2**31 - 1, 2**40], object)
                 .astype(np.int64)
@@ -722,7 +917,12 @@ def _loops():
         ],
         x,
     )
-    case("literals", "uint64", lambda x: [x + np.uint64(2**64 - 1), jnp.uint64(2**63 + 1)], special("uint64"))
+    case(
+        "literals",
+        "uint64",
+        lambda x: [x + np.uint64(2**64 - 1), jnp.uint64(2**63 + 1)],
+        special("uint64"),
+    )
     case(
         "literals",
         "bfloat16",
@@ -732,7 +932,16 @@ def _loops():
 
 
 with np.errstate(all="ignore"):
-    for _fill in (_elementwise, _reductions, _sorts, _layouts, _indexing, _products, _windows, _loops):
+    for _fill in (
+        _elementwise,
+        _reductions,
+        _sorts,
+        _layouts,
+        _indexing,
+        _products,
+        _windows,
+        _loops,
+    ):
         _fill()
 
 

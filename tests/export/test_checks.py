@@ -46,7 +46,11 @@ def two_terms(e):
 
 def unchecked_index(e):
     """An index beyond the axis is taken from its other end."""
-    at = e.g.op("Mod", e.g.cast(e.g.op("Squeeze", e.x(1), e.g.integers(-1)), np.int64), e.g.size(e.in_types[0][1][0]))
+    at = e.g.op(
+        "Mod",
+        e.g.cast(e.g.op("Squeeze", e.x(1), e.g.integers(-1)), np.int64),
+        e.g.size(e.in_types[0][1][0]),
+    )
     return [e.g.op("Gather", e.x(0), at, axis=0)]
 
 
@@ -56,7 +60,15 @@ def clipped_scatter(e):
 
 
 def other_epsilon(e):
-    return [e.g.op("LayerNormalization", e.x(0), e.g.constant(np.ones(8, np.float32)), axis=-1, epsilon=2e-5)]
+    return [
+        e.g.op(
+            "LayerNormalization",
+            e.x(0),
+            e.g.constant(np.ones(8, np.float32)),
+            axis=-1,
+            epsilon=2e-5,
+        )
+    ]
 
 
 def cast(e, x):
@@ -70,40 +82,86 @@ def with_argmax(**attributes):
 REAL = dict(_onnx._DIRECT)
 TABLE = np.arange(12, dtype=np.float32).reshape(6, 2)
 X, N = S("b, t"), S("b", "int32")
-FAULTS = {      # name: (the operation, its faulty conversion, a program that uses it)
-    "lengths off by one": ("lt", op("LessOrEqual"), program(
-        lambda x, n: jnp.where(jnp.arange(x.shape[1])[None] < n[:, None], x, 0.0).sum(1), x=X, n=N)),
-    "an index that is not clamped": ("gather", unchecked_index, program(
-        lambda i: jnp.take(TABLE, i, axis=0, mode="clip"), i=N)),
-    "updates that are clamped instead of dropped": ("scatter", clipped_scatter, program(
-        lambda i: jnp.zeros((5, 2)).at[i].add(1.0), i=N)),
-    "the sign of a remainder": ("rem", op("Mod", fmod=0), program(lambda x, y: lax.rem(x, y), x=N, y=N)),
-    "quotients that lose their sign": ("div", lambda e, x, y: e.g.op("Abs", e.g.op("Div", x, y)), program(
-        lambda x, y: lax.div(x, y), x=N, y=N)),
+FAULTS = {  # name: (the operation, its faulty conversion, a program that uses it)
+    "lengths off by one": (
+        "lt",
+        op("LessOrEqual"),
+        program(
+            lambda x, n: jnp.where(jnp.arange(x.shape[1])[None] < n[:, None], x, 0.0).sum(1),
+            x=X,
+            n=N,
+        ),
+    ),
+    "an index that is not clamped": (
+        "gather",
+        unchecked_index,
+        program(lambda i: jnp.take(TABLE, i, axis=0, mode="clip"), i=N),
+    ),
+    "updates that are clamped instead of dropped": (
+        "scatter",
+        clipped_scatter,
+        program(lambda i: jnp.zeros((5, 2)).at[i].add(1.0), i=N),
+    ),
+    "the sign of a remainder": (
+        "rem",
+        op("Mod", fmod=0),
+        program(lambda x, y: lax.rem(x, y), x=N, y=N),
+    ),
+    "quotients that lose their sign": (
+        "div",
+        lambda e, x, y: e.g.op("Abs", e.g.op("Div", x, y)),
+        program(lambda x, y: lax.div(x, y), x=N, y=N),
+    ),
     "casts that do not saturate": ("convert", cast, program(lambda x: x.astype(jnp.uint8), x=X)),
-    "log1p near 0": ("log1p", lambda e, x: e.g.op("Log", e.g.op("Add", x, e.number(1))), program(
-        lambda x: jnp.log1p(jnp.abs(x)), x=X)),
-    "expm1 near 0": ("expm1", lambda e, x: e.g.op("Sub", e.g.op("Exp", x), e.number(1)), program(jnp.expm1, x=X)),
+    "log1p near 0": (
+        "log1p",
+        lambda e, x: e.g.op("Log", e.g.op("Add", x, e.number(1))),
+        program(lambda x: jnp.log1p(jnp.abs(x)), x=X),
+    ),
+    "expm1 near 0": (
+        "expm1",
+        lambda e, x: e.g.op("Sub", e.g.op("Exp", x), e.number(1)),
+        program(jnp.expm1, x=X),
+    ),
     "a sigmoid that stops at -18": ("logistic", bounded_sigmoid, program(jax.nn.sigmoid, x=X)),
-    "halves that are rounded up": ("round", lambda e, x: e.g.op("Floor", e.g.op("Add", x, e.number(0.5))), program(
-        jnp.round, x=X)),
+    "halves that are rounded up": (
+        "round",
+        lambda e, x: e.g.op("Floor", e.g.op("Add", x, e.number(0.5))),
+        program(jnp.round, x=X),
+    ),
     "a wrong digit": ("exp", inexact, program(jnp.exp, x=X)),
     "wrong for more than two": ("reduce_sum", two_terms, program(lambda x: x.sum(1), x=X)),
     "wrong for more than one example": ("exp", first_rows, program(jnp.exp, x=X)),
-    "the last of equal maxima": ("argmax", with_argmax(select_last_index=1), program(
-        lambda x: jnp.argmax(jnp.sign(x), 1), x=X)),
-    "another epsilon": ("layer_norm", other_epsilon, program(
-        lambda x: jax.nn.standardize(x, epsilon=1e-5), x=S("b, 8"))),
+    "the last of equal maxima": (
+        "argmax",
+        with_argmax(select_last_index=1),
+        program(lambda x: jnp.argmax(jnp.sign(x), 1), x=X),
+    ),
+    "another epsilon": (
+        "layer_norm",
+        other_epsilon,
+        program(lambda x: jax.nn.standardize(x, epsilon=1e-5), x=S("b, 8")),
+    ),
     "an integer without its sign": ("neg", op("Abs"), program(lambda x: -x, x=N)),
-    "a large integer": ("mul", lambda e, x, y: e.g.cast(e.g.op("Mul", *(e.g.cast(a, np.float32) for a in (x, y))),
-                                                       np.int32), program(lambda x: x * jnp.int32(3), x=N)),
-    "a bool that is ignored": ("and", lambda e, x, y: e.g.op("Identity", x), program(
-        lambda x, y: x & y, x=S("b", "bool"), y=S("b", "bool"))),
+    "a large integer": (
+        "mul",
+        lambda e, x, y: e.g.cast(
+            e.g.op("Mul", *(e.g.cast(a, np.float32) for a in (x, y))), np.int32
+        ),
+        program(lambda x: x * jnp.int32(3), x=N),
+    ),
+    "a bool that is ignored": (
+        "and",
+        lambda e, x, y: e.g.op("Identity", x),
+        program(lambda x, y: x & y, x=S("b", "bool"), y=S("b", "bool")),
+    ),
 }
 
 
 def planted(monkeypatch, name, function):
-    table = _onnx_elementwise.ELEMENTWISE if name in _onnx_elementwise.ELEMENTWISE else _onnx._DIRECT
+    table = (
+        _onnx_elementwise.ELEMENTWISE if name in _onnx_elementwise.ELEMENTWISE else _onnx._DIRECT
+    )
     monkeypatch.setitem(table, name, function)
 
 
@@ -112,22 +170,28 @@ def planted(monkeypatch, name, function):
 def test_a_planted_fault(name, monkeypatch, tmp_path):
     operation, function, example = FAULTS[name]
     planted(monkeypatch, operation, function)
-    with pytest.raises(_outputs.Different, match=r"in onnxruntime with (usual|extreme) inputs, the output 'output'"):
+    with pytest.raises(
+        _outputs.Different, match=r"in onnxruntime with (usual|extreme) inputs, the output 'output'"
+    ):
         example.onnx(tmp_path / "f.onnx")
 
 
 def test_nan_that_is_not_propagated(monkeypatch, tmp_path):
     planted(monkeypatch, "max", lambda e, x, y: e.g.op("Where", e.g.op("Greater", x, y), x, y))
-    with pytest.warns(UserWarning, match=r"with special inputs.* is 0.0, expected nan.*With finite inputs"):
+    with pytest.warns(
+        UserWarning, match=r"with special inputs.* is 0.0, expected nan.*With finite inputs"
+    ):
         program(jax.nn.relu, x=X).onnx(tmp_path / "f.onnx")
 
 
-NUMPY = {      # faults in the evaluation by NumPy, which the tests in a bundle find
-    "lengths off by one": ("lt", np.less_equal), "log1p near 0": ("log1p", lambda x: np.log(np.float32(1) + x)),
+NUMPY = {  # faults in the evaluation by NumPy, which the tests in a bundle find
+    "lengths off by one": ("lt", np.less_equal),
+    "log1p near 0": ("log1p", lambda x: np.log(np.float32(1) + x)),
     "halves that are rounded up": ("round", lambda x: np.floor(x + np.float32(0.5))),
     "an integer without its sign": ("neg", np.abs),
     "wrong for more than two": ("reduce_sum", lambda x: x[:, :2].sum(1)),
-    "a bool that is ignored": ("and", lambda x, y: x), "the sign of a remainder": ("rem", np.mod),
+    "a bool that is ignored": ("and", lambda x, y: x),
+    "the sign of a remainder": ("rem", np.mod),
     "expm1 near 0": ("expm1", lambda x: np.exp(x) - np.float32(1)),
 }
 
@@ -138,8 +202,12 @@ def test_a_planted_fault_in_a_bundle(name, monkeypatch, tmp_path):
     operation, function = NUMPY[name]
     FAULTS[name][2].save(tmp_path / "f.fnet")
     bundle = export.load(tmp_path / "f.fnet", check=True)
-    monkeypatch.setitem(_interpret.OPERATIONS, operation, lambda run, options, types, *arrays: [function(*arrays)])
-    with pytest.raises(export.BundleError, match="'predict' computed with NumPy, the output '0' differs"):
+    monkeypatch.setitem(
+        _interpret.OPERATIONS, operation, lambda run, options, types, *arrays: [function(*arrays)]
+    )
+    with pytest.raises(
+        export.BundleError, match="'predict' computed with NumPy, the output '0' differs"
+    ):
         bundle.check()
 
 
@@ -156,16 +224,32 @@ def chaotic(x):
 LEGAL = {
     "float16 softmax": (jax.nn.softmax, {"x": S("b, 4", "float16")}),
     "division of integers": (lambda x, y: [x // y, x % y, 100 // x, x // 3], {"x": N, "y": N}),
-    "a padding of the window's size": (lambda x: lax.reduce_window(
-        x, 0.0, lax.add, (1, 2), (1, 1), ((0, 0), (2, 1))), {"x": S("b, 6")}),
+    "a padding of the window's size": (
+        lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 1), ((0, 0), (2, 1))),
+        {"x": S("b, 6")},
+    ),
     "differences of sums": (lambda x: x.sum(1) - 1e3 + (x[:, :1] * 1e3).sum(1), {"x": X}),
     "a chaotic network": (chaotic, {"x": S("b, 32")}),
-    "a long sum": (lambda x: (jnp.tile(x, (1, 500)) * jnp.sin(jnp.arange(4000.0))[None]).sum(1), {"x": S("b, 8")}),
-    "a loop that ends": (lambda n, x: lax.fori_loop(0, n, lambda i, x: x * 1.5, x), {"n": S("", "int32"), "x": X}),
-    "constraints": (lambda x: x.reshape(x.shape[0], x.shape[1] // 4, 4).mean(2), {"x": S("b, h", where=(
-        "mod(h, 4) == 0", "h >= 300"))}),
-    "a multiple of a size": (lambda x: x.reshape(x.shape[0], x.shape[1] // 4, 4).mean(2), {"x": S("b, 4*h")}),
-    "infinite values": (lambda x: [jnp.log(jnp.maximum(x, 0.0)), jnp.exp(x), 1 / jnp.maximum(x, 0.0)], {"x": X}),
+    "a long sum": (
+        lambda x: (jnp.tile(x, (1, 500)) * jnp.sin(jnp.arange(4000.0))[None]).sum(1),
+        {"x": S("b, 8")},
+    ),
+    "a loop that ends": (
+        lambda n, x: lax.fori_loop(0, n, lambda i, x: x * 1.5, x),
+        {"n": S("", "int32"), "x": X},
+    ),
+    "constraints": (
+        lambda x: x.reshape(x.shape[0], x.shape[1] // 4, 4).mean(2),
+        {"x": S("b, h", where=("mod(h, 4) == 0", "h >= 300"))},
+    ),
+    "a multiple of a size": (
+        lambda x: x.reshape(x.shape[0], x.shape[1] // 4, 4).mean(2),
+        {"x": S("b, 4*h")},
+    ),
+    "infinite values": (
+        lambda x: [jnp.log(jnp.maximum(x, 0.0)), jnp.exp(x), 1 / jnp.maximum(x, 0.0)],
+        {"x": X},
+    ),
 }
 
 
@@ -186,13 +270,22 @@ def drawn(example, kind, sizes):
 
 def test_the_ranges_of_integers():
     """Lengths, tokens, starts and divisors are drawn from the ranges in which the program uses them."""
+
     def f(tokens, lengths, start, divisor):
         x = jnp.asarray(np.zeros((50, 2), np.float32))[tokens]
-        return nn.dot_product_attention(x[:, :, None], x[:, :, None], x[:, :, None], lengths=lengths), (
-            lax.dynamic_slice_in_dim(x, start, 2, 1)), tokens // divisor
+        return (
+            nn.dot_product_attention(x[:, :, None], x[:, :, None], x[:, :, None], lengths=lengths),
+            (lax.dynamic_slice_in_dim(x, start, 2, 1)),
+            tokens // divisor,
+        )
 
-    example = program(f, tokens=S("b, t", "int32", where="t >= 2"), lengths=N, start=S("", "int32"),
-                      divisor=S("", "int32"))
+    example = program(
+        f,
+        tokens=S("b, t", "int32", where="t >= 2"),
+        lengths=N,
+        start=S("", "int32"),
+        divisor=S("", "int32"),
+    )
     tokens, lengths, start, divisor = drawn(example, "usual", {"b": 8, "t": 6})
     assert tokens.min() == 0 and tokens.max() == 49 and lengths.min() == 1 and lengths.max() == 6
     assert 0 <= start < 6 and divisor != 0
@@ -204,12 +297,24 @@ def test_the_ranges_of_integers_in_branches_and_loops():
     def f(rows, lengths, which, branch):
         table, t = jnp.asarray(np.zeros((50, 2), np.float32)), rows.shape[0]
         places = jnp.arange(t)
-        inside = lax.scan(lambda total, i: (total + (places < lengths[i]).sum(dtype=jnp.int32), i), np.int32(0), places)
-        sums = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + table[rows].sum()), (0, np.float32(0)))
+        inside = lax.scan(
+            lambda total, i: (total + (places < lengths[i]).sum(dtype=jnp.int32), i),
+            np.int32(0),
+            places,
+        )
+        sums = lax.while_loop(
+            lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + table[rows].sum()), (0, np.float32(0))
+        )
         chosen = lax.select_n(which, *(jnp.full(which.shape, i) for i in range(4)))
         return inside, sums, chosen, lax.switch(branch, [jnp.sin, jnp.cos, jnp.tan], np.float32(1))
 
-    example = program(f, rows=S("t", "int32"), lengths=S("t", "int32"), which=S("9", "int32"), branch=S("", "int32"))
+    example = program(
+        f,
+        rows=S("t", "int32"),
+        lengths=S("t", "int32"),
+        which=S("9", "int32"),
+        branch=S("", "int32"),
+    )
     rows, lengths, which, _ = drawn(example, "usual", {"t": 40})
     assert (rows.min(), rows.max(), which.min(), which.max()) == (0, 49, 0, 3)
     assert 1 <= lengths.min() and 30 < lengths.max() <= 40
@@ -219,15 +324,23 @@ def test_the_ranges_of_integers_in_branches_and_loops():
 
 
 def test_the_kinds_of_numbers():
-    x, = drawn(program(jnp.exp, x=S("b, t")), "extreme", {"b": 20, "t": 20})
-    assert np.isfinite(x).all() and (np.abs(x) < 1e-4).any() and (x > 99).any() and (x < -99).any() and (x == 0).any()
-    x, = drawn(program(jnp.exp, x=S("b, t")), "special", {"b": 20, "t": 20})
+    (x,) = drawn(program(jnp.exp, x=S("b, t")), "extreme", {"b": 20, "t": 20})
+    assert (
+        np.isfinite(x).all()
+        and (np.abs(x) < 1e-4).any()
+        and (x > 99).any()
+        and (x < -99).any()
+        and (x == 0).any()
+    )
+    (x,) = drawn(program(jnp.exp, x=S("b, t")), "special", {"b": 20, "t": 20})
     assert np.isnan(x).any() and (x == np.inf).any() and (x == -np.inf).any()
-    n, = drawn(program(lambda n: n + 1, n=N), "extreme", {"b": 40})
+    (n,) = drawn(program(lambda n: n + 1, n=N), "extreme", {"b": 40})
     assert n.min() < -1e9 and n.max() > 1e9 and (np.abs(n) < 10).any()
     quotients = program(lambda n, d: n // d, n=N, d=N)
-    assert (drawn(quotients, "extreme", {"b": 400})[1] == 0).any() and (drawn(quotients, "usual", {"b": 400})[1]).all()
-    flags, = drawn(program(jnp.logical_not, x=S("b", "bool")), "usual", {"b": 40})
+    assert (drawn(quotients, "extreme", {"b": 400})[1] == 0).any() and (
+        drawn(quotients, "usual", {"b": 400})[1]
+    ).all()
+    (flags,) = drawn(program(jnp.logical_not, x=S("b", "bool")), "usual", {"b": 40})
     assert flags.any() and not flags.all()
 
 
@@ -253,34 +366,48 @@ def test_a_size_with_a_huge_exponent_is_refused():
 
 def test_a_check_that_cannot_run_says_so(tmp_path):
     example = program(lambda x: x.sum(), x=S("b, t", where=("t >= b*b*b*b", "b >= 77")))
-    with pytest.warns(UserWarning, match="not compared with the program, because no small sizes were found"):
+    with pytest.warns(
+        UserWarning, match="not compared with the program, because no small sizes were found"
+    ):
         example.onnx(tmp_path / "f.onnx")
 
 
 def test_an_error_of_onnxruntime_names_the_operation(tmp_path, monkeypatch):
     planted(monkeypatch, "exp", lambda e, x: e.g.op("Expand", x, e.g.integers(7, 7)))
-    with jax.named_scope("block"), pytest.raises(NotImplementedError, match=r"onnxruntime cannot run .*Expand"):
+    with (
+        jax.named_scope("block"),
+        pytest.raises(NotImplementedError, match=r"onnxruntime cannot run .*Expand"),
+    ):
         program(jnp.exp, x=S("b, t")).onnx(tmp_path / "f.onnx")
 
 
-@pytest.mark.parametrize("f", (
-    lambda x: jnp.einsum("bti,bsi->bts", x, x), lambda x: jnp.repeat(x, 2, axis=1), lambda x: jnp.tile(x, (1, 3, 1)),
-    lambda x: jnp.roll(x, 1, 0), lambda x: lax.map(lambda row: row * 2, x)))
+@pytest.mark.parametrize(
+    "f",
+    (
+        lambda x: jnp.einsum("bti,bsi->bts", x, x),
+        lambda x: jnp.repeat(x, 2, axis=1),
+        lambda x: jnp.tile(x, (1, 3, 1)),
+        lambda x: jnp.roll(x, 1, 0),
+        lambda x: lax.map(lambda row: row * 2, x),
+    ),
+)
 def test_an_empty_batch(f, tmp_path):
     import onnxruntime
 
     program(f, x=S("b, t, 4", where="t >= 2")).onnx(tmp_path / "f.onnx", check=False)
     x = np.zeros((0, 4, 4), np.float32)
-    y, = onnxruntime.InferenceSession(str(tmp_path / "f.onnx")).run(None, {"x": x})
+    (y,) = onnxruntime.InferenceSession(str(tmp_path / "f.onnx")).run(None, {"x": x})
     assert y.shape == f(x).shape
 
 
 def test_comparisons():
-    compare = lambda got, want, **options: _outputs.compare("f", ["y"], [got], [want], 1e-5, **options)
+    compare = lambda got, want, **options: _outputs.compare(
+        "f", ["y"], [got], [want], 1e-5, **options
+    )
     large = np.array([1e6, 1e-6], np.float32)
     assert compare(large, large) == 0
     with pytest.raises(_outputs.Different, match=r"y\[1\] is .* \(1 of 2 elements differ\)"):
-        compare(large * np.array([1, 1.1], np.float32), large)      # small beside the largest element
+        compare(large * np.array([1, 1.1], np.float32), large)  # small beside the largest element
     assert compare(large * np.array([1, 1.1], np.float32), large, largest=True) < 1e-5
     assert compare(large + 0.1, large, spreads=[lambda: [np.array([1.0, 1.0])]]) <= 1e-5
     nan = np.array([np.nan, np.inf, -np.inf, 0], np.float32)
@@ -295,5 +422,7 @@ def test_comparisons():
         compare(np.array([2]), np.array([1]))
     with pytest.raises(_outputs.Different, match=r"has shape \(1,\), and the program's \(2,\)"):
         compare(np.zeros(1), np.zeros(2))
-    assert [_outputs.tolerance(dtypes) for dtypes in (["float32"], ["int32"], ["float32", "float16"], ["float64"])] == [
-        1e-5, 1e-5, 2e-3, 1e-10]
+    assert [
+        _outputs.tolerance(dtypes)
+        for dtypes in (["float32"], ["int32"], ["float32", "float16"], ["float64"])
+    ] == [1e-5, 1e-5, 2e-3, 1e-10]

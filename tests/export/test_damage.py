@@ -20,8 +20,11 @@ DRAW = np.random.default_rng(0)
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     path = tmp_path_factory.mktemp("whole") / "f.fnet"
-    export.program(lambda params, x: x @ params["kernel"], {"kernel": jnp.ones((20, 3))},
-                   x=export.spec("b, 20")).save(path)
+    export.program(
+        lambda params, x: x @ params["kernel"],
+        {"kernel": jnp.ones((20, 3))},
+        x=export.spec("b, 20"),
+    ).save(path)
     return path.read_bytes()
 
 
@@ -47,7 +50,13 @@ def forged(files, manifest=None, kind=zipfile.ZIP_STORED):
         for name, data in files:
             archive.writestr(name, data, kind)
             sums[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        described = {"format": _reader.FORMAT, "version": 1, "entries": {}, "read_until": "2030-01-01", "files": sums}
+        described = {
+            "format": _reader.FORMAT,
+            "version": 1,
+            "entries": {},
+            "read_until": "2030-01-01",
+            "files": sums,
+        }
         archive.writestr("manifest.json", json.dumps(described | (manifest or {})))
     return sealed(stream.getvalue())
 
@@ -96,7 +105,9 @@ HEADERS = {
     "a huge size": tensors({"x": {**ONE["x"], "shape": [1 << 62, 0]}}),
     "a size that is no integer": tensors({"x": {**ONE["x"], "shape": [2.0]}}),
     "a missing shape": tensors({"x": {"dtype": "F32", "data_offsets": [0, 8]}}),
-    "an end outside of the file": tensors({"x": {**ONE["x"], "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}),
+    "an end outside of the file": tensors(
+        {"x": {**ONE["x"], "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}
+    ),
     "an overlap": tensors({**ONE, "y": ONE["x"]}),
     "a gap": tensors({"x": {**ONE["x"], "shape": [1], "data_offsets": [4, 8]}}),
     "fewer elements than bytes": tensors({"x": {**ONE["x"], "shape": [1]}}),
@@ -107,7 +118,11 @@ HEADERS = {
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_crafted_headers_of_tensors(name, tmp_path):
-    refused(tmp_path / "f.fnet", forged([("weights.safetensors", HEADERS[name])]), r"weights.safetensors")
+    refused(
+        tmp_path / "f.fnet",
+        forged([("weights.safetensors", HEADERS[name])]),
+        r"weights.safetensors",
+    )
 
 
 MANIFESTS = {
@@ -127,8 +142,10 @@ def test_crafted_manifests(name, tmp_path):
     refused(tmp_path / "f.fnet", forged([("weights.safetensors", tensors(ONE))], MANIFESTS[name]))
 
 
-@pytest.mark.parametrize("name", ["../outside.json", "/etc/passwd", "a/../../b", "a\\..\\b", "C:\\f", "a//b", ".hidden",
-                                  "a\nb"])
+@pytest.mark.parametrize(
+    "name",
+    ["../outside.json", "/etc/passwd", "a/../../b", "a\\..\\b", "C:\\f", "a//b", ".hidden", "a\nb"],
+)
 def test_names_outside_of_the_archive(name, tmp_path):
     data = forged([("weights.safetensors", tensors(ONE)), (name, b"{}")])
     refused(tmp_path / "f.fnet", data, "contains a file named")
@@ -137,7 +154,11 @@ def test_names_outside_of_the_archive(name, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_two_files_of_one_name(tmp_path):
-    refused(tmp_path / "f.fnet", forged([("a.json", b"{}"), ("a.json", b"{}")]), r"contains a file named 'a.json'")
+    refused(
+        tmp_path / "f.fnet",
+        forged([("a.json", b"{}"), ("a.json", b"{}")]),
+        r"contains a file named 'a.json'",
+    )
 
 
 def test_nested_json(tmp_path):
@@ -152,9 +173,14 @@ def test_zip_bombs(tmp_path):
     """Sizes are checked before anything is decompressed: stated ones, and those that lie."""
     bomb = forged([("tokenizer/vocab.json", b"0" * (1 << 27))], kind=zipfile.ZIP_DEFLATED)
     assert len(bomb) < 1 << 18
-    refused(tmp_path / "f.fnet", bomb, r"tokenizer/vocab.json has 134,217,728 bytes, expected at most")
-    refused(tmp_path / "f.fnet", forged([("weights.safetensors", tensors(ONE))], kind=zipfile.ZIP_DEFLATED),
-            "is compressed; tensors must not be")
+    refused(
+        tmp_path / "f.fnet", bomb, r"tokenizer/vocab.json has 134,217,728 bytes, expected at most"
+    )
+    refused(
+        tmp_path / "f.fnet",
+        forged([("weights.safetensors", tensors(ONE))], kind=zipfile.ZIP_DEFLATED),
+        "is compressed; tensors must not be",
+    )
 
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
@@ -162,16 +188,20 @@ def test_zip_bombs(tmp_path):
     data = bytearray(stream.getvalue())
     data[22:26] = struct.pack("<I", 1000)
     at = data.index(b"PK\1\2") + 24
-    data[at:at + 4] = struct.pack("<I", 1000)
-    refused(tmp_path / "f.fnet", sealed(bytes(data)), r"manifest.json has 1,001 bytes or more, expected 1,000")
+    data[at : at + 4] = struct.pack("<I", 1000)
+    refused(
+        tmp_path / "f.fnet",
+        sealed(bytes(data)),
+        r"manifest.json has 1,001 bytes or more, expected 1,000",
+    )
 
 
 def test_overlapping_files(tmp_path):
     """The directory of a quine-like bomb names the same bytes several times."""
     data = forged([("a.json", b"{}"), ("b.json", b"{}")])
-    start = data.index(b"PK\1\2", data.index(b"PK\1\2") + 1)        # the directory's entry of b.json
+    start = data.index(b"PK\1\2", data.index(b"PK\1\2") + 1)  # the directory's entry of b.json
     data = bytearray(data[:-71])
-    data[start + 42:start + 46] = struct.pack("<I", 0)
+    data[start + 42 : start + 46] = struct.pack("<I", 0)
     refused(tmp_path / "f.fnet", sealed(bytes(data)))
 
 
@@ -189,14 +219,25 @@ def test_a_crafted_program_calls_nothing_that_the_manifest_does_not_state(tmp_pa
     f = lambda params, x: jnp.linalg.cholesky(x @ x.T + jnp.eye(3) * params["a"])
     export.program(f, {"a": jnp.ones(())}, x=export.spec("3, b")).save(tmp_path / "f.fnet")
     archive = _reader.Archive(tmp_path / "f.fnet")
-    assert archive.manifest["entries"]["predict"]["custom_calls"]["portable"]      # LAPACK's, which JAX keeps stable
+    assert archive.manifest["entries"]["predict"]["custom_calls"][
+        "portable"
+    ]  # LAPACK's, which JAX keeps stable
     export.load(tmp_path / "f.fnet", check=True)
     archive.manifest["entries"]["predict"]["custom_calls"] = {"portable": []}
-    files = {name: archive.read(name) for name in archive.names() if name.endswith((".jax", ".json"))
-             and name != "manifest.json"}
-    _write.write(tmp_path / "g.fnet", archive.manifest, files,
-                 {name: archive.tensors(name) for name in ("weights.safetensors", "tests.safetensors")})
-    with pytest.raises(export.BundleError, match=r"g.fnet: programs/predict.portable.jax calls .*lapack_spotrf"):
+    files = {
+        name: archive.read(name)
+        for name in archive.names()
+        if name.endswith((".jax", ".json")) and name != "manifest.json"
+    }
+    _write.write(
+        tmp_path / "g.fnet",
+        archive.manifest,
+        files,
+        {name: archive.tensors(name) for name in ("weights.safetensors", "tests.safetensors")},
+    )
+    with pytest.raises(
+        export.BundleError, match=r"g.fnet: programs/predict.portable.jax calls .*lapack_spotrf"
+    ):
         export.load(tmp_path / "g.fnet")(jax.numpy.ones((3, 2)))
 
 

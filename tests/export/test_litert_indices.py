@@ -9,13 +9,25 @@ from fnet import export
 from fnet.export import _litert_indices, _rebuild
 
 INDEXING = "gather", "scatter", "dynamic_slice", "dynamic_update_slice"
-TABLE = [p for p in special_values.programs() if p.operation in INDEXING and p.dtype in ("float32", "int32", "bool")]
-QUICK = {"gather[a window, fill] float32", "gather[rows, clip] int32", "gather[vmap] float32",
-         "scatter[add, rows, drop] float32", "scatter[add, elements, clip, index uint32] float32",
-         "scatter[max, pairs, drop] float32", "scatter[mul, windows, clip] int32",
-         "scatter[set, windows, drop] float32", "scatter[min, elements, drop] bool",
-         "gather[vmap of windows] float32", "scatter[set, vmap of windows] float32",
-         "dynamic_slice[index int64] float32"}
+TABLE = [
+    p
+    for p in special_values.programs()
+    if p.operation in INDEXING and p.dtype in ("float32", "int32", "bool")
+]
+QUICK = {
+    "gather[a window, fill] float32",
+    "gather[rows, clip] int32",
+    "gather[vmap] float32",
+    "scatter[add, rows, drop] float32",
+    "scatter[add, elements, clip, index uint32] float32",
+    "scatter[max, pairs, drop] float32",
+    "scatter[mul, windows, clip] int32",
+    "scatter[set, windows, drop] float32",
+    "scatter[min, elements, drop] bool",
+    "gather[vmap of windows] float32",
+    "scatter[set, vmap of windows] float32",
+    "dynamic_slice[index int64] float32",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +39,12 @@ def as_in_an_export():
 def composed(program, column):
     traced, inputs = special_values._traced(program, column)
     stable, constants, weights = special_values._described(traced)
-    run = _rebuild.sized(stable, constants, special_values._sizes(program, inputs),
-                         {**_rebuild.OPERATIONS, **_litert_indices.OPERATIONS})
+    run = _rebuild.sized(
+        stable,
+        constants,
+        special_values._sizes(program, inputs),
+        {**_rebuild.OPERATIONS, **_litert_indices.OPERATIONS},
+    )
     f = jax.jit(lambda *inputs: run.body(stable, [*weights, *inputs]))
     return lambda *inputs: [np.asarray(y) for y in f(*inputs)]
 
@@ -37,9 +53,14 @@ def test_the_quick_programs_are_in_the_table():
     assert {*map(str, TABLE)} >= QUICK
 
 
-@pytest.mark.parametrize("program", [
-    program if str(program) in QUICK else pytest.param(program, marks=pytest.mark.exhaustive) for program in TABLE],
-    ids=str)
+@pytest.mark.parametrize(
+    "program",
+    [
+        program if str(program) in QUICK else pytest.param(program, marks=pytest.mark.exhaustive)
+        for program in TABLE
+    ],
+    ids=str,
+)
 def test_compositions(program, monkeypatch):
     monkeypatch.setitem(special_values._RUNS, "jax", composed)
     special_values._LAST.clear()
@@ -50,21 +71,40 @@ def test_compositions(program, monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("program", [program for program in TABLE if str(program) in QUICK], ids=str)
+@pytest.mark.parametrize(
+    "program", [program for program in TABLE if str(program) in QUICK], ids=str
+)
 def test_in_litert(program):
     pytest.importorskip("ai_edge_litert.interpreter")
     pytest.importorskip("litert_converter")
     for column in program.columns:
         result = special_values.outcome("litert", program, column)
-        assert result.state in (special_values.EQUAL, special_values.REFUSED), f"{column}: {result.detail}"
+        assert result.state in (special_values.EQUAL, special_values.REFUSED), (
+            f"{column}: {result.detail}"
+        )
 
 
 def test_too_many_updates_are_refused():
-    program = export.program(lambda params, x, i, v: x.at[i].max(v), {}, x=export.spec("20000"),
-                             i=export.spec("5000", "int32"), v=export.spec("5000"))
+    program = export.program(
+        lambda params, x, i, v: x.at[i].max(v),
+        {},
+        x=export.spec("20000"),
+        i=export.spec("5000", "int32"),
+        v=export.spec("5000"),
+    )
     stable, constants, weights = special_values._described(program)
-    run = _rebuild.sized(stable, constants, {}, {**_rebuild.OPERATIONS, **_litert_indices.OPERATIONS})
-    with pytest.raises(NotImplementedError, match="LiteRT: the operation 'scatter' of kind 'max' would compare 20000 "
-                                                  "positions with 5000 updates, which is too many"):
-        jax.eval_shape(lambda *inputs: run.body(stable, [*weights, *inputs]), *(
-            jax.ShapeDtypeStruct((n,), kind) for n, kind in ((20000, "float32"), (5000, "int32"), (5000, "float32"))))
+    run = _rebuild.sized(
+        stable, constants, {}, {**_rebuild.OPERATIONS, **_litert_indices.OPERATIONS}
+    )
+    with pytest.raises(
+        NotImplementedError,
+        match="LiteRT: the operation 'scatter' of kind 'max' would compare 20000 "
+        "positions with 5000 updates, which is too many",
+    ):
+        jax.eval_shape(
+            lambda *inputs: run.body(stable, [*weights, *inputs]),
+            *(
+                jax.ShapeDtypeStruct((n,), kind)
+                for n, kind in ((20000, "float32"), (5000, "int32"), (5000, "float32"))
+            ),
+        )

@@ -25,7 +25,9 @@ TWO = np.float32(2)
 
 def model_of(tmp_path, f, specs, *, params=TWO, pad=None, max_batch=4, tests=None, warm=True):
     path = tmp_path / "model.fnet"
-    program = export.program(f, params, **{name: export.spec(*spec) for name, spec in specs.items()})
+    program = export.program(
+        f, params, **{name: export.spec(*spec) for name, spec in specs.items()}
+    )
     program.save(path, **({"tests": {"predict": tests}} if tests else {}))
     model = Model("model", "1", export.load(path), "predict", max_batch, pad or {})
     if warm:
@@ -34,42 +36,103 @@ def model_of(tmp_path, f, specs, *, params=TWO, pad=None, max_batch=4, tests=Non
 
 
 X = {"x": ("b, 3",)}
-DEPENDENT = {      # name: (function, specs, the reason)
+DEPENDENT = {  # name: (function, specs, the reason)
     "softmax": (lambda p, x: jax.nn.softmax(p * x, axis=0), X, "depends on the other rows"),
     "center": (lambda p, x: x - x.mean(0, keepdims=True), X, "depends on the other rows"),
     "running sum": (lambda p, x: x.cumsum(0), X, "depends on the other rows"),
-    "batch norm": (lambda p, x: p * (x - x.mean(0, keepdims=True)) / jnp.sqrt(x.var(0, keepdims=True) + 1e-5), X,
-                   "depends on the other rows"),
+    "batch norm": (
+        lambda p, x: p * (x - x.mean(0, keepdims=True)) / jnp.sqrt(x.var(0, keepdims=True) + 1e-5),
+        X,
+        "depends on the other rows",
+    ),
     "sort": (lambda p, x: jnp.sort(p * x, axis=0), X, "depends on the other rows"),
     "rank": (lambda p, x: jnp.argsort(x, axis=0), X, "depends on the other rows"),
-    "best of the batch": (lambda p, x: x * (jnp.arange(x.shape[0]) == x[:, 0].argmax())[:, None].astype(x.dtype), X,
-                          "depends on the other rows"),
+    "best of the batch": (
+        lambda p, x: x * (jnp.arange(x.shape[0]) == x[:, 0].argmax())[:, None].astype(x.dtype),
+        X,
+        "depends on the other rows",
+    ),
     "reversed": (lambda p, x: x[::-1] * p, X, "depends on the other rows"),
     "rolled": (lambda p, x: jnp.roll(x, 1, axis=0) * p, X, "depends on the other rows"),
     "the first row": (lambda p, x: x - p * x[:1], X, "depends on the other rows"),
     "the first row is changed": (lambda p, x: x.at[0].set(0), X, "depends on the other rows"),
     "a late row is changed": (lambda p, x: x.at[3].set(0), X, "depends on the other rows"),
-    "a row that only a larger request has": (lambda p, x: x.at[6].set(0), X, "depends on the other rows"),
-    "position": (lambda p, x: x + jnp.arange(x.shape[0], dtype=jnp.float32)[:, None], X, "depends on the other rows"),
+    "a row that only a larger request has": (
+        lambda p, x: x.at[6].set(0),
+        X,
+        "depends on the other rows",
+    ),
+    "position": (
+        lambda p, x: x + jnp.arange(x.shape[0], dtype=jnp.float32)[:, None],
+        X,
+        "depends on the other rows",
+    ),
     "size": (lambda p, x: x / x.shape[0], X, "depends on the other rows"),
-    "a mean above a limit": (lambda p, x: jnp.where(x.mean() > 1e5, 0, p * x), X, "depends on the other rows"),
-    "a mean below a limit": (lambda p, x: jnp.where(x.mean() < -50, 0, p * x), X, "depends on the other rows"),
-    "any NaN": (lambda p, x: jnp.where(jnp.isnan(x).any(), 0, p * x), X, "depends on the other rows"),
-    "NaN times 0": (lambda p, x: p * x + 0 * x.sum(0, keepdims=True), X, "depends on the other rows"),
-    "a tiny share": (lambda p, x: p * x + 1e-6 * jnp.clip(x, -1, 1).sum(0, keepdims=True), X,
-                     "depends on the other rows"),
-    "equal rows": (lambda p, x: p * x * (1 + (x[:, None] == x[None]).all(2).sum(1)[:, None].astype(x.dtype)), X,
-                   "depends on the other rows"),
-    "integers": (lambda p, x: x - x.max(0, keepdims=True), {"x": ("b, 3", "int32")}, "depends on the other rows"),
-    "most frequent": (lambda p, x: x == jnp.argmax(jnp.bincount(x, length=4)), {"x": ("b", "int32")},
-                      "depends on the other rows"),
-    "lengths of others": (lambda p, x, n: jnp.where(jnp.arange(x.shape[1])[None] < n.max(), x, 0),
-                          {"x": ("b, t",), "n": ("b", "int32")}, "depends on the other rows"),
-    "drawn by position": (lambda p, x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape).astype(x.dtype), X,
-                          "a while loop"),
-    "one of two outputs": (lambda p, x: {"good": p * x, "bad": x - x.mean(0, keepdims=True)}, X, "'output/bad'"),
-    "a loop": (lambda p, x: jax.lax.while_loop(lambda x: (x > 1).any(), lambda x: x / 2, x), X, "a while loop"),
-    "always zero": (lambda p, x: 0 * jnp.nan_to_num(jnp.clip(x, -1, 1)), X, "shows nothing about other rows"),
+    "a mean above a limit": (
+        lambda p, x: jnp.where(x.mean() > 1e5, 0, p * x),
+        X,
+        "depends on the other rows",
+    ),
+    "a mean below a limit": (
+        lambda p, x: jnp.where(x.mean() < -50, 0, p * x),
+        X,
+        "depends on the other rows",
+    ),
+    "any NaN": (
+        lambda p, x: jnp.where(jnp.isnan(x).any(), 0, p * x),
+        X,
+        "depends on the other rows",
+    ),
+    "NaN times 0": (
+        lambda p, x: p * x + 0 * x.sum(0, keepdims=True),
+        X,
+        "depends on the other rows",
+    ),
+    "a tiny share": (
+        lambda p, x: p * x + 1e-6 * jnp.clip(x, -1, 1).sum(0, keepdims=True),
+        X,
+        "depends on the other rows",
+    ),
+    "equal rows": (
+        lambda p, x: p * x * (1 + (x[:, None] == x[None]).all(2).sum(1)[:, None].astype(x.dtype)),
+        X,
+        "depends on the other rows",
+    ),
+    "integers": (
+        lambda p, x: x - x.max(0, keepdims=True),
+        {"x": ("b, 3", "int32")},
+        "depends on the other rows",
+    ),
+    "most frequent": (
+        lambda p, x: x == jnp.argmax(jnp.bincount(x, length=4)),
+        {"x": ("b", "int32")},
+        "depends on the other rows",
+    ),
+    "lengths of others": (
+        lambda p, x, n: jnp.where(jnp.arange(x.shape[1])[None] < n.max(), x, 0),
+        {"x": ("b, t",), "n": ("b", "int32")},
+        "depends on the other rows",
+    ),
+    "drawn by position": (
+        lambda p, x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape).astype(x.dtype),
+        X,
+        "a while loop",
+    ),
+    "one of two outputs": (
+        lambda p, x: {"good": p * x, "bad": x - x.mean(0, keepdims=True)},
+        X,
+        "'output/bad'",
+    ),
+    "a loop": (
+        lambda p, x: jax.lax.while_loop(lambda x: (x > 1).any(), lambda x: x / 2, x),
+        X,
+        "a while loop",
+    ),
+    "always zero": (
+        lambda p, x: 0 * jnp.nan_to_num(jnp.clip(x, -1, 1)),
+        X,
+        "shows nothing about other rows",
+    ),
     "always NaN": (lambda p, x: x * jnp.nan, X, "have no finite element"),
     "a scalar": (lambda p, x: x.mean(), X, "not one size variable"),
     "no rows in one output": (lambda p, x: (x, x.mean(0)), X, "not one size variable"),
@@ -86,8 +149,12 @@ def test_dependent_rows_are_computed_alone(name, tmp_path):
     assert not model.batched and model.max_batch == 1 and reason in model.not_batched
     draw = np.random.default_rng(1)
     for rows in (2,) if name == "a fixed batch" else (1, 3, 9):
-        inputs = [draw.integers(0, 3, (rows, *[2] * spec[0].count("t"), *[3] * spec[0].count("3"))).astype(
-            spec[1] if len(spec) > 1 else np.float32) for spec in specs.values()]
+        inputs = [
+            draw.integers(
+                0, 3, (rows, *[2] * spec[0].count("t"), *[3] * spec[0].count("3"))
+            ).astype(spec[1] if len(spec) > 1 else np.float32)
+            for spec in specs.values()
+        ]
         got, want = model.compute(model.bound(inputs)), jax.tree.leaves(model.bundle(*inputs))
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a, b, 1e-6)
@@ -98,10 +165,18 @@ INDEPENDENT = {
     "rows": (lambda p, x: jnp.tanh(p * x) @ jnp.ones((3, 2)), X),
     "softmax of a row": (lambda p, x: jax.nn.softmax(p * x), X),
     "a class": (lambda p, x: {"label": jnp.argmax(x, 1), "p": jax.nn.softmax(x)}, X),
-    "the last element": (lambda p, x, n: x[jnp.arange(x.shape[0]), n - 1] * p, {"x": ("b, t",), "n": ("b", "int32")}),
-    "a masked sum": (lambda p, x, n: p * jnp.where(jnp.arange(x.shape[1])[None] < n[:, None], x, 0).sum(1),
-                     {"x": ("b, t",), "n": ("b", "int32")}),
-    "half precision": (lambda p, x: x @ jnp.ones((3, 2), jnp.bfloat16), {"x": ("b, 3", "bfloat16")}),
+    "the last element": (
+        lambda p, x, n: x[jnp.arange(x.shape[0]), n - 1] * p,
+        {"x": ("b, t",), "n": ("b", "int32")},
+    ),
+    "a masked sum": (
+        lambda p, x, n: p * jnp.where(jnp.arange(x.shape[1])[None] < n[:, None], x, 0).sum(1),
+        {"x": ("b, t",), "n": ("b", "int32")},
+    ),
+    "half precision": (
+        lambda p, x: x @ jnp.ones((3, 2), jnp.bfloat16),
+        {"x": ("b, 3", "bfloat16")},
+    ),
     "bytes": (lambda p, x: x.astype(jnp.float32) / 255, {"x": ("b, 3", "uint8")}),
     "booleans": (lambda p, x: jnp.where(x, p, 0), {"x": ("b, 3", "bool")}),
     "minus infinity": (lambda p, x: jnp.where(x > 0, p * x, -jnp.inf), X),
@@ -121,29 +196,98 @@ def test_a_layer_is_batched(tmp_path):
     assert model.batched
 
 
-PADDED = {      # name: (function, specs, sizes, the reason or None)
-    "mean": (lambda p, x: x.mean(1), {"x": ("b, t, 3",)}, {"t": (4, 8)}, "depends on the padding of t"),
-    "another free size": (lambda p, x: x.mean(1), {"x": ("b, t, c",)}, {"t": (4, 8)}, "depends on the padding of t"),
-    "the size of the test is padded": (lambda p, x: x.mean(1), {"x": ("b, t, 3",)}, {"t": (2, 4, 8)},
-                                       "depends on the padding of t"),
-    "maximum": (lambda p, x: x.max(1), {"x": ("b, t, 3",)}, {"t": (8,)}, "depends on the padding of t"),
-    "maximum of positive numbers": (lambda p, x: jnp.abs(x).max(1), {"x": ("b, t, 3",)}, {"t": (8,)},
-                                    "depends on the values in the padding of t"),
-    "the last": (lambda p, x: x[:, -1] * p, {"x": ("b, t",)}, {"t": (4,)}, "depends on the padding of t"),
-    "reversed": (lambda p, x: x[:, ::-1] * p, {"x": ("b, t",)}, {"t": (4,)}, "depends on the padding of t"),
-    "softmax": (lambda p, x: jax.nn.softmax(x), {"x": ("b, t",)}, {"t": (4,)}, "depends on the padding of t"),
-    "one of two": (lambda p, x, y: x.cumsum(1) + y.mean(1, keepdims=True), {"x": ("b, t",), "y": ("b, s",)},
-                   {"t": (4, 8), "s": (4,)}, "depends on the padding of s"),
-    "tokens": (lambda p, x: jnp.eye(9)[x].mean(1), {"x": ("b, t", "int32")}, {"t": (4,)},
-               "depends on the padding of t"),
-    "flags": (lambda p, x: jnp.where(x, p, 0).mean(1), {"x": ("b, t", "bool")}, {"t": (4,)},
-              "depends on the padding of t"),
-    "no information": (lambda p, x: 0 * x, {"x": ("b, t",)}, {"t": (4,)}, "shows nothing about the padding of t"),
+PADDED = {  # name: (function, specs, sizes, the reason or None)
+    "mean": (
+        lambda p, x: x.mean(1),
+        {"x": ("b, t, 3",)},
+        {"t": (4, 8)},
+        "depends on the padding of t",
+    ),
+    "another free size": (
+        lambda p, x: x.mean(1),
+        {"x": ("b, t, c",)},
+        {"t": (4, 8)},
+        "depends on the padding of t",
+    ),
+    "the size of the test is padded": (
+        lambda p, x: x.mean(1),
+        {"x": ("b, t, 3",)},
+        {"t": (2, 4, 8)},
+        "depends on the padding of t",
+    ),
+    "maximum": (
+        lambda p, x: x.max(1),
+        {"x": ("b, t, 3",)},
+        {"t": (8,)},
+        "depends on the padding of t",
+    ),
+    "maximum of positive numbers": (
+        lambda p, x: jnp.abs(x).max(1),
+        {"x": ("b, t, 3",)},
+        {"t": (8,)},
+        "depends on the values in the padding of t",
+    ),
+    "the last": (
+        lambda p, x: x[:, -1] * p,
+        {"x": ("b, t",)},
+        {"t": (4,)},
+        "depends on the padding of t",
+    ),
+    "reversed": (
+        lambda p, x: x[:, ::-1] * p,
+        {"x": ("b, t",)},
+        {"t": (4,)},
+        "depends on the padding of t",
+    ),
+    "softmax": (
+        lambda p, x: jax.nn.softmax(x),
+        {"x": ("b, t",)},
+        {"t": (4,)},
+        "depends on the padding of t",
+    ),
+    "one of two": (
+        lambda p, x, y: x.cumsum(1) + y.mean(1, keepdims=True),
+        {"x": ("b, t",), "y": ("b, s",)},
+        {"t": (4, 8), "s": (4,)},
+        "depends on the padding of s",
+    ),
+    "tokens": (
+        lambda p, x: jnp.eye(9)[x].mean(1),
+        {"x": ("b, t", "int32")},
+        {"t": (4,)},
+        "depends on the padding of t",
+    ),
+    "flags": (
+        lambda p, x: jnp.where(x, p, 0).mean(1),
+        {"x": ("b, t", "bool")},
+        {"t": (4,)},
+        "depends on the padding of t",
+    ),
+    "no information": (
+        lambda p, x: 0 * x,
+        {"x": ("b, t",)},
+        {"t": (4,)},
+        "shows nothing about the padding of t",
+    ),
     "causal": (lambda p, x: x.cumsum(1) * p, {"x": ("b, t",)}, {"t": (4, 8)}, None),
-    "lengths": (lambda p, x, n: p * jnp.where(jnp.arange(x.shape[1])[None] < n[:, None], x, 0).sum(1),
-                {"x": ("b, t",), "n": ("b", "int32")}, {"t": (4, 8)}, None),
-    "a mask": (lambda p, x, mask: (x * mask).sum(1) * p, {"x": ("b, t",), "mask": ("b, t",)}, {"t": (4,)}, None),
-    "two sizes": (lambda p, x: jnp.cumsum(x.cumsum(1), 2) * p, {"x": ("b, h, w",)}, {"h": (4,), "w": (4, 6)}, None),
+    "lengths": (
+        lambda p, x, n: p * jnp.where(jnp.arange(x.shape[1])[None] < n[:, None], x, 0).sum(1),
+        {"x": ("b, t",), "n": ("b", "int32")},
+        {"t": (4, 8)},
+        None,
+    ),
+    "a mask": (
+        lambda p, x, mask: (x * mask).sum(1) * p,
+        {"x": ("b, t",), "mask": ("b, t",)},
+        {"t": (4,)},
+        None,
+    ),
+    "two sizes": (
+        lambda p, x: jnp.cumsum(x.cumsum(1), 2) * p,
+        {"x": ("b, h, w",)},
+        {"h": (4,), "w": (4, 6)},
+        None,
+    ),
     "nothing between": (lambda p, x: x.mean(1), {"x": ("b, t",)}, {"t": (1, 2, 3)}, None),
 }
 
@@ -154,7 +298,9 @@ def test_padding_is_tested(name, tmp_path):
     f, specs, pad, reason = PADDED[name]
     model = model_of(tmp_path, f, specs, pad=pad, max_batch=1, warm=False)
     if reason is not None:
-        with pytest.raises(ValueError, match=f"serve: model: .*{reason}.*serve the model without --pad"):
+        with pytest.raises(
+            ValueError, match=f"serve: model: .*{reason}.*serve the model without --pad"
+        ):
             model.warm()
         return
     model.warm()
@@ -182,7 +328,7 @@ def test_the_stored_test_is_used(tmp_path):
 def test_sizes_that_depend_on_a_padded_size(tmp_path):
     with pytest.raises(ValueError, match="inputs or outputs have sizes computed from 't'"):
         model_of(tmp_path, lambda p, x: jnp.repeat(x, 2, 1), {"x": ("b, t",)}, pad={"t": (4,)})
-    f = lambda p, x, y: x * y[:, :x.shape[1]]
+    f = lambda p, x, y: x * y[:, : x.shape[1]]
     with pytest.raises(ValueError, match="inputs or outputs have sizes computed from 't'"):
         model_of(tmp_path, f, {"x": ("b, t",), "y": ("b, 2*t",)}, pad={"t": (4,)})
 
@@ -190,11 +336,16 @@ def test_sizes_that_depend_on_a_padded_size(tmp_path):
 def test_several_clients(tmp_path):
     """Each client gets its own answer, from a model that is batched and from one that is not."""
     testclient = pytest.importorskip("starlette.testclient")
-    functions = {"center": lambda p, x: x - x.mean(0, keepdims=True), "tanh": lambda p, x: jnp.tanh(x * p)}
+    functions = {
+        "center": lambda p, x: x - x.mean(0, keepdims=True),
+        "tanh": lambda p, x: jnp.tanh(x * p),
+    }
     for name, f in functions.items():
         export.program(f, jnp.float32(2), x=export.spec("b, 3")).save(tmp_path / f"{name}.fnet")
-    app = serve.application([str(tmp_path / f"{name}.fnet") for name in functions],
-                            serve.Options(max_delay=0.05, max_batch=8))
+    app = serve.application(
+        [str(tmp_path / f"{name}.fnet") for name in functions],
+        serve.Options(max_delay=0.05, max_batch=8),
+    )
     answers = {}
     with testclient.TestClient(app, base_url="http://127.0.0.1") as client:
         while client.get("/v2/health/ready").status_code != 200:
@@ -203,34 +354,54 @@ def test_several_clients(tmp_path):
         def ask(i, name):
             x = np.random.default_rng(i).normal(size=(1 + i % 3, 3)).astype(np.float32)
             x = x if i % 2 else x * np.nan
-            body = {"inputs": [{"name": "x", "shape": list(x.shape), "datatype": "FP32",
-                                "parameters": {"binary_data_size": x.nbytes}}]}
+            body = {
+                "inputs": [
+                    {
+                        "name": "x",
+                        "shape": list(x.shape),
+                        "datatype": "FP32",
+                        "parameters": {"binary_data_size": x.nbytes},
+                    }
+                ]
+            }
             head = json.dumps(body).encode()
-            got = client.post(f"/v2/models/{name}/infer", content=head + x.tobytes(),
-                              headers={"Inference-Header-Content-Length": str(len(head))}).json()["outputs"][0]
+            got = client.post(
+                f"/v2/models/{name}/infer",
+                content=head + x.tobytes(),
+                headers={"Inference-Header-Content-Length": str(len(head))},
+            ).json()["outputs"][0]
             answers[i, name] = x, np.array(got["data"], np.float32).reshape(got["shape"])
 
-        threads = [threading.Thread(target=ask, args=(i, name)) for i in range(8) for name in functions]
+        threads = [
+            threading.Thread(target=ask, args=(i, name)) for i in range(8) for name in functions
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        metadata = {name: client.get(f"/v2/models/{name}").json()["parameters"] for name in functions}
+        metadata = {
+            name: client.get(f"/v2/models/{name}").json()["parameters"] for name in functions
+        }
     assert len(answers) == 16
     for (_, name), (x, got) in answers.items():
         np.testing.assert_allclose(got, functions[name](jnp.float32(2), x), 1e-5, 1e-6)
     assert metadata["tanh"]["batched"] and "not_batched" not in metadata["tanh"]
-    assert not metadata["center"]["batched"] and "depends on the other rows" in metadata["center"]["not_batched"]
+    assert (
+        not metadata["center"]["batched"]
+        and "depends on the other rows" in metadata["center"]["not_batched"]
+    )
 
 
 def test_a_model_that_cannot_be_served_says_why(tmp_path):
     testclient = pytest.importorskip("starlette.testclient")
     export.program(lambda p, x: x.mean(1), {}, x=export.spec("b, t")).save(tmp_path / "mean.fnet")
-    app = serve.application([str(tmp_path / "mean.fnet")], serve.Options(pad={"t": (4,)}, max_batch=1))
+    app = serve.application(
+        [str(tmp_path / "mean.fnet")], serve.Options(pad={"t": (4,)}, max_batch=1)
+    )
     with testclient.TestClient(app, base_url="http://127.0.0.1") as client:
         while app.state.server.repository.error is None:
             time.sleep(0.02)
         response = client.post("/v2/models/mean/infer", json={})
-        row, = client.post("/v2/repository/index").json()
+        (row,) = client.post("/v2/repository/index").json()
     assert response.status_code == 503 and "depends on the padding of t" in response.json()["error"]
     assert row["state"] == "UNAVAILABLE" and "depends on the padding of t" in row["reason"]

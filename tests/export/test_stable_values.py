@@ -17,12 +17,19 @@ from fnet.jaxpr import _stable
 
 pytestmark = pytest.mark.usefixtures("quickly")
 # `make special-values` tests all 2,100 cases.
-CASES = [pytest.param(key, id=" ".join(key)) for key in random.Random(0).sample(sorted(stable_values.CASES), 350)]
+CASES = [
+    pytest.param(key, id=" ".join(key))
+    for key in random.Random(0).sample(sorted(stable_values.CASES), 350)
+]
 
 
 @pytest.fixture(autouse=True)
 def wide():
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
@@ -41,7 +48,9 @@ def test_numpy_computes_the_same(key):
 
 
 def test_casts_in_numpy():
-    cast = lambda x, dtype: _interpret._converted(None, None, [(np.dtype(dtype), np.shape(x))], np.array(x))[0].tolist()
+    cast = lambda x, dtype: _interpret._converted(
+        None, None, [(np.dtype(dtype), np.shape(x))], np.array(x)
+    )[0].tolist()
     assert cast(np.float32([1e-40, -0.0, np.nan, 0.5]), "bool") == [False, False, True, True]
     assert cast(np.float32([300, -300, np.nan, 2.9, np.inf]), "int8") == [127, -128, 0, 2, 127]
 
@@ -99,7 +108,10 @@ def test_every_recorded_option_is_read(evaluate, unused):
     read["size"] = {"value"}
     assert set(written) == set(_rebuild.OPERATIONS) == set(_interpret.OPERATIONS)
     unread = {
-        operation: names - read[operation] - unused - ({"sizes"} if operation == "dynamic_slice" else set())
+        operation: names
+        - read[operation]
+        - unused
+        - ({"sizes"} if operation == "dynamic_slice" else set())
         for operation, names in written.items()
     }
     assert not {operation: names for operation, names in unread.items() if names}
@@ -113,9 +125,14 @@ PARAMETERS = {
     ("tanh", "tolerance"): (lambda x: lax.tanh(x, accuracy=lax.Tolerance(1e-5, 1e-6, 2)), [X]),
     ("dot", "precision"): (lambda x: lax.dot(x, x.T, precision="highest"), [X]),
     ("dot", "two"): (lambda x: lax.dot(x, x.T, precision=("high", "default")), [X]),
-    ("dot", "algorithm"): (lambda x: lax.dot(x, x.T, precision=lax.DotAlgorithmPreset.F32_F32_F32), [X]),
+    ("dot", "algorithm"): (
+        lambda x: lax.dot(x, x.T, precision=lax.DotAlgorithmPreset.F32_F32_F32),
+        [X],
+    ),
     ("dot", "result"): (
-        lambda x: lax.dot(x.astype(jnp.int8), x.T.astype(jnp.int8), preferred_element_type=jnp.int32),
+        lambda x: lax.dot(
+            x.astype(jnp.int8), x.T.astype(jnp.int8), preferred_element_type=jnp.int32
+        ),
         [X],
     ),
     ("convolution", "precision"): (
@@ -124,7 +141,10 @@ PARAMETERS = {
         ),
         [X],
     ),
-    ("gather", "promises"): (lambda x, i: x.at[i].get(unique_indices=True, indices_are_sorted=True), [X, PLACES[::-1]]),
+    ("gather", "promises"): (
+        lambda x, i: x.at[i].get(unique_indices=True, indices_are_sorted=True),
+        [X, PLACES[::-1]],
+    ),
     ("scatter", "promises"): (lambda x, i: x.at[i].add(1.0, unique_indices=True), [X, PLACES]),
     ("scatter", "apply"): (lambda x, i: x.at[i].apply(jnp.exp, unique_indices=True), [X, PLACES]),
 }
@@ -134,8 +154,12 @@ PARAMETERS = {
 def test_equations_have_the_recorded_parameters(key):
     """What `jax.make_jaxpr` shows of a rebuilt program is what it shows of the program."""
     program, constants, args = stable_values.stable(key, PARAMETERS)
-    rebuilt = jax.make_jaxpr(lambda *args: _rebuild.sized(program, constants, {}).body(program, args))(*args)
-    wanted = jaxpr.inlined(jax.make_jaxpr(lambda *args: jax.tree.leaves(PARAMETERS[key][0](*args)))(*args))
+    rebuilt = jax.make_jaxpr(
+        lambda *args: _rebuild.sized(program, constants, {}).body(program, args)
+    )(*args)
+    wanted = jaxpr.inlined(
+        jax.make_jaxpr(lambda *args: jax.tree.leaves(PARAMETERS[key][0](*args)))(*args)
+    )
     parameters = lambda closed: [
         (eqn.primitive.name, {name: str(value) for name, value in eqn.params.items()})
         for eqn in closed.jaxpr.eqns
@@ -160,7 +184,8 @@ def test_an_unknown_parameter_is_an_error(monkeypatch):
     monkeypatch.delitem(_stable._IRRELEVANT, "weak_type")
     closed = jax.make_jaxpr(lambda x: x.astype(jnp.int32))(X)
     with pytest.raises(
-        jaxpr.Unsupported, match=r"'convert_element_type'.*its parameter 'weak_type' is unknown to this version of fnet"
+        jaxpr.Unsupported,
+        match=r"'convert_element_type'.*its parameter 'weak_type' is unknown to this version of fnet",
     ):
         jaxpr.stable(closed)
 
@@ -185,7 +210,10 @@ def test_a_negative_start_is_counted_from_the_end_once(f, start):
 
 def test_a_function_applied_by_a_scatter(tmp_path):
     program = export.program(
-        lambda params, x, i: x.at[i].apply(jnp.exp), {}, x=export.spec("n", "float32"), i=export.spec("2", "int32")
+        lambda params, x, i: x.at[i].apply(jnp.exp),
+        {},
+        x=export.spec("n", "float32"),
+        i=export.spec("2", "int32"),
     )
     program.save(tmp_path / "f")
     export.renew(tmp_path / "f", tmp_path / "g")

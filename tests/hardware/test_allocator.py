@@ -31,8 +31,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not GNU's")
 def test_freed_memory_is_used_again_without_page_faults():
     """Eight blocks of 64 MB after the first: 131,072 pages of 4 kB, or none."""
+
     def faults(kind):
-        run = subprocess.run([sys.executable, "-c", FAULTS, kind], check=True, capture_output=True, text=True)
+        run = subprocess.run(
+            [sys.executable, "-c", FAULTS, kind], check=True, capture_output=True, text=True
+        )
         return int(run.stdout)
 
     pages = 8 * (1 << 26) // resource.getpagesize()

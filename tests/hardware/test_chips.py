@@ -28,9 +28,21 @@ def test_every_row_is_whole():
 
 def test_every_figure_of_the_file_names_a_field_it_doubts():
     """What a row calls derived or unverified is a field it has: a misspelt one would vouch for a figure."""
-    fields = {"bandwidth", "clock", "links", "device_kinds", "units", "year", "all", "memory_bytes", "memory_kind",
-              "caches"}
-    for row in json.loads(resources.files("fnet.hardware").joinpath("chips.json").read_text())["chips"]:
+    fields = {
+        "bandwidth",
+        "clock",
+        "links",
+        "device_kinds",
+        "units",
+        "year",
+        "all",
+        "memory_bytes",
+        "memory_kind",
+        "caches",
+    }
+    for row in json.loads(resources.files("fnet.hardware").joinpath("chips.json").read_text())[
+        "chips"
+    ]:
         for name in (*row.get("derived", ()), *row.get("unverified", ())):
             assert name in fields or name in row["peak_tflops"], f"{row['name']}: {name}"
             assert name != "bandwidth" or "bandwidth_gbs" in row
@@ -55,38 +67,65 @@ def test_names():
     assert hw.chips.find("NVIDIA H100 80GB HBM3").name == "H100 SXM5 80GB"
     assert hw.chips.find("NVIDIA L40S").name == "L40S" and hw.chips.find("NVIDIA L4").name == "L4"
     assert hw.chips.find("AMD Instinct MI300X VF").name == "MI300X"
-    assert hw.chips.find("TPU v5").name == "TPU v5p" and hw.chips.find("TPU v5 lite").name == "TPU v5e"
+    assert (
+        hw.chips.find("TPU v5").name == "TPU v5p" and hw.chips.find("TPU v5 lite").name == "TPU v5e"
+    )
     assert "RTX 3090" in hw.chips and "RTX 4080" not in hw.chips and 7 not in hw.chips
     assert next(iter(hw.chips)) == "TPU v2"
 
 
 @pytest.mark.parametrize("look", [hw.chips.__getitem__, hw.chips.find])
 def test_an_unknown_name_lists_similar_names(look):
-    with pytest.raises(KeyError, match="the catalog has no chip 'TPU v5x'; the most similar names are 'TPU v5"):
+    with pytest.raises(
+        KeyError, match="the catalog has no chip 'TPU v5x'; the most similar names are 'TPU v5"
+    ):
         look("TPU v5x")
 
 
-@pytest.mark.parametrize(("name", "variants"), [
-    ("V100", ["V100 SXM2 16GB", "V100 PCIe 16GB", "V100 SXM2 32GB", "V100 PCIe 32GB"]),
-    ("titan x", ["Titan X (Maxwell)", "Titan X (Pascal)"]),
-    ("P100", ["P100 PCIe 16GB", "P100 SXM2 16GB"]),
-])
+@pytest.mark.parametrize(
+    ("name", "variants"),
+    [
+        ("V100", ["V100 SXM2 16GB", "V100 PCIe 16GB", "V100 SXM2 32GB", "V100 PCIe 32GB"]),
+        ("titan x", ["Titan X (Maxwell)", "Titan X (Pascal)"]),
+        ("P100", ["P100 PCIe 16GB", "P100 SXM2 16GB"]),
+    ],
+)
 def test_a_name_of_several_chips_lists_them(name, variants):
     with pytest.raises(KeyError) as error:
         hw.chips[name]
-    assert error.value.args[0] == (f"the catalog has {len(variants)} chips {name!r}: {', '.join(map(repr, variants))}; "
-                                   "choose one")
+    assert error.value.args[0] == (
+        f"the catalog has {len(variants)} chips {name!r}: {', '.join(map(repr, variants))}; "
+        "choose one"
+    )
     assert name not in hw.chips and hw.chips.variants(name) == variants
     with pytest.raises(KeyError, match="choose one"):
         hw.chips.find(name)
 
 
 def test_cores_memory_and_caches():
-    facts = {name: (hw.chips[name].cores, hw.chips[name].memory_kind) for name in (
-        "Titan RTX", "MI300X", "i7-7700K", "TPU v3", "GTX Titan X", "K80", "M1 Max", "Graviton3")}
-    assert facts == {"Titan RTX": (4608, "GDDR6"), "MI300X": (19456, "HBM3"), "i7-7700K": (4, "DDR4"),
-                     "TPU v3": (2, "HBM"), "GTX Titan X": (3072, "GDDR5"), "K80": (4992, "GDDR5"),
-                     "M1 Max": (32, None), "Graviton3": (64, "DDR5")}
+    facts = {
+        name: (hw.chips[name].cores, hw.chips[name].memory_kind)
+        for name in (
+            "Titan RTX",
+            "MI300X",
+            "i7-7700K",
+            "TPU v3",
+            "GTX Titan X",
+            "K80",
+            "M1 Max",
+            "Graviton3",
+        )
+    }
+    assert facts == {
+        "Titan RTX": (4608, "GDDR6"),
+        "MI300X": (19456, "HBM3"),
+        "i7-7700K": (4, "DDR4"),
+        "TPU v3": (2, "HBM"),
+        "GTX Titan X": (3072, "GDDR5"),
+        "K80": (4992, "GDDR5"),
+        "M1 Max": (32, None),
+        "Graviton3": (64, "DDR5"),
+    }
     assert hw.chips["A100 SXM4 80GB"].caches["L2"] == 40 * 2**20
     assert hw.chips["A100 SXM4 80GB"].basis("caches") == "unverified"
 
@@ -106,7 +145,11 @@ def test_memory_and_bandwidth_are_bytes():
 
 def test_a_device_has_its_share_of_the_chip():
     half = hw.chips["TPU v3"].per_device
-    assert half.peaks["bf16"] == 61.5e12 and half.memory_bytes == 16 * 2**30 and half.jax_devices_per_chip == 1
+    assert (
+        half.peaks["bf16"] == 61.5e12
+        and half.memory_bytes == 16 * 2**30
+        and half.jax_devices_per_chip == 1
+    )
     assert half.name == "TPU v3, one of 2 devices"
     assert hw.chips["TPU v5e"].per_device is hw.chips["TPU v5e"]
 
@@ -125,7 +168,10 @@ def test_peak_follows_what_jax_does_with_float32():
     assert v5e.peak("float32")[:2] == (197e12, "bf16")
     assert v5e.peak(jnp.float32, precision="highest").flops == pytest.approx(197e12 / 6)
     assert v5e.peak("float16") is None and v5e.peak("int8").flops == 394e12
-    assert h100.peak("float32").dtype == "tf32" and h100.peak("float32", precision="highest").dtype == "fp32"
+    assert (
+        h100.peak("float32").dtype == "tf32"
+        and h100.peak("float32", precision="highest").dtype == "fp32"
+    )
     assert v100.peak("float32").flops == 15.7e12 and v100.peak("bfloat16") is None
     assert hw.chips["MI300X"].peak("float32").dtype == "fp32_matrix"
 
@@ -155,11 +201,17 @@ def test_formulas(name, dtype, formula, tflops):
 
 
 def test_every_disagreement_is_explained():
-    rows = [(item.name, check) for item in (*hw.chips.values(), *hw.systems.values()) for check in hw.checks(item)]
+    rows = [
+        (item.name, check)
+        for item in (*hw.chips.values(), *hw.systems.values())
+        for check in hw.checks(item)
+    ]
     assert len(rows) > 60
     for name, check in rows:
         assert math.isfinite(check.deviation)
-        assert abs(check.deviation) < 0.02 or check.explanation, f"{name} {check.dtype}: {check.deviation:+.1%}"
+        assert abs(check.deviation) < 0.02 or check.explanation, (
+            f"{name} {check.dtype}: {check.deviation:+.1%}"
+        )
 
 
 def quote(item, dtype, tflops):
@@ -171,7 +223,10 @@ def test_the_published_figures_beside_the_computed():
     assert quote(hw.chips["Titan V"], "fp32", 14).deviation == pytest.approx(-0.06, abs=0.005)
     assert "V100 PCIe" in quote(hw.chips["Titan V"], "fp16", 112).explanation
     ryzen = quote(hw.chips["Ryzen 9 3950X"], "fp32", 4.8)
-    assert ryzen.quoted / ryzen.computed == pytest.approx(2, rel=0.01) and "twice too high" in ryzen.explanation
+    assert (
+        ryzen.quoted / ryzen.computed == pytest.approx(2, rel=0.01)
+        and "twice too high" in ryzen.explanation
+    )
     assert abs(quote(hw.chips["i7-7700K"], "fp32", 0.54).deviation) < 0.01
 
 
@@ -180,7 +235,9 @@ def test_systems():
     dgx = hw.systems["DGX-1"]
     assert (dgx.count, dgx.chip.name) == (8, "V100 SXM2 16GB")
     assert "119.2" in quote(dgx, "fp16", 960).explanation
-    assert hw.systems["TPU v2-8"].flops("bf16") == 184e12 and quote(hw.systems["TPU v2-8"], "bf16", 180)
+    assert hw.systems["TPU v2-8"].flops("bf16") == 184e12 and quote(
+        hw.systems["TPU v2-8"], "bf16", 180
+    )
     board = hw.systems["TPU v3-8"]
     assert board.flops("bf16") == 492e12 and "492" in quote(board, "bf16", 420).explanation
     assert hw.systems["TPU v3 pod"].flops("bf16") == pytest.approx(126e15, rel=0.001)
@@ -189,8 +246,14 @@ def test_systems():
         hw.systems["DGX-9"]
 
 
-LAUNCH = {"Intel Core i7-7700K": 385, "AMD Ryzen 9 3950X": 749, "RTX 2080 Ti": 1199, "Titan RTX": 2499, "Titan V": 2999,
-          "DGX-1 (V100)": 149_000}
+LAUNCH = {
+    "Intel Core i7-7700K": 385,
+    "AMD Ryzen 9 3950X": 749,
+    "RTX 2080 Ti": 1199,
+    "Titan RTX": 2499,
+    "Titan V": 2999,
+    "DGX-1 (V100)": 149_000,
+}
 
 
 @pytest.mark.parametrize("name", LAUNCH)
@@ -207,4 +270,7 @@ def test_flop_per_dollar():
     (bought,) = hw.flop_per_dollar(hw.chips["Titan RTX"], "fp32", years=1)
     assert bought.flop_per_dollar == pytest.approx(16.3e12 * 365.25 * 86400 / 2499)
     assert "1 years of use" in bought.assumption
-    assert hw.flop_per_dollar(hw.chips["TPU v4i"]) == () and hw.flop_per_dollar(hw.chips["Titan RTX"], "bf16") == ()
+    assert (
+        hw.flop_per_dollar(hw.chips["TPU v4i"]) == ()
+        and hw.flop_per_dollar(hw.chips["Titan RTX"], "bf16") == ()
+    )

@@ -22,14 +22,23 @@ def spec(*shape, dtype="float32"):
 def test_dense_is_2bmnk_and_its_bytes():
     counted = hw.count(lambda x, w: x @ w, spec(8, 32), spec(32, 64))
     assert counted.flops == counted.model_flops == 2 * 8 * 32 * 64
-    assert counted.io_bytes == counted.total.bytes == counted.total.fused_bytes == 4 * (8 * 32 + 32 * 64 + 8 * 64)
+    assert (
+        counted.io_bytes
+        == counted.total.bytes
+        == counted.total.fused_bytes
+        == 4 * (8 * 32 + 32 * 64 + 8 * 64)
+    )
     (matmul,) = counted.matmuls
-    assert matmul.shape == (1, 8, 64, 32) and matmul.dtype == "float32" and counted.dtype == "float32"
+    assert (
+        matmul.shape == (1, 8, 64, 32) and matmul.dtype == "float32" and counted.dtype == "float32"
+    )
     assert counted.notes == ()
 
 
 def test_batched_contraction():
-    counted = hw.count(lambda a, b: jnp.einsum("bhqd,bhkd->bhqk", a, b), spec(2, 3, 5, 7), spec(2, 3, 11, 7))
+    counted = hw.count(
+        lambda a, b: jnp.einsum("bhqd,bhkd->bhqk", a, b), spec(2, 3, 5, 7), spec(2, 3, 11, 7)
+    )
     assert counted.flops == 2 * 2 * 3 * 5 * 11 * 7 and counted.matmuls[0].shape == (6, 5, 11, 7)
 
 
@@ -38,45 +47,73 @@ def test_ragged_dot():
     assert counted.flops == 2 * 12 * 5 * 7
 
 
-CONVS = [      # (image, kernel, strides, dilation, groups, outputs per side)
-    ((2, 8, 8, 6), (3, 3, 6, 10), 1, 1, 1, 8), ((2, 8, 8, 6), (3, 3, 6, 10), 2, 1, 1, 4),
+CONVS = [  # (image, kernel, strides, dilation, groups, outputs per side)
+    ((2, 8, 8, 6), (3, 3, 6, 10), 1, 1, 1, 8),
+    ((2, 8, 8, 6), (3, 3, 6, 10), 2, 1, 1, 4),
     ((2, 9, 9, 6), (3, 3, 6, 10), 1, 2, 1, 9),
-    ((2, 8, 8, 6), (3, 3, 3, 10), 1, 1, 2, 8), ((1, 8, 8, 6), (5, 5, 1, 6), 1, 1, 6, 8),
+    ((2, 8, 8, 6), (3, 3, 3, 10), 1, 1, 2, 8),
+    ((1, 8, 8, 6), (5, 5, 1, 6), 1, 1, 6, 8),
 ]
 
 
 def conv(x, w, strides=1, dilation=1, groups=1):
-    return lax.conv_general_dilated(x, w, (strides,) * 2, "SAME", rhs_dilation=(dilation,) * 2,
-                                    feature_group_count=groups, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return lax.conv_general_dilated(
+        x,
+        w,
+        (strides,) * 2,
+        "SAME",
+        rhs_dilation=(dilation,) * 2,
+        feature_group_count=groups,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
 
 
 @pytest.mark.parametrize(("image", "kernel", "strides", "dilation", "groups", "side"), CONVS)
-def test_conv_counts_its_nominal_window_and_thrice_with_gradients(image, kernel, strides, dilation, groups, side):
+def test_conv_counts_its_nominal_window_and_thrice_with_gradients(
+    image, kernel, strides, dilation, groups, side
+):
     f = functools.partial(conv, strides=strides, dilation=dilation, groups=groups)
     nominal = 2 * image[0] * side**2 * kernel[3] * kernel[0] * kernel[1] * image[3] // groups
     assert hw.count(f, spec(*image), spec(*kernel)).flops == nominal
-    training = hw.count(jax.value_and_grad(lambda x, w: f(x, w).sum(), (0, 1)), spec(*image), spec(*kernel))
+    training = hw.count(
+        jax.value_and_grad(lambda x, w: f(x, w).sum(), (0, 1)), spec(*image), spec(*kernel)
+    )
     assert training.model_flops == 3 * nominal
 
 
 def test_a_transposed_conv_does_not_count_the_zeros_between_its_inputs():
-    f = lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    f = lambda x, w: lax.conv_transpose(
+        x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
     assert hw.count(f, spec(1, 8, 8, 4), spec(2, 2, 4, 6)).flops == 2 * 8 * 8 * 4 * 2 * 2 * 6
 
 
 def test_a_scan_is_its_length_times_its_body():
     one = hw.count(lambda x, w: jnp.tanh(x @ w), spec(4, 16), spec(16, 16))
-    many = hw.count(lambda x, w: lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=7)[0],
-                    spec(4, 16), spec(16, 16))
-    assert many.flops == 7 * one.flops and many.total.transcendental == 7 * one.total.transcendental == 7 * 64
+    many = hw.count(
+        lambda x, w: lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=7)[0],
+        spec(4, 16),
+        spec(16, 16),
+    )
+    assert (
+        many.flops == 7 * one.flops
+        and many.total.transcendental == 7 * one.total.transcendental == 7 * 64
+    )
     assert many.matmuls[0].times == 7
-    nested = hw.count(lambda x, w: lax.fori_loop(0, 3, lambda i, y: lax.fori_loop(0, 5, lambda j, z: z @ w, y), x),
-                      spec(4, 16), spec(16, 16))
+    nested = hw.count(
+        lambda x, w: lax.fori_loop(
+            0, 3, lambda i, y: lax.fori_loop(0, 5, lambda j, z: z @ w, y), x
+        ),
+        spec(4, 16),
+        spec(16, 16),
+    )
     assert nested.flops >= 15 * 2 * 4 * 16 * 16 and nested.model_flops == 15 * 2 * 4 * 16 * 16
 
 
 def test_a_while_loop_is_counted_once_and_says_so():
-    counted = hw.count(lambda x: lax.while_loop(lambda y: y.sum() < 9.0, lambda y: y @ y, x), spec(4, 4))
+    counted = hw.count(
+        lambda x: lax.while_loop(lambda y: y.sum() < 9.0, lambda y: y @ y, x), spec(4, 4)
+    )
     assert counted.model_flops == 2 * 4**3
     assert counted.notes == ("while loop: its number of iterations is unknown, one is counted",)
 
@@ -93,8 +130,15 @@ def test_a_cond_is_its_most_expensive_branch():
 
 def test_elementwise_reductions_and_transcendentals():
     total = hw.count(lambda x: (jnp.exp(x) * x + 1.0).sum(), spec(10)).total
-    assert (total.elementwise, total.reduction, total.transcendental, total.matmul) == (20, 10, 10, 0)
-    assert hw.count(lambda i: i * 3 + 1, spec(10, dtype="int32")).flops == 0      # index arithmetic is no FLOP
+    assert (total.elementwise, total.reduction, total.transcendental, total.matmul) == (
+        20,
+        10,
+        10,
+        0,
+    )
+    assert (
+        hw.count(lambda i: i * 3 + 1, spec(10, dtype="int32")).flops == 0
+    )  # index arithmetic is no FLOP
     pool = lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (2, 2), "VALID")
     assert hw.count(pool, spec(8, 8)).total.reduction == 8 * 8
 
@@ -108,7 +152,9 @@ def test_custom_derivatives_and_jitted_bodies_are_read():
     assert hw.count(jax.jit(f), spec(4, 8), spec(8, 2)).flops == 2 * 4 * 8 * 2
     both = hw.count(jax.value_and_grad(lambda x, w: f(x, w).sum(), (0, 1)), spec(4, 8), spec(8, 2))
     assert both.model_flops == 3 * 2 * 4 * 8 * 2
-    assert hw.count(lambda x: jax.nn.relu(x), spec(16)).total.elementwise == 16      # a custom_jvp around a jit
+    assert (
+        hw.count(lambda x: jax.nn.relu(x), spec(16)).total.elementwise == 16
+    )  # a custom_jvp around a jit
 
 
 def test_the_gradient_of_dense_costs_three_forwards():
@@ -125,7 +171,10 @@ def test_recomputation_is_counted_and_kept_out_of_the_model_flops():
     plain = hw.count(jax.value_and_grad(f), spec(4, 16), spec(16, 16))
     remat = hw.count(jax.value_and_grad(jax.checkpoint(f)), spec(4, 16), spec(16, 16))
     assert plain.total.recomputed == 0 and remat.total.recomputed > 0
-    assert remat.flops > plain.flops and remat.model_flops == plain.model_flops == 2 * 2 * 2 * 4 * 16 * 16
+    assert (
+        remat.flops > plain.flops
+        and remat.model_flops == plain.model_flops == 2 * 2 * 2 * 4 * 16 * 16
+    )
     assert set(remat.scopes) <= {"block", ""}
 
 
@@ -148,7 +197,10 @@ def gpt(params, tokens, heads):
         split = lambda t: t.reshape(batch, time, heads, width // heads)
         with jax.named_scope("attention"):
             q, k, v = map(split, jnp.split(x @ p["qkv"], 3, axis=-1))
-            x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
+            x = (
+                x
+                + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
+            )
         with jax.named_scope("mlp"):
             return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
 
@@ -160,11 +212,15 @@ def gpt(params, tokens, heads):
 
 def test_gpt_training_is_6n_plus_12lhds_per_token():
     width, depth, heads, vocab, batch, time = 64, 3, 4, 100, 2, 16
-    blocks = {"qkv": spec(depth, width, 3 * width), "out": spec(depth, width, width),
-              "up": spec(depth, width, 4 * width), "down": spec(depth, 4 * width, width)}
+    blocks = {
+        "qkv": spec(depth, width, 3 * width),
+        "out": spec(depth, width, width),
+        "up": spec(depth, width, 4 * width),
+        "down": spec(depth, 4 * width, width),
+    }
     params = {"embed": spec(vocab, width), "blocks": blocks, "head": spec(width, vocab)}
     tokens = spec(batch, time, dtype="int32")
-    n = depth * 12 * width**2 + width * vocab      # the embedding is a look-up, not a product
+    n = depth * 12 * width**2 + width * vocab  # the embedding is a look-up, not a product
     per_token = 6 * n + 12 * depth * heads * (width // heads) * time
     training = hw.count(jax.value_and_grad(gpt), params, tokens, heads=heads)
     assert training.model_flops == per_token * batch * time
@@ -181,14 +237,20 @@ def test_shard_map_counts_all_shards():
 
 def test_what_has_no_rule_is_named():
     counted = hw.count(lambda x: jnp.linalg.eigh(x)[0], spec(8, 8))
-    assert any(note.startswith("eigh") and "its FLOPs are unknown" in note for note in counted.notes)
+    assert any(
+        note.startswith("eigh") and "its FLOPs are unknown" in note for note in counted.notes
+    )
     callback = hw.count(lambda x: jax.pure_callback(lambda y: y, spec(4), x), spec(4))
     assert callback.notes == ("pure_callback: its FLOPs are unknown, counted as 0",)
 
 
 def test_a_product_that_autocast_lowered_counts_in_its_narrow_type():
     counted = hw.count(ft.autocast(lambda x, w: x @ w, "bfloat16"), spec(8, 32), spec(32, 64))
-    assert counted.model_flops == 2 * 8 * 32 * 64 and counted.dtype == "bfloat16" and counted.notes == ()
+    assert (
+        counted.model_flops == 2 * 8 * 32 * 64
+        and counted.dtype == "bfloat16"
+        and counted.notes == ()
+    )
 
 
 def test_no_xla_cost_analysis_and_no_values_are_needed():
@@ -203,7 +265,9 @@ def test_xla_agrees_where_it_is_exact():
 
 
 def test_bytes_of_slices_and_updates_are_those_of_the_slice():
-    update = hw.count(lambda cache, x: lax.dynamic_update_slice(cache, x, (5, 0)), spec(1000, 8), spec(1, 8))
+    update = hw.count(
+        lambda cache, x: lax.dynamic_update_slice(cache, x, (5, 0)), spec(1000, 8), spec(1, 8)
+    )
     assert update.total.bytes == 2 * 4 * 8
     gather = hw.count(lambda table, i: table[i], spec(1000, 8), spec(3, dtype="int32"))
     assert gather.total.fused_bytes < 1000
@@ -231,7 +295,9 @@ def test_the_table_reads():
             return jnp.tanh(x @ w)
 
     text = str(hw.count(f, spec(8, 32), spec(32, 64)))
-    assert "fc" in text and "32.77 kF" in text and "unfused, upper bound" in text and "total" in text
+    assert (
+        "fc" in text and "32.77 kF" in text and "unfused, upper bound" in text and "total" in text
+    )
 
 
 @nn.layer
@@ -259,5 +325,8 @@ def test_counts_by_path_agree_in_every_form_of_recomputation():
         assert {path for path, cost in counted.scopes.items() if cost.matmul} == paths, form
         for path in paths:
             assert counted.under(path).model_flops == plain.under(path).matmul, (form, path)
-        assert counted.under("blocks").matmul == plain.under("blocks").matmul + counted.total.recomputed
+        assert (
+            counted.under("blocks").matmul
+            == plain.under("blocks").matmul + counted.total.recomputed
+        )
     assert hw.count(*gradient("Remat")).total.recomputed > 0

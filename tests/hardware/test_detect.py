@@ -27,21 +27,32 @@ def test_a_gpu():
 
 
 def test_a_mig_slice_has_its_visible_multiprocessors():
-    chip = hw.detect(device("NVIDIA H100 80GB HBM3 MIG 1g.20gb", compute_capability="9.0", core_count=26))
-    assert chip.name == "H100 SXM5 80GB MIG 1g.20gb" and chip.peaks["bf16"] == pytest.approx(989.4e12 * 26 / 132)
+    chip = hw.detect(
+        device("NVIDIA H100 80GB HBM3 MIG 1g.20gb", compute_capability="9.0", core_count=26)
+    )
+    assert chip.name == "H100 SXM5 80GB MIG 1g.20gb" and chip.peaks["bf16"] == pytest.approx(
+        989.4e12 * 26 / 132
+    )
     assert chip.memory_bytes == 20 * 2**30 and chip.basis("bf16") == "estimated"
 
 
 def test_a_partition_of_an_amd_chip():
     kind = "AMD Instinct MI300X"
-    assert hw.detect(device(kind, compute_capability="gfx942:sramecc+:xnack-", core_count=304)).name == "MI300X"
+    assert (
+        hw.detect(device(kind, compute_capability="gfx942:sramecc+:xnack-", core_count=304)).name
+        == "MI300X"
+    )
     part = hw.detect(device(kind, compute_capability="gfx942", core_count=38))
-    assert part.name == "MI300X, 38 of 304 compute units" and part.peaks["bf16"] == pytest.approx(1307.4e12 / 8)
+    assert part.name == "MI300X, 38 of 304 compute units" and part.peaks["bf16"] == pytest.approx(
+        1307.4e12 / 8
+    )
     assert part.memory_bytes == 24 * 2**30 and "A partition" in part.notes
     whole = hw.detect(device("AMD Instinct MI250X", compute_capability="gfx90a", core_count=110))
     assert whole.name == "MI250X" and whole.jax_devices_per_chip == 2
-    radeon = hw.detect(device("AMD Radeon RX 7900 XTX", compute_capability="gfx1100", core_count=48))
-    assert radeon.peaks["fp32"] == 61.4e12      # RDNA counts pairs of compute units
+    radeon = hw.detect(
+        device("AMD Radeon RX 7900 XTX", compute_capability="gfx1100", core_count=48)
+    )
+    assert radeon.peaks["fp32"] == 61.4e12  # RDNA counts pairs of compute units
 
 
 def test_tpu_devices_per_chip_come_from_the_device():
@@ -51,22 +62,36 @@ def test_tpu_devices_per_chip_come_from_the_device():
     assert hw.detect(device("TPU7x", "tpu", num_cores=1)).per_device.peaks["bf16"] == 1153.5e12
 
 
-@pytest.mark.parametrize(("kind", "platform", "expected"), [
-    ("NVIDIA H20", "gpu", ("gpu", "NVIDIA")), ("TPU v12", "tpu", ("tpu", "Google")),
-    ("AMD Instinct MI999", "gpu", ("gpu", "AMD")), ("Strange Thing", "npu", ("npu", "unknown"))])
+@pytest.mark.parametrize(
+    ("kind", "platform", "expected"),
+    [
+        ("NVIDIA H20", "gpu", ("gpu", "NVIDIA")),
+        ("TPU v12", "tpu", ("tpu", "Google")),
+        ("AMD Instinct MI999", "gpu", ("gpu", "AMD")),
+        ("Strange Thing", "npu", ("npu", "unknown")),
+    ],
+)
 def test_an_unknown_chip_is_said_to_be_unknown(kind, platform, expected):
     chip = hw.detect(device(kind, platform))
-    assert not chip.known and not chip.peaks and chip.memory_bytes is None and chip.bandwidth is None
+    assert (
+        not chip.known and not chip.peaks and chip.memory_bytes is None and chip.bandwidth is None
+    )
     assert (chip.kind, chip.vendor) == expected and chip.name == kind
     assert f"the catalog has no chip '{kind}'" in chip.notes
     assert "not in the catalog: no peak rates" in str(chip)
 
 
-def cpuinfo(n, flags, *, vendor="GenuineIntel", model="Some CPU", family=6, number=1, threads_per_core=1):
-    return "\n\n".join(
-        f"processor\t: {i}\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {number}\nmodel name\t: {model}\n"
-        f"cpu MHz\t\t: 2500.0\nphysical id\t: 0\ncore id\t\t: {i // threads_per_core}\nflags\t\t: fpu {flags}"
-        for i in range(n)) + "\n"
+def cpuinfo(
+    n, flags, *, vendor="GenuineIntel", model="Some CPU", family=6, number=1, threads_per_core=1
+):
+    return (
+        "\n\n".join(
+            f"processor\t: {i}\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {number}\nmodel name\t: {model}\n"
+            f"cpu MHz\t\t: 2500.0\nphysical id\t: 0\ncore id\t\t: {i // threads_per_core}\nflags\t\t: fpu {flags}"
+            for i in range(n)
+        )
+        + "\n"
+    )
 
 
 def machine(root, files):
@@ -84,36 +109,70 @@ def test_hyperthreads_and_affinity(tmp_path):
     assert read_cpu(root, range(8)).cores == 4 and read_cpu(root, range(8)).threads == 8
     assert read_cpu(root, {0, 1, 2}).cores == 2
     cpu = read_cpu(root, {0})
-    assert (cpu.cores, cpu.isa, cpu.clock_ghz, cpu.virtual, cpu.vendor) == (1, "avx2", 2.5, False, "Intel")
+    assert (cpu.cores, cpu.isa, cpu.clock_ghz, cpu.virtual, cpu.vendor) == (
+        1,
+        "avx2",
+        2.5,
+        False,
+        "Intel",
+    )
 
 
 def test_cgroup_quotas(tmp_path):
     info = cpuinfo(8, AVX2)
-    two = machine(tmp_path / "two", {"proc/cpuinfo": info, "proc/self/cgroup": "0::/pod/box\n",
-                                     "sys/fs/cgroup/pod/cpu.max": "150000 100000\n",
-                                     "sys/fs/cgroup/pod/box/cpu.max": "max 100000\n",
-                                     "sys/fs/cgroup/pod/box/memory.max": "1073741824\n",
-                                     "proc/meminfo": "MemTotal:       16000000 kB\n"})
+    two = machine(
+        tmp_path / "two",
+        {
+            "proc/cpuinfo": info,
+            "proc/self/cgroup": "0::/pod/box\n",
+            "sys/fs/cgroup/pod/cpu.max": "150000 100000\n",
+            "sys/fs/cgroup/pod/box/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/pod/box/memory.max": "1073741824\n",
+            "proc/meminfo": "MemTotal:       16000000 kB\n",
+        },
+    )
     cpu = read_cpu(two, range(8))
     assert cpu.quota == 1.5 and cpu.cores == 1.5 and cpu.memory_bytes == 2**30
-    one = machine(tmp_path / "one", {"proc/cpuinfo": info, "proc/self/cgroup": "3:cpu,cpuacct:/box\n2:memory:/\n",
-                                     "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_quota_us": "300000\n",
-                                     "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_period_us": "100000\n",
-                                     "proc/meminfo": "MemTotal:       1000 kB\n"})
+    one = machine(
+        tmp_path / "one",
+        {
+            "proc/cpuinfo": info,
+            "proc/self/cgroup": "3:cpu,cpuacct:/box\n2:memory:/\n",
+            "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_quota_us": "300000\n",
+            "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_period_us": "100000\n",
+            "proc/meminfo": "MemTotal:       1000 kB\n",
+        },
+    )
     assert read_cpu(one, range(8)).cores == 3 and read_cpu(one, range(2)).cores == 2
     assert read_cpu(one, range(8)).memory_bytes == 1_024_000
 
 
-@pytest.mark.parametrize(("flags", "options", "isa"), [
-    ("sse4_2", {}, "sse4"), ("avx sse4_2", {}, "avx"), (AVX2, {}, "avx2"),
-    (AVX2, {"vendor": "AuthenticAMD", "family": 23, "number": 1}, "avx2_zen1"),
-    (AVX2, {"vendor": "AuthenticAMD", "family": 23, "number": 0x71}, "avx2"),
-    (AVX2 + " avx512f", {"vendor": "AuthenticAMD", "family": 25}, "avx512_zen4"),
-    (AVX2 + " avx512f", {"vendor": "AuthenticAMD", "family": 26}, "avx512_zen5"),
-    (AVX2 + " avx512f", {"model": "Intel(R) Xeon(R) Platinum 8370C CPU @ 2.80GHz"}, "avx512_two_fma"),
-    (AVX2 + " avx512f", {"model": "11th Gen Intel(R) Core(TM) i7-1165G7 @ 2.80GHz"}, "avx512_one_fma")])
+@pytest.mark.parametrize(
+    ("flags", "options", "isa"),
+    [
+        ("sse4_2", {}, "sse4"),
+        ("avx sse4_2", {}, "avx"),
+        (AVX2, {}, "avx2"),
+        (AVX2, {"vendor": "AuthenticAMD", "family": 23, "number": 1}, "avx2_zen1"),
+        (AVX2, {"vendor": "AuthenticAMD", "family": 23, "number": 0x71}, "avx2"),
+        (AVX2 + " avx512f", {"vendor": "AuthenticAMD", "family": 25}, "avx512_zen4"),
+        (AVX2 + " avx512f", {"vendor": "AuthenticAMD", "family": 26}, "avx512_zen5"),
+        (
+            AVX2 + " avx512f",
+            {"model": "Intel(R) Xeon(R) Platinum 8370C CPU @ 2.80GHz"},
+            "avx512_two_fma",
+        ),
+        (
+            AVX2 + " avx512f",
+            {"model": "11th Gen Intel(R) Core(TM) i7-1165G7 @ 2.80GHz"},
+            "avx512_one_fma",
+        ),
+    ],
+)
 def test_instruction_sets(tmp_path, flags, options, isa):
-    assert read_cpu(machine(tmp_path, {"proc/cpuinfo": cpuinfo(1, flags, **options)}), {0}).isa == isa
+    assert (
+        read_cpu(machine(tmp_path, {"proc/cpuinfo": cpuinfo(1, flags, **options)}), {0}).isa == isa
+    )
 
 
 def test_an_arm_cpu(tmp_path):
@@ -121,7 +180,11 @@ def test_an_arm_cpu(tmp_path):
     cpu = read_cpu(machine(tmp_path, {"proc/cpuinfo": text}), {0})
     assert (cpu.isa, cpu.vendor, cpu.clock_ghz) == ("sve_wide", "ARM", None)
     chip = cpu_chip(cpu)
-    assert not chip.known and not chip.peaks and "The clock of this CPU could not be read" in chip.notes
+    assert (
+        not chip.known
+        and not chip.peaks
+        and "The clock of this CPU could not be read" in chip.notes
+    )
 
 
 def test_the_peak_of_a_cpu_is_estimated_from_what_it_says(tmp_path):
@@ -133,10 +196,15 @@ def test_the_peak_of_a_cpu_is_estimated_from_what_it_says(tmp_path):
 
 
 def test_amx_gives_a_16_bit_peak(tmp_path):
-    text = cpuinfo(2, AVX2 + " avx512f avx512_bf16 amx_bf16 amx_int8", model="Intel(R) Xeon(R) @ 2.00GHz")
+    text = cpuinfo(
+        2, AVX2 + " avx512f avx512_bf16 amx_bf16 amx_int8", model="Intel(R) Xeon(R) @ 2.00GHz"
+    )
     chip = cpu_chip(read_cpu(machine(tmp_path, {"proc/cpuinfo": text}), range(2)))
     assert chip.peaks["bf16"] == 2 * 1024 * 2e9 and chip.peaks["int8"] == 2 * 2048 * 2e9
-    assert hw.policy(chip, "train").compute == "float32" and hw.policy(chip, "inference").compute == "bfloat16"
+    assert (
+        hw.policy(chip, "train").compute == "float32"
+        and hw.policy(chip, "inference").compute == "bfloat16"
+    )
 
 
 def test_a_cpu_of_the_catalog_has_the_share_of_its_available_cores(tmp_path):
@@ -155,5 +223,7 @@ def test_a_machine_that_tells_nothing(tmp_path):
 
 
 def test_what_is_no_device():
-    with pytest.raises(TypeError, match=r"expected a device, a hardware\.Chip or the name of a chip; got 3"):
+    with pytest.raises(
+        TypeError, match=r"expected a device, a hardware\.Chip or the name of a chip; got 3"
+    ):
         hw.detect(3)

@@ -26,8 +26,14 @@ def test_the_page_runs_and_prints_what_it_shows():
 def test_the_policy_table_of_the_page_is_the_code():
     from fnet import hardware as hw
 
-    kinds = {"CPUs": "cpu", "Pascal": "GTX 1080 Ti", "Volta, Turing, RDNA3": "Tesla T4",
-             "Ampere and later": "NVIDIA L4",
-             "MI100, MI200, MI300, MI350": "MI300X", "TPUs": "TPU v4", "unknown": "Strange Thing"}
+    kinds = {
+        "CPUs": "cpu",
+        "Pascal": "GTX 1080 Ti",
+        "Volta, Turing, RDNA3": "Tesla T4",
+        "Ampere and later": "NVIDIA L4",
+        "MI100, MI200, MI300, MI350": "MI300X",
+        "TPUs": "TPU v4",
+        "unknown": "Strange Thing",
+    }
     rows = dict(re.findall(r"^\| (.*?) \| (float\d+|bfloat16)", DOC.read_text(), re.MULTILINE))
     assert rows == {name: str(hw.policy(kind).compute) for name, kind in kinds.items()}

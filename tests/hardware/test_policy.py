@@ -22,7 +22,13 @@ TABLE = [
     ("NVIDIA A100-SXM4-80GB", "bfloat16", False, "bfloat16", "Ampere"),
     ("NVIDIA GeForce RTX 3090", "bfloat16", False, "bfloat16", "Ampere"),
     ("NVIDIA L4", "bfloat16", False, "bfloat16", "Ada"),
-    ("NVIDIA H100 80GB HBM3", "bfloat16", False, "bfloat16", "no loss scaling; fp8 is available but never the default"),
+    (
+        "NVIDIA H100 80GB HBM3",
+        "bfloat16",
+        False,
+        "bfloat16",
+        "no loss scaling; fp8 is available but never the default",
+    ),
     ("NVIDIA B200", "bfloat16", False, "bfloat16", "Blackwell"),
     ("NVIDIA GeForce RTX 5090", "bfloat16", False, "bfloat16", "MXFP8"),
     ("AMD Instinct MI100", "bfloat16", False, "bfloat16", "gfx908"),
@@ -32,20 +38,32 @@ TABLE = [
     ("AMD Radeon RX 7900 XTX", "float16", True, "float16", "RDNA3"),
     ("TPU v2", "bfloat16", False, "bfloat16", "no float16"),
     ("TPU v4", "bfloat16", False, "bfloat16", "no float16"),
-    ("TPU v5 lite", "bfloat16", False, "bfloat16", "int8 runs at twice the rate, never the default"),
+    (
+        "TPU v5 lite",
+        "bfloat16",
+        False,
+        "bfloat16",
+        "int8 runs at twice the rate, never the default",
+    ),
     ("TPU v6 lite", "bfloat16", False, "bfloat16", "fp8 runs at bfloat16's rate"),
     ("TPU7x", "bfloat16", False, "bfloat16", "no int8 rate"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "train", "scaled", "inference", "word"), TABLE, ids=[row[0] for row in TABLE])
+@pytest.mark.parametrize(
+    ("kind", "train", "scaled", "inference", "word"), TABLE, ids=[row[0] for row in TABLE]
+)
 def test_the_table(kind, train, scaled, inference, word):
     policy = hw.policy(kind)
     assert policy.compute == train and policy.param == policy.accum == policy.output == jnp.float32
     assert policy.loss_scale == (2.0**15 if scaled else None)
     assert word in policy.reason and policy.rules == ()
     served = hw.policy(kind, "inference")
-    assert served.compute == served.param == inference and served.loss_scale is None and served.output == jnp.float32
+    assert (
+        served.compute == served.param == inference
+        and served.loss_scale is None
+        and served.output == jnp.float32
+    )
 
 
 def test_nothing_narrower_than_16_bits_for_any_chip():
@@ -54,10 +72,18 @@ def test_nothing_narrower_than_16_bits_for_any_chip():
             assert hw.policy(chip, mode).compute in (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-@pytest.mark.parametrize(("kind", "compute"), [
-    ("NVIDIA GeForce GTX 1060 6GB", "float32"), ("Quadro RTX 5000", "float16"), ("NVIDIA RTX A6000", "bfloat16"),
-    ("NVIDIA GeForce RTX 4080", "bfloat16"), ("NVIDIA H800", "bfloat16"), ("NVIDIA B300", "bfloat16"),
-    ("TPU v9", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "compute"),
+    [
+        ("NVIDIA GeForce GTX 1060 6GB", "float32"),
+        ("Quadro RTX 5000", "float16"),
+        ("NVIDIA RTX A6000", "bfloat16"),
+        ("NVIDIA GeForce RTX 4080", "bfloat16"),
+        ("NVIDIA H800", "bfloat16"),
+        ("NVIDIA B300", "bfloat16"),
+        ("TPU v9", "bfloat16"),
+    ],
+)
 def test_a_chip_that_only_its_name_gives_away(kind, compute):
     policy = hw.policy(kind)
     assert policy.compute == compute and "not in the catalog, but" in policy.reason
@@ -66,15 +92,26 @@ def test_a_chip_that_only_its_name_gives_away(kind, compute):
 def test_an_unknown_chip_computes_in_float32():
     policy = hw.policy("Strange Thing 3000")
     assert policy.compute == jnp.float32
-    assert policy.reason == ("Strange Thing 3000: it is not known what it accelerates, and float32 runs everywhere")
+    assert policy.reason == (
+        "Strange Thing 3000: it is not known what it accelerates, and float32 runs everywhere"
+    )
 
 
 def test_the_compute_capability_decides_where_the_name_is_new():
     new = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA Z1", compute_capability="7.0")
     assert hw.policy(new).compute == jnp.float16
-    assert hw.policy(types.SimpleNamespace(**{**vars(new), "compute_capability": "12.1"})).compute == jnp.bfloat16
-    assert hw.policy(types.SimpleNamespace(**{**vars(new), "compute_capability": "5.2"})).compute == jnp.float32
-    assert hw.policy("K80").reason == "K80 (Kepler and Maxwell): it has no tensor cores and no float16 arithmetic"
+    assert (
+        hw.policy(types.SimpleNamespace(**{**vars(new), "compute_capability": "12.1"})).compute
+        == jnp.bfloat16
+    )
+    assert (
+        hw.policy(types.SimpleNamespace(**{**vars(new), "compute_capability": "5.2"})).compute
+        == jnp.float32
+    )
+    assert (
+        hw.policy("K80").reason
+        == "K80 (Kepler and Maxwell): it has no tensor cores and no float16 arithmetic"
+    )
 
 
 def test_several_chips_share_what_all_run_well():
@@ -94,7 +131,9 @@ def test_this_machine_says_that_nothing_was_measured():
 def test_errors():
     with pytest.raises(ValueError, match="mode: expected 'train' or 'inference', got 'training'"):
         hw.policy("cpu", "training")
-    with pytest.raises(ValueError, match="policy: expected at least one chip, got an empty sequence"):
+    with pytest.raises(
+        ValueError, match="policy: expected at least one chip, got an empty sequence"
+    ):
         hw.policy([])
 
 
@@ -103,13 +142,22 @@ def test_a_policy_is_a_value():
     assert hash(policy) == hash(hw.policy("Tesla T4"))
     ruled = dataclasses.replace(policy, rules=((".*/head", "float32"),))
     assert ruled.rules == ((".*/head", jnp.dtype("float32")),)
-    assert str(policy).startswith("parameters float32, compute float16, sums float32, output float32, dynamic loss "
-                                  "scaling from 32768: T4 (Turing): ")
+    assert str(policy).startswith(
+        "parameters float32, compute float16, sums float32, output float32, dynamic loss "
+        "scaling from 32768: T4 (Turing): "
+    )
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
 def test_a_type_is_what_the_caller_decided(name):
     policy = hw.policy(name)
-    assert policy.compute == name and policy.param == jnp.float32 and policy.reason == "it was requested"
+    assert (
+        policy.compute == name
+        and policy.param == jnp.float32
+        and policy.reason == "it was requested"
+    )
     assert policy.loss_scale == (2.0**15 if name == "float16" else None)
-    assert hw.policy(name, "inference").param == name and hw.policy(name, "inference").loss_scale is None
+    assert (
+        hw.policy(name, "inference").param == name
+        and hw.policy(name, "inference").loss_scale is None
+    )

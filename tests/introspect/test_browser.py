@@ -46,14 +46,14 @@ def test_clicks_and_keys(pages):
         assert page.js("document.getElementById('details').innerText").startswith("×\nblocks × 3")
         page.click(BOX.format("blocks/attend"))
         assert "blocks/attend/attention" in page.js(SHOWN)
-        page.click(BOX.format("blocks"))      # its frame
+        page.click(BOX.format("blocks"))  # its frame
         assert page.js(SHOWN) == ["input", "0", "blocks", "norm", "head", "result"]
         assert page.js(FOCUSED) == "blocks"
-        page.press("ArrowRight")              # expands, as Enter does
+        page.press("ArrowRight")  # expands, as Enter does
         assert "blocks/mlp" in page.js(SHOWN)
         page.press("ArrowRight")
         assert page.js(FOCUSED) == "blocks/attend"
-        page.press("ArrowLeft")               # it was left expanded
+        page.press("ArrowLeft")  # it was left expanded
         page.press("ArrowDown")
         assert page.js(FOCUSED) == "blocks/mlp"
         page.press("Enter")
@@ -89,7 +89,9 @@ def test_nothing_overlaps_or_is_cut(pages, name, width, dark):
             page.click(f"document.getElementById('{button}')")
         for button in range(page.js("document.querySelectorAll('[data-metric]').length")):
             page.click(f"document.querySelectorAll('[data-metric]')[{button}]")
-            assert page.js("document.querySelectorAll('[data-metric][aria-pressed=true]').length") == 1
+            assert (
+                page.js("document.querySelectorAll('[data-metric][aria-pressed=true]').length") == 1
+            )
         page.check()
 
 

@@ -14,7 +14,9 @@ from fnet import transforms as ft
 
 pytestmark = pytest.mark.usefixtures("quickly")
 X = jax.random.normal(jax.random.key(0), (3, 8))
-BLOCK = nn.Sequential(norm=nn.LayerNorm(), up=nn.Dense(12), act=nn.Sequential(jnp.tanh), down=nn.Dense(8))
+BLOCK = nn.Sequential(
+    norm=nn.LayerNorm(), up=nn.Dense(12), act=nn.Sequential(jnp.tanh), down=nn.Dense(8)
+)
 STACKED = nn.Sequential(nn.Dense(8), blocks=nn.Stack(BLOCK, 12), head=nn.Dense(4))
 UNROLLED = nn.Sequential(nn.Dense(8), *[BLOCK] * 12, head=nn.Dense(4))
 
@@ -29,8 +31,13 @@ def test_one_fault_in_twelve_layers():
         name = rng.choice(sorted(params[layer][part]))
         array = params[layer][part][name]
         where = tuple(int(rng.integers(size)) for size in array.shape)
-        faulty = {**params, layer: {**params[layer], part: {**params[layer][part], name: array.at[where].add(0.1)}}}
-        found = introspect.compare(functools.partial(UNROLLED, faulty), functools.partial(UNROLLED, params), X)
+        faulty = {
+            **params,
+            layer: {**params[layer], part: {**params[layer][part], name: array.at[where].add(0.1)}},
+        }
+        found = introspect.compare(
+            functools.partial(UNROLLED, faulty), functools.partial(UNROLLED, params), X
+        )
         assert found.first.name == f"{layer}/{part}"
         assert found.rows[-1].name == "result" and not found.rows[-1].equal
 
@@ -38,17 +45,29 @@ def test_one_fault_in_twelve_layers():
 @pytest.mark.parametrize(("iteration", "part"), [(0, "norm"), (7, "down"), (11, "up")])
 def test_one_fault_in_a_stack(iteration, part):
     params, _ = STACKED.init(jax.random.key(1), X)
-    faulty = ft.intervene(STACKED, {f"blocks[{iteration}]/{part}": lambda value, index: 1.01 * value})
+    faulty = ft.intervene(
+        STACKED, {f"blocks[{iteration}]/{part}": lambda value, index: 1.01 * value}
+    )
     found = introspect.compare(faulty, STACKED, params, X, tolerance=1e-3)
     assert found.first.name == f"blocks/{part} [{iteration}]"
     names = [row.name for row in found.rows]
-    assert names[:7] == ["0", "blocks/norm [0]", "blocks/up [0]", "blocks/act [0]", "blocks/down [0]", "blocks[0]",
-                         "blocks/norm [1]"]
+    assert names[:7] == [
+        "0",
+        "blocks/norm [0]",
+        "blocks/up [0]",
+        "blocks/act [0]",
+        "blocks/down [0]",
+        "blocks[0]",
+        "blocks/norm [1]",
+    ]
     assert names[-3:] == ["blocks", "head", "result"]
     lines = str(found).splitlines()
-    assert lines[-1].startswith(f"first difference: blocks/{part} [{iteration}] (error 1.0e-02, tolerance 1.0e-03)")
-    assert [line for line in lines if line.endswith("<- first difference")] == [lines[names.index(found.first.name) + 1]
-                                                                               ]
+    assert lines[-1].startswith(
+        f"first difference: blocks/{part} [{iteration}] (error 1.0e-02, tolerance 1.0e-03)"
+    )
+    assert [line for line in lines if line.endswith("<- first difference")] == [
+        lines[names.index(found.first.name) + 1]
+    ]
 
 
 @pytest.mark.exhaustive
@@ -58,7 +77,12 @@ def test_low_precision():
     assert found.first.name == "0" and 1e-4 < found.first.error < 1e-2
     worst = max(row.error for row in found.rows)
     assert 0.01 < worst < 0.3
-    assert introspect.compare(ft.autocast(STACKED, "bfloat16"), STACKED, params, X, tolerance=worst).first is None
+    assert (
+        introspect.compare(
+            ft.autocast(STACKED, "bfloat16"), STACKED, params, X, tolerance=worst
+        ).first
+        is None
+    )
 
 
 def test_tuned():
@@ -81,28 +105,50 @@ class Twin(linen.Module):
 
 
 def test_a_twin_of_another_library():
-    model = nn.Sequential(dense=nn.Dense(6), act=nn.Sequential(jnp.tanh), norm=nn.LayerNorm(epsilon=1e-5),
-                          head=nn.Dense(4))
+    model = nn.Sequential(
+        dense=nn.Dense(6),
+        act=nn.Sequential(jnp.tanh),
+        norm=nn.LayerNorm(epsilon=1e-5),
+        head=nn.Dense(4),
+    )
     params, _ = model.init(jax.random.key(1), X)
-    variables = {"params": {"first": params["dense"], "normalize": params["norm"], "last": params["head"]}}
+    variables = {
+        "params": {"first": params["dense"], "normalize": params["norm"], "last": params["head"]}
+    }
     f = functools.partial(model, params)
     found = introspect.compare(f, functools.partial(Twin().apply, variables), X)
     assert found.first is None
     assert [(row.name, row.other) for row in found.rows] == [
-        ("dense", "Twin/first"), ("norm", "Twin/normalize"), ("head", "Twin/last"), ("result", "result")]
+        ("dense", "Twin/first"),
+        ("norm", "Twin/normalize"),
+        ("head", "Twin/last"),
+        ("result", "result"),
+    ]
     assert found.only == (("act",), ("Twin",))
-    assert str(found).endswith("only in the first program: act\nonly in the second program: Twin\nno difference")
+    assert str(found).endswith(
+        "only in the first program: act\nonly in the second program: Twin\nno difference"
+    )
     names = {"dense": "Twin/first", "norm": "Twin/normalize", "head": "Twin/last"}
-    found = introspect.compare(f, functools.partial(Twin(faulty=True).apply, variables), X, names=names)
+    found = introspect.compare(
+        f, functools.partial(Twin(faulty=True).apply, variables), X, names=names
+    )
     assert found.first.name == "norm" and found.rows[0].error < 1e-6
 
 
 def test_values_that_are_no_numbers():
     def f(x):
-        return ft.tag(jnp.where(x > 0, jnp.nan, x), "a"), ft.tag(jax.random.key(0), "key"), ft.tag(x > 0, "mask")
+        return (
+            ft.tag(jnp.where(x > 0, jnp.nan, x), "a"),
+            ft.tag(jax.random.key(0), "key"),
+            ft.tag(x > 0, "mask"),
+        )
 
     assert introspect.compare(f, f, X).first is None
-    g = lambda x: (ft.tag(jnp.where(x > 0, x, jnp.inf), "a"), ft.tag(jax.random.key(0), "key"), ft.tag(x > 1, "mask"))
+    g = lambda x: (
+        ft.tag(jnp.where(x > 0, x, jnp.inf), "a"),
+        ft.tag(jax.random.key(0), "key"),
+        ft.tag(x > 1, "mask"),
+    )
     found = introspect.compare(g, f, X)
     assert found.first.name == "a" and found.first.error == np.inf
     assert [row.name for row in found.rows if not row.equal] == ["a", "mask", "result"]
@@ -112,6 +158,11 @@ def test_values_that_are_no_numbers():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"names give 'haed' for 'head', and the second function has no such site "
-                                         r"left; nearest: 'head'"):
-        introspect.compare(UNROLLED, UNROLLED, UNROLLED.init(jax.random.key(1), X)[0], X, names={"head": "haed"})
+    with pytest.raises(
+        ValueError,
+        match=r"names give 'haed' for 'head', and the second function has no such site "
+        r"left; nearest: 'head'",
+    ):
+        introspect.compare(
+            UNROLLED, UNROLLED, UNROLLED.init(jax.random.key(1), X)[0], X, names={"head": "haed"}
+        )

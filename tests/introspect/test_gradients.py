@@ -8,7 +8,9 @@ from fnet import introspect
 from fnet import layers as nn
 
 X = jax.random.normal(jax.random.key(0), (3, 5))
-MODEL = nn.Sequential(hidden=nn.Dense(6), act=nn.Sequential(jnp.tanh), norm=nn.LayerNorm(), head=nn.Dense(2))
+MODEL = nn.Sequential(
+    hidden=nn.Dense(6), act=nn.Sequential(jnp.tanh), norm=nn.LayerNorm(), head=nn.Dense(2)
+)
 PARAMS = jax.tree.map(lambda p: p + 0.1, MODEL.init(jax.random.key(1), X)[0])
 
 
@@ -16,9 +18,15 @@ def test_right_derivatives():
     report = introspect.check_gradient(lambda params, x: jnp.sum(MODEL(params, x) ** 2), PARAMS, X)
     assert report.equal and report.dtype == "float64" and report.worst.error < 1e-6
     assert {row.path for row in report.rows} == {
-        "hidden/kernel", "hidden/bias", "norm/scale", "norm/bias", "head/kernel", "head/bias"}
+        "hidden/kernel",
+        "hidden/bias",
+        "norm/scale",
+        "norm/bias",
+        "head/kernel",
+        "head/bias",
+    }
     assert str(report).endswith("all derivatives agree (in float64, tolerance 1e-03)")
-    assert introspect.check_gradient(MODEL, PARAMS, X).equal    # no scalar
+    assert introspect.check_gradient(MODEL, PARAMS, X).equal  # no scalar
 
 
 @jax.custom_vjp
@@ -34,7 +42,10 @@ def narrow(x):
     return jnp.sin(x.astype(jnp.float32))
 
 
-narrow.defvjp(lambda x: (narrow(x), x), lambda x, g: ((g * jnp.cos(x.astype(jnp.float32)) * 1.02).astype(x.dtype),))
+narrow.defvjp(
+    lambda x: (narrow(x), x),
+    lambda x, g: ((g * jnp.cos(x.astype(jnp.float32)) * 1.02).astype(x.dtype),),
+)
 
 
 @pytest.mark.parametrize("f", [wrong, narrow], ids=["float64", "float32 inside"])
@@ -52,14 +63,17 @@ def test_functions_of_float32_alone():
         report = introspect.check_gradient(lambda x: jnp.sum(jnp.sin(x) * table[None]), X)
     assert report.equal and report.dtype == "float32"
     assert introspect.check_gradient(lambda x: jnp.sum(jax.nn.relu(x)), X).equal
-    root = lambda x: jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))    # whose gradient is NaN
+    root = lambda x: jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))  # whose gradient is NaN
     assert introspect.check_gradient(root, X).worst.error == float("inf")
 
 
 @pytest.mark.exhaustive
 def test_a_derivative_that_is_zero():
     """The bias of the keys has no influence: its derivative is a rounding error."""
-    model, x = nn.Sequential(attention=nn.Attention(1)), jax.random.normal(jax.random.key(0), (2, 4, 6))
+    model, x = (
+        nn.Sequential(attention=nn.Attention(1)),
+        jax.random.normal(jax.random.key(0), (2, 4, 6)),
+    )
     params, _ = model.init(jax.random.key(1), x)
     f = lambda params, x: jnp.sum(jnp.sin(model(params, x)))
     assert introspect.check_gradient(f, params, x).equal

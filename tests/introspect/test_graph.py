@@ -22,8 +22,10 @@ from fnet import layers as nn
 from fnet.introspect._arrange import count_crossings, neighbors
 
 CHIP = "TPU v5e"
-BLOCK = nn.Sequential(attend=nn.Residual(nn.LayerNorm(), attention=nn.Attention(2, causal=True)),
-                      mlp=nn.Residual(nn.LayerNorm(), nn.Dense(12), jnp.tanh, nn.Dense(8)))
+BLOCK = nn.Sequential(
+    attend=nn.Residual(nn.LayerNorm(), attention=nn.Attention(2, causal=True)),
+    mlp=nn.Residual(nn.LayerNorm(), nn.Dense(12), jnp.tanh, nn.Dense(8)),
+)
 MODEL = nn.Sequential(nn.Dense(8), blocks=nn.Stack(BLOCK, 3), norm=nn.BatchNorm(), head=nn.Dense(4))
 SMALL = nn.Sequential(nn.Dense(4), jnp.tanh, nn.Dense(4))
 
@@ -34,7 +36,10 @@ def spec(*shape, dtype="float32"):
 
 def shapes_of(model, *inputs):
     shapes = model.spec(*inputs)
-    return [jax.tree.map(lambda s: spec(*s.shape, dtype=s.dtype), tree) for tree in (shapes.params, shapes.state)]
+    return [
+        jax.tree.map(lambda s: spec(*s.shape, dtype=s.dtype), tree)
+        for tree in (shapes.params, shapes.state)
+    ]
 
 
 def step_of(model, *inputs):
@@ -49,7 +54,11 @@ def step_of(model, *inputs):
 
         (value, new), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
         updates, opt = tx.update(grads, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "extra": new}, {"loss": value}
+        return {
+            "params": optax.apply_updates(state["params"], updates),
+            "opt": opt,
+            "extra": new,
+        }, {"loss": value}
 
     return step, state, {"x": inputs[0]}
 
@@ -72,21 +81,37 @@ def flows(f, args, hidden):
         for eqn in jaxpr.eqns:
             name, p = eqn.primitive.name, eqn.params
             call = next((p[key] for key in CALLS if key in p), None)
-            if name in ("jit", "pjit", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint", "closed_call"):
+            if name in (
+                "jit",
+                "pjit",
+                "custom_jvp_call",
+                "custom_vjp_call",
+                "remat2",
+                "checkpoint",
+                "closed_call",
+            ):
                 body = opened(call)
                 inner = run(body, dict(zip(body.invars, map(look, eqn.invars))))
-                env |= {v: set() if isinstance(o, Literal) else inner[o] for v, o in zip(eqn.outvars, body.outvars)}
+                env |= {
+                    v: set() if isinstance(o, Literal) else inner[o]
+                    for v, o in zip(eqn.outvars, body.outvars)
+                }
                 continue
             number, bodies, own = next(count), [], list(eqn.invars)
             if name == "scan":
                 bodies, own = [(opened(p["jaxpr"]), eqn.invars)], []
             elif name == "while":
                 a, b = p["cond_nconsts"], p["body_nconsts"]
-                bodies = [(opened(p["cond_jaxpr"]), eqn.invars[:a] + eqn.invars[a + b:]),
-                          (opened(p["body_jaxpr"]), eqn.invars[a:])]
+                bodies = [
+                    (opened(p["cond_jaxpr"]), eqn.invars[:a] + eqn.invars[a + b :]),
+                    (opened(p["body_jaxpr"]), eqn.invars[a:]),
+                ]
                 own = []
             elif name == "cond":
-                bodies, own = [(opened(branch), eqn.invars[1:]) for branch in p["branches"]], eqn.invars[:1]
+                bodies, own = (
+                    [(opened(branch), eqn.invars[1:]) for branch in p["branches"]],
+                    eqn.invars[:1],
+                )
             outs = [set() for _ in eqn.outvars]
             for k, (body, given) in enumerate(bodies):
                 inner = run(body, dict(zip(body.invars, map(look, given))))
@@ -100,8 +125,13 @@ def flows(f, args, hidden):
             env |= {v: out or {(number, k)} for k, (v, out) in enumerate(zip(eqn.outvars, outs))}
         return env
 
-    env = run(closed.jaxpr, {v: {("hidden", 0)} if hide else {(f"input {i}", 0)}
-                             for i, (v, hide) in enumerate(zip(closed.jaxpr.invars, hidden))})
+    env = run(
+        closed.jaxpr,
+        {
+            v: {("hidden", 0)} if hide else {(f"input {i}", 0)}
+            for i, (v, hide) in enumerate(zip(closed.jaxpr.invars, hidden))
+        },
+    )
     for i, v in enumerate(closed.jaxpr.outvars):
         for source in set() if isinstance(v, Literal) else env[v]:
             if source[0] != "hidden":
@@ -114,9 +144,13 @@ def edges_of(drawn):
     numbers = {node: i for i, node in enumerate(drawn._flow.ops)}
     inputs = [node for node in drawn.nodes if node.kind == "input"]
     results = [node for node in drawn.nodes if node.kind == "result"]
-    name = lambda node: numbers[node] if node in numbers else {True: "in", False: "out"}[node in inputs]
+    name = lambda node: (
+        numbers[node] if node in numbers else {True: "in", False: "out"}[node in inputs]
+    )
     assert all(reader in numbers or reader in results for _, reader in drawn.edges)
-    return collections.Counter((name(value.source), value.output, name(reader)) for value, reader in drawn.edges)
+    return collections.Counter(
+        (name(value.source), value.output, name(reader)) for value, reader in drawn.edges
+    )
 
 
 def loops(x, y):
@@ -142,11 +176,20 @@ PROGRAMS = {
     "stack": (lambda: (MODEL, (spec(2, 5, 8),))),
     "loops": (lambda: (loops, (spec(4, 4), spec(4, 4)))),
     "shared": (lambda: (shared, ({"table": spec(3, 5), "unused": spec(2)}, spec(2, 3)))),
-    "step": (lambda: (lambda step, state, batch: (step, (state, batch)))(*step_of(MODEL, spec(2, 5, 8)))),
-    "CNN step": (lambda: (lambda step, state, batch: (step, (state, batch)))(
-        *step_of(models.CNN(3, (4, 6)), spec(2, 8, 8, 3)))),
-    "remat": (lambda: (jax.grad(lambda p, x: jax.checkpoint(SMALL)(p, x).sum()), (shapes_of(SMALL, spec(2, 4))[0],
-                                                                                 spec(2, 4)))),
+    "step": (
+        lambda: (lambda step, state, batch: (step, (state, batch)))(*step_of(MODEL, spec(2, 5, 8)))
+    ),
+    "CNN step": (
+        lambda: (lambda step, state, batch: (step, (state, batch)))(
+            *step_of(models.CNN(3, (4, 6)), spec(2, 8, 8, 3))
+        )
+    ),
+    "remat": (
+        lambda: (
+            jax.grad(lambda p, x: jax.checkpoint(SMALL)(p, x).sum()),
+            (shapes_of(SMALL, spec(2, 4))[0], spec(2, 4)),
+        )
+    ),
 }
 
 
@@ -168,23 +211,39 @@ def test_edges_are_those_of_the_jaxpr(name):
     assert set(got) == set(expected) and len(expected) > 4
     assert all(got[key] >= 1 for key in expected)
     parents = [(child, node) for node in drawn.nodes for child in node.children]
-    assert all(child.parent is node for child, node in parents) and len(parents) == len(drawn.nodes) - 1
+    assert (
+        all(child.parent is node for child, node in parents)
+        and len(parents) == len(drawn.nodes) - 1
+    )
 
 
 def test_costs_add_up():
     step, state, batch = step_of(MODEL, spec(2, 5, 8))
     drawn, counted = introspect.graph(step, state, batch, chip=CHIP), hw.count(step, state, batch)
-    for name in ("matmul", "elementwise", "reduction", "transcendental", "recomputed", "bytes", "fused_bytes"):
+    for name in (
+        "matmul",
+        "elementwise",
+        "reduction",
+        "transcendental",
+        "recomputed",
+        "bytes",
+        "fused_bytes",
+    ):
         assert getattr(drawn.root.cost, name) == getattr(counted.total, name), name
     for node in drawn.nodes:
         if node.children:
             assert node.cost.flops == sum(child.cost.flops for child in node.children)
-    assert drawn.root.seconds > 0 and drawn.root.parameters == sum(
-        leaf.size for leaf in jax.tree.leaves(state["params"])) + 16       # with the statistics of BatchNorm
+    assert (
+        drawn.root.seconds > 0
+        and drawn.root.parameters
+        == sum(leaf.size for leaf in jax.tree.leaves(state["params"])) + 16
+    )  # with the statistics of BatchNorm
 
 
 def test_a_model_has_the_parameters_and_kept_activations_of_its_summary():
-    drawn, table = (f(MODEL, spec(2, 5, 8), chip=CHIP) for f in (introspect.graph, introspect.summary))
+    drawn, table = (
+        f(MODEL, spec(2, 5, 8), chip=CHIP) for f in (introspect.graph, introspect.summary)
+    )
     by_path = {node.path: node for node in reversed(drawn.nodes) if node.children}
     for path in ("0", "blocks", "blocks/attend/attention/query", "blocks/mlp", "head"):
         assert by_path[path].parameters == table[path].parameters, path
@@ -196,8 +255,13 @@ def test_a_model_has_the_parameters_and_kept_activations_of_its_summary():
 def test_a_scan_is_drawn_once_and_branches_are_marked():
     drawn = introspect.graph(MODEL, spec(2, 5, 8), chip=CHIP)
     blocks = next(node for node in drawn.nodes if node.path == "blocks")
-    assert (blocks.kind, blocks.badge) == ("scan", "× 3") and [c.name for c in blocks.children] == ["attend", "mlp"]
-    kinds = {node.kind: node for node in introspect.graph(loops, spec(4, 4), spec(4, 4), chip=CHIP).nodes}
+    assert (blocks.kind, blocks.badge) == ("scan", "× 3") and [c.name for c in blocks.children] == [
+        "attend",
+        "mlp",
+    ]
+    kinds = {
+        node.kind: node for node in introspect.graph(loops, spec(4, 4), spec(4, 4), chip=CHIP).nodes
+    }
     assert [child.name for child in kinds["cond"].children] == ["branch 0", "branch 1"]
     assert [child.name for child in kinds["while"].children] == ["condition", "body"]
     assert kinds["cond"].badge == "2 branches" and kinds["scan"].badge == "× 4"
@@ -211,13 +275,22 @@ def test_a_training_step_has_three_phases():
     assert {"0", "blocks", "norm", "head"} <= {node.name for node in phases["forward"].children}
     assert {"0", "blocks", "norm", "head"} <= {node.name for node in phases["backward"].children}
     assert {"0", "blocks", "norm", "head"} <= {node.name for node in phases["update"].children}
-    assert not phases["update"].cost.matmul and phases["backward"].cost.matmul > phases["forward"].cost.matmul
+    assert (
+        not phases["update"].cost.matmul
+        and phases["backward"].cost.matmul > phases["forward"].cost.matmul
+    )
     assert phases["forward"].kept_bytes > 0 and phases["backward"].kept_bytes == 0
 
 
 def test_a_scope_that_is_entered_twice_makes_no_circle():
     drawn = introspect.graph(shared, {"table": spec(3, 5), "bias": spec(2)}, spec(2, 3), chip=CHIP)
-    assert [node.name for node in drawn.root.children] == ["x", "embed", "middle", "embed (2)", "result"]
+    assert [node.name for node in drawn.root.children] == [
+        "x",
+        "embed",
+        "middle",
+        "embed (2)",
+        "result",
+    ]
     for node, made in drawn._made.items():
         layer, _ = neighbors(made)
         if not any(child.kind == "phase" for child in node.children):
@@ -228,25 +301,43 @@ def test_a_residual_connection_goes_around_its_block():
     drawn = introspect.graph(MODEL, spec(2, 5, 8), chip=CHIP)
     attend = next(node for node in drawn.nodes if node.path == "blocks/attend")
     made = drawn._made[attend]
-    names = [[attend.children[i].name if i < made.children else "port" if i < made.children + 2 else "lane"
-              for i in items] for items in made.layers]
+    names = [
+        [
+            attend.children[i].name
+            if i < made.children
+            else "port"
+            if i < made.children + 2
+            else "lane"
+            for i in items
+        ]
+        for items in made.layers
+    ]
     assert names == [["port"], ["0", "lane"], ["attention", "lane"], ["add"], ["port"]]
-    assert len({made.lines[i] for items in made.layers for i in items}) == 2       # one line down, one lane beside it
+    assert (
+        len({made.lines[i] for items in made.layers for i in items}) == 2
+    )  # one line down, one lane beside it
     _, pieces = neighbors(made)
     assert count_crossings(made.layers, pieces) == 0
     sizes = drawn_boxes(drawn.svg())
     for a in sizes:
         for b in sizes:
-            apart = a[0] + a[2] <= b[0] or b[0] + b[2] <= a[0] or a[1] + a[3] <= b[1] or b[1] + b[3] <= a[1]
+            apart = (
+                a[0] + a[2] <= b[0]
+                or b[0] + b[2] <= a[0]
+                or a[1] + a[3] <= b[1]
+                or b[1] + b[3] <= a[1]
+            )
             assert a is b or apart
 
 
 def drawn_boxes(text):
-    found = re.findall(r'<rect class="n" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', text)
+    found = re.findall(
+        r'<rect class="n" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', text
+    )
     return [tuple(map(float, each)) for each in found]
 
 
-NASTY = '</script><img src=x onerror=alert(1)>"\'&`]]>\u2028\\'
+NASTY = "</script><img src=x onerror=alert(1)>\"'&`]]>\u2028\\"
 
 
 def test_names_are_never_executed():
@@ -258,11 +349,13 @@ def test_names_are_never_executed():
 
     drawn = introspect.graph(f, spec(2, 2), spec(2, 2), chip=CHIP)
     data = check_page(drawn.html())
-    assert any("onerror" in text for text in data["strings"])      # it is there, as text
+    assert any("onerror" in text for text in data["strings"])  # it is there, as text
     assert "<img" not in drawn.html() and "<b>bold" not in drawn.html()
     root = ElementTree.fromstring(drawn.svg())
-    assert not [each for each in root.iter() if each.tag.endswith(("script", "img", "foreignObject"))]
-    for line in drawn.dot().splitlines():      # quotes are closed on each line
+    assert not [
+        each for each in root.iter() if each.tag.endswith(("script", "img", "foreignObject"))
+    ]
+    for line in drawn.dot().splitlines():  # quotes are closed on each line
         assert len(re.findall(r'(?<!\\)(?:\\\\)*"', line)) % 2 == 0, line
 
 
@@ -304,16 +397,24 @@ def test_other_libraries(library, tmp_path):
 
 
 def test_symbolic_sizes():
-    b, = jax.export.symbolic_shape("b")
+    (b,) = jax.export.symbolic_shape("b")
     drawn = introspect.graph(MODEL, spec(b, 5, 8), chip=CHIP)
     check_page(drawn.html())
-    assert "f32[b, 5, 4]" in drawn.svg() and drawn.root.seconds is None and "symbolic" in drawn.notes[-1]
+    assert (
+        "f32[b, 5, 4]" in drawn.svg()
+        and drawn.root.seconds is None
+        and "symbolic" in drawn.notes[-1]
+    )
 
 
 def test_an_unknown_chip_and_a_function_without_derivative():
     drawn = introspect.graph(lambda x: x + 1, spec(3, dtype="int32"), chip="nothing like it")
     assert len(drawn.notes) == 1 and "the peaks of nothing like it are unknown" in drawn.notes[0]
-    assert check_page(drawn.html())["nodes"] and [node.name for node in drawn.root.children] == ["x", "add", "result"]
+    assert check_page(drawn.html())["nodes"] and [node.name for node in drawn.root.children] == [
+        "x",
+        "add",
+        "result",
+    ]
 
 
 def test_depth_and_forms(tmp_path):
@@ -324,22 +425,35 @@ def test_depth_and_forms(tmp_path):
         introspect.graph(MODEL, spec(2, 5, 8), str(tmp_path / f"g.{ending}"), chip=CHIP)
         assert (tmp_path / f"g.{ending}").stat().st_size > 1000
     text = introspect.graph(MODEL, spec(2, 5, 8), depth=1, chip=CHIP).dot()
-    assert "subgraph cluster_" in text and '"blocks × 3"' in text and text.count("{") == text.count("}")
+    assert (
+        "subgraph cluster_" in text
+        and '"blocks × 3"' in text
+        and text.count("{") == text.count("}")
+    )
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"color": "red"}, "color='red': expected one of 'flops', 'bytes', 'time'"),
-    ({"depth": -1}, "depth=-1: expected the number of levels"), ({"depth": 1.5}, "depth=1.5"),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"color": "red"}, "color='red': expected one of 'flops', 'bytes', 'time'"),
+        ({"depth": -1}, "depth=-1: expected the number of levels"),
+        ({"depth": 1.5}, "depth=1.5"),
+    ],
+)
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         introspect.graph(MODEL, spec(2, 5, 8), **options)
 
 
 def test_a_wrong_ending_is_found_before_the_work():
-    with pytest.raises(ValueError, match=re.escape("'graph.png' has the ending '.png', expected .html, .svg or .dot")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape("'graph.png' has the ending '.png', expected .html, .svg or .dot"),
+    ):
         introspect.graph(None, "graph.png")
-    with pytest.raises(TypeError, match=r"graph: expected a layer, a flax\.nnx module, or a function"):
+    with pytest.raises(
+        TypeError, match=r"graph: expected a layer, a flax\.nnx module, or a function"
+    ):
         introspect.graph(3, spec(2))
 
 

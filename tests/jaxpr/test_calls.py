@@ -52,12 +52,20 @@ CASES = {
     "custom_jvp_call": (cube, [("call", 1)]),
     "custom_vjp_call": (double, [("call", 1)]),
     "scan": (lambda x: jax.lax.scan(lambda c, s: (c @ c, s), x, x, length=4), [("scan", 4)]),
-    "while": (lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c + 1, x),
-              [("while_cond", None), ("while_body", None)]),
-    "cond": (lambda x: jax.lax.cond(x.sum() > 0, lambda y: y @ y, lambda y: y, x), [("branch", 1), ("branch", 1)]),
+    "while": (
+        lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c + 1, x),
+        [("while_cond", None), ("while_body", None)],
+    ),
+    "cond": (
+        lambda x: jax.lax.cond(x.sum() > 0, lambda y: y @ y, lambda y: y, x),
+        [("branch", 1), ("branch", 1)],
+    ),
     "shard_map": (shard, [("shard_map", 4)]),
     "custom_vmap_call": (batched, [("call", 1)]),
-    "custom_linear_solve": (lambda x: jax.scipy.sparse.linalg.cg(lambda v: x @ v, x[0])[0], [("solve", 1)]),
+    "custom_linear_solve": (
+        lambda x: jax.scipy.sparse.linalg.cg(lambda v: x @ v, x[0])[0],
+        [("solve", 1)],
+    ),
     "scatter-add": (lambda x: x.at[jnp.array([0, 1])].add(1.0), []),
     "dot_general": (lambda x: x @ x, []),
 }
@@ -67,18 +75,24 @@ CASES = {
 def test_bodies(name):
     f, expected = CASES[name]
     equations = [e for e in jax.make_jaxpr(f)(X).jaxpr.eqns if e.primitive.name == name]
-    assert equations, f"JAX {jax.__version__} no longer writes {name!r} into a jaxpr: see fnet/jaxpr/_calls.py, bodies"
+    assert equations, (
+        f"JAX {jax.__version__} no longer writes {name!r} into a jaxpr: see fnet/jaxpr/_calls.py, bodies"
+    )
     try:
         found = bodies(equations[0])
     except (KeyError, AttributeError) as error:
-        pytest.fail(f"JAX {jax.__version__} moved the parameter {error} of {name!r}: see fnet/jaxpr/_calls.py, bodies; "
-                    f"it now has {sorted(equations[0].params)}")
+        pytest.fail(
+            f"JAX {jax.__version__} moved the parameter {error} of {name!r}: see fnet/jaxpr/_calls.py, bodies; "
+            f"it now has {sorted(equations[0].params)}"
+        )
     assert [(sub.kind, sub.times) for sub in found] == expected
     for sub in found:
         assert hasattr(sub.jaxpr, "eqns") and len(sub.consts) == len(sub.jaxpr.constvars)
 
 
-@pytest.mark.parametrize("name", ["jit", "remat2", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"])
+@pytest.mark.parametrize(
+    "name", ["jit", "remat2", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"]
+)
 def test_a_call_takes_the_inputs_of_its_equation(name):
     (eqn,) = [e for e in jax.make_jaxpr(CASES[name][0])(X).jaxpr.eqns if e.primitive.name == name]
     (sub,) = bodies(eqn)
@@ -91,10 +105,15 @@ def test_scan():
     def f(w, x, xs):
         return jax.lax.scan(lambda c, s: (c @ w, s[0] + s[1]), x, xs)
 
-    (eqn,) = [e for e in jax.make_jaxpr(f)(X, X, (jnp.ones(3), jnp.ones(3))).jaxpr.eqns if e.primitive.name == "scan"]
+    (eqn,) = [
+        e
+        for e in jax.make_jaxpr(f)(X, X, (jnp.ones(3), jnp.ones(3))).jaxpr.eqns
+        if e.primitive.name == "scan"
+    ]
     parts = scan(eqn)
     assert (parts.consts, parts.carry, parts.slices, parts.length) == (1, 1, 2, 3), (
-        f"JAX {jax.__version__} changed how scan counts its inputs: {sorted(eqn.params)}")
+        f"JAX {jax.__version__} changed how scan counts its inputs: {sorted(eqn.params)}"
+    )
     assert parts.split("abcd") == (["a"], ["b"], ["c", "d"])
     again = jax.lax.scan(lambda c, s: (c, s), X, jnp.ones(3), **parts.options)
     assert again[1].shape == (3,)
@@ -107,7 +126,10 @@ def test_an_unknown_primitive_that_holds_a_jaxpr_says_other():
     class Eqn:
         primitive = Primitive()
         invars = (1,)
-        params = {"body": jax.make_jaxpr(lambda x: x + 1)(X), "update_jaxpr": jax.make_jaxpr(lambda x: x)(X)}  # noqa: RUF012
+        params = {  # noqa: RUF012
+            "body": jax.make_jaxpr(lambda x: x + 1)(X),
+            "update_jaxpr": jax.make_jaxpr(lambda x: x)(X),
+        }
 
     assert [sub.kind for sub in bodies(Eqn())] == ["other"]
 
@@ -117,10 +139,14 @@ def test_a_while_and_a_cond_say_which_inputs_their_bodies_receive():
     f = lambda x: jax.lax.while_loop(lambda c: c.sum() < limit, lambda c: c + step, x)
     eqn = jax.make_jaxpr(f)(X).jaxpr.eqns[-1]
     for body in bodies(eqn):
-        assert [v.aval.shape for v in body.jaxpr.invars] == [eqn.invars[i].aval.shape for i in body.inputs]
+        assert [v.aval.shape for v in body.jaxpr.invars] == [
+            eqn.invars[i].aval.shape for i in body.inputs
+        ]
     test, loop = bodies(eqn)
     assert len(test.inputs) == len(loop.inputs) == 2 and test.inputs[0] != loop.inputs[0]
-    eqn = jax.make_jaxpr(lambda i, x: jax.lax.switch(i, [jnp.sin, jnp.cos, jnp.tan], x))(1, X).jaxpr.eqns[-1]
+    eqn = jax.make_jaxpr(lambda i, x: jax.lax.switch(i, [jnp.sin, jnp.cos, jnp.tan], x))(
+        1, X
+    ).jaxpr.eqns[-1]
     assert [body.inputs for body in bodies(eqn)] == [(1,)] * 3
 
 
@@ -140,7 +166,9 @@ def test_calls():
     assert call_name(jax.make_jaxpr(jnp.sin)(X).jaxpr.eqns[0]) is None
     nested = jax.make_jaxpr(jax.jit(jax.jit(jnp.sin)))(X)
     assert [e.primitive.name for e in opened(nested).jaxpr.eqns] == ["sin"]
-    assert opened(jax.make_jaxpr(placed)(X)).jaxpr.eqns[0].primitive.name == "jit"    # its shardings mean something
+    assert (
+        opened(jax.make_jaxpr(placed)(X)).jaxpr.eqns[0].primitive.name == "jit"
+    )  # its shardings mean something
 
 
 def test_an_open_jaxpr_with_constants_in_another_librarys_primitive():
@@ -150,18 +178,29 @@ def test_an_open_jaxpr_with_constants_in_another_librarys_primitive():
     held = Primitive("held")
     held.def_impl(lambda x, *, jaxpr: jax.core.eval_jaxpr(jaxpr, inside.consts, x)[0])
     held.def_abstract_eval(lambda x, *, jaxpr: jaxpr.outvars[0].aval)
-    mlir.register_lowering(held, mlir.lower_fun(
-        lambda x, *, jaxpr: jax.core.eval_jaxpr(jaxpr, inside.consts, x), multiple_results=True))
+    mlir.register_lowering(
+        held,
+        mlir.lower_fun(
+            lambda x, *, jaxpr: jax.core.eval_jaxpr(jaxpr, inside.consts, x), multiple_results=True
+        ),
+    )
 
     def f(x):
         return 2 * held.bind(x, jaxpr=inside.jaxpr)
 
     x = jnp.array([0.1, 0.2, 0.3])
-    eqn, = (eqn for eqn in jax.make_jaxpr(f)(x).eqns if eqn.primitive.name == "held")
-    body, = bodies(eqn)
-    assert body.kind == "other" and [eqn.primitive.name for eqn in body.jaxpr.eqns] == ["sin", "dot_general"]
+    (eqn,) = (eqn for eqn in jax.make_jaxpr(f)(x).eqns if eqn.primitive.name == "held")
+    (body,) = bodies(eqn)
+    assert body.kind == "other" and [eqn.primitive.name for eqn in body.jaxpr.eqns] == [
+        "sin",
+        "dot_general",
+    ]
     want = 2 * (np.sin(x) @ np.arange(9.0).reshape(3, 3))
-    for transformed in (ft.tune(f), ft.rewrite(f, lambda *_: NotImplemented), ft.autocast(f, "float32")):
+    for transformed in (
+        ft.tune(f),
+        ft.rewrite(f, lambda *_: NotImplemented),
+        ft.autocast(f, "float32"),
+    ):
         np.testing.assert_allclose(transformed(x), want, rtol=1e-6)
     assert sum(cost.matmul for cost in hw.count(f, x).scopes.values()) == 2 * 9
 

@@ -18,21 +18,50 @@ def equation(f, *shapes, name=None):
 
 
 def conv(x, kernel, **options):
-    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
+    return lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **options
+    )
 
 
-PRODUCTS = {    # f, shapes, primitive, products that are added up, groups
+PRODUCTS = {  # f, shapes, primitive, products that are added up, groups
     "dot": (lambda x, y: x @ y, [(2, 3), (3, 5)], jaxpr.DOT, 3, None),
-    "two axes": (lambda x, y: jnp.einsum("abc,bcd->ad", x, y), [(2, 3, 5), (3, 5, 7)], jaxpr.DOT, 15, None),
-    "batched dot": (lambda x, y: jnp.einsum("bij,bjk->bik", x, y), [(4, 2, 3), (4, 3, 5)], jaxpr.DOT, 3, None),
+    "two axes": (
+        lambda x, y: jnp.einsum("abc,bcd->ad", x, y),
+        [(2, 3, 5), (3, 5, 7)],
+        jaxpr.DOT,
+        15,
+        None,
+    ),
+    "batched dot": (
+        lambda x, y: jnp.einsum("bij,bjk->bik", x, y),
+        [(4, 2, 3), (4, 3, 5)],
+        jaxpr.DOT,
+        3,
+        None,
+    ),
     "outer product": (lambda x, y: jnp.einsum("i,j->ij", x, y), [(2,), (3,)], jaxpr.DOT, 1, None),
     "conv": (conv, [(1, 8, 8, 4), (3, 5, 4, 6)], jaxpr.CONVOLUTION, 3 * 5 * 4, (1, 1)),
-    "groups": (lambda x, k: conv(x, k, feature_group_count=2), [(1, 8, 8, 4), (3, 3, 2, 6)], jaxpr.CONVOLUTION,
-               3 * 3 * 2, (2, 1)),
-    "batch groups": (lambda x, k: conv(x, k, batch_group_count=2), [(4, 8, 8, 4), (3, 3, 4, 6)], jaxpr.CONVOLUTION,
-                     3 * 3 * 4, (1, 2)),
-    "dilation": (lambda x, k: conv(x, k, rhs_dilation=(2, 2)), [(1, 8, 8, 4), (3, 3, 4, 6)], jaxpr.CONVOLUTION,
-                 3 * 3 * 4, (1, 1)),
+    "groups": (
+        lambda x, k: conv(x, k, feature_group_count=2),
+        [(1, 8, 8, 4), (3, 3, 2, 6)],
+        jaxpr.CONVOLUTION,
+        3 * 3 * 2,
+        (2, 1),
+    ),
+    "batch groups": (
+        lambda x, k: conv(x, k, batch_group_count=2),
+        [(4, 8, 8, 4), (3, 3, 4, 6)],
+        jaxpr.CONVOLUTION,
+        3 * 3 * 4,
+        (1, 2),
+    ),
+    "dilation": (
+        lambda x, k: conv(x, k, rhs_dilation=(2, 2)),
+        [(1, 8, 8, 4), (3, 3, 4, 6)],
+        jaxpr.CONVOLUTION,
+        3 * 3 * 4,
+        (1, 1),
+    ),
 }
 
 
@@ -45,7 +74,11 @@ def test_products(name, cast):
     found = original
     if cast == "bfloat16":
         found = jaxpr.product(equation(ft.autocast(f, "bfloat16"), *shapes, name="lowered"))
-    assert (found.op, found.summed, found.dtype) == (op, summed, jnp.dtype("float32" if cast != "bfloat16" else cast))
+    assert (found.op, found.summed, found.dtype) == (
+        op,
+        summed,
+        jnp.dtype("float32" if cast != "bfloat16" else cast),
+    )
     assert found.default_precision and found.precision is None
     assert found.dimensions == original.dimensions == found.options["dimension_numbers"]
     if groups:
@@ -55,19 +88,33 @@ def test_products(name, cast):
     assert all(kept[key] == original.options[key] for key in kept)
 
 
-@pytest.mark.parametrize(("precision", "default"), [
-    (None, True), ("default", True), (("default", "default"), True), ("highest", False), (("default", "high"), False),
-    ("TF32_TF32_F32", False),
-])
+@pytest.mark.parametrize(
+    ("precision", "default"),
+    [
+        (None, True),
+        ("default", True),
+        (("default", "default"), True),
+        ("highest", False),
+        (("default", "high"), False),
+        ("TF32_TF32_F32", False),
+    ],
+)
 def test_who_chose_the_precision(precision, default):
     f = lambda x: lax.dot_general(x, x, (((1,), (0,)), ((), ())), precision=precision)
     assert jaxpr.product(equation(f, (3, 3))).default_precision == default
 
 
 def test_windows_of_convolutions():
-    f = lambda x, k: lax.conv_general_dilated(x, k, (2,), [(1, 3)], lhs_dilation=(4,), rhs_dilation=(5,))
+    f = lambda x, k: lax.conv_general_dilated(
+        x, k, (2,), [(1, 3)], lhs_dilation=(4,), rhs_dilation=(5,)
+    )
     for g, name in ((f, None), (ft.autocast(f, "bfloat16"), "lowered")):
-        assert jaxpr.product(equation(g, (1, 2, 8), (3, 2, 3), name=name)).window == ((2,), ((1, 3),), (4,), (5,))
+        assert jaxpr.product(equation(g, (1, 2, 8), (3, 2, 3), name=name)).window == (
+            (2,),
+            ((1, 3),),
+            (4,),
+            (5,),
+        )
 
 
 def test_other_equations_are_no_products():
@@ -86,16 +133,25 @@ def pooling(window, strides, padding="VALID", **options):
     return lambda x: lax.reduce_window(x, -jnp.inf, lax.max, window, strides, padding, **options)
 
 
-@pytest.mark.parametrize(("f", "window"), [
-    (pooling((2, 3), (2, 3)), (2, 3)), (pooling((1, 1), (1, 1)), (1, 1)), (pooling((2, 3), (1, 3)), None),
-    (pooling((2, 3), (2, 3), ((0, 0), (0, 3))), None), (pooling((2, 3), (2, 3), ((1, 1), (0, 0))), None),
-    (pooling((2, 3), (2, 3), window_dilation=(1, 2)), None), (pooling((2, 3), (2, 3), base_dilation=(2, 1)), None),
-])
+@pytest.mark.parametrize(
+    ("f", "window"),
+    [
+        (pooling((2, 3), (2, 3)), (2, 3)),
+        (pooling((1, 1), (1, 1)), (1, 1)),
+        (pooling((2, 3), (1, 3)), None),
+        (pooling((2, 3), (2, 3), ((0, 0), (0, 3))), None),
+        (pooling((2, 3), (2, 3), ((1, 1), (0, 0))), None),
+        (pooling((2, 3), (2, 3), window_dilation=(1, 2)), None),
+        (pooling((2, 3), (2, 3), base_dilation=(2, 1)), None),
+    ],
+)
 def test_windows_that_tile(f, window):
     assert jaxpr.pooling_window(equation(f, (8, 12), name="reduce_window_max")) == window
 
 
-@pytest.mark.parametrize(("reduce", "start", "largest"), [(lax.max, -jnp.inf, True), (lax.min, jnp.inf, False)])
+@pytest.mark.parametrize(
+    ("reduce", "start", "largest"), [(lax.max, -jnp.inf, True), (lax.min, jnp.inf, False)]
+)
 def test_which_element_a_pooling_selects(reduce, start, largest):
     f = jax.grad(lambda x: lax.reduce_window(x, start, reduce, (2,), (2,), "VALID").sum())
     assert jaxpr.selects_largest(equation(f, (8,), name="select_and_scatter_add")) is largest

@@ -21,7 +21,7 @@ def names(frame):
 
 def test_ids_are_constants_then_inputs_then_results():
     table = np.ones((4, 4), np.float32)
-    found = frame(lambda x, y: (jnp.sin(y) @ table, x, 2.0), X, X)    # 0: table, 1: x, 2: y
+    found = frame(lambda x, y: (jnp.sin(y) @ table, x, 2.0), X, X)  # 0: table, 1: x, 2: y
     assert names(found) == ["sin", "dot_general"]
     assert [(op.ins, op.outs) for op in found.ops] == [((2,), (3,)), ((3, 0), (4,))]
     assert found.outputs == {4, 1, None}
@@ -60,7 +60,11 @@ def test_a_jaxpr_at_two_call_sites_is_read_twice():
 
     found = frame(f, X)
     assert [(op.eqn.primitive.name, op.scope, op.ins[0], op.outs) for op in found.ops] == [
-        ("sin", "first", 0, (1,)), ("mul", "first", 1, (2,)), ("sin", "second", 2, (3,)), ("mul", "second", 3, (4,))]
+        ("sin", "first", 0, (1,)),
+        ("mul", "first", 1, (2,)),
+        ("sin", "second", 2, (3,)),
+        ("mul", "second", 3, (4,)),
+    ]
     assert found.ops[0].eqn is found.ops[2].eqn
 
 
@@ -71,7 +75,7 @@ def test_constants_of_an_inner_jit_have_ids_of_their_own():
         return [jnp.cos(inputs[0]) @ table] if primitive == "sin" else NotImplemented
 
     closed = jax.make_jaxpr(ft.rewrite(jax.jit(jnp.sin), rule))(X)
-    assert bodies(closed.jaxpr.eqns[0])[0].consts    # JAX itself passes them as inputs
+    assert bodies(closed.jaxpr.eqns[0])[0].consts  # JAX itself passes them as inputs
     found = read(closed.jaxpr)
     assert names(found) == ["cos", "dot_general"]
     cos, product = found.ops
@@ -89,13 +93,21 @@ def test_loops_and_branches_are_frames_of_their_own():
     found = frame(f, X, 1)
     loops = {op.eqn.primitive.name: op for op in found.ops if op.bodies}
     assert list(loops) == ["scan", "while", "cond"]
-    (body, inside), = loops["scan"].bodies
+    ((body, inside),) = loops["scan"].bodies
     assert body.times == 3 and names(inside) == ["sin", "add"] and inside.ops[0].scope == "loop"
-    assert [op.ins for op in inside.ops] == [(0,), (0, 1)] and inside.outputs == {2, 3}    # ids start again
+    assert [op.ins for op in inside.ops] == [(0,), (0, 1)] and inside.outputs == {
+        2,
+        3,
+    }  # ids start again
     assert [(body.kind, names(inside)[-1]) for body, inside in loops["while"].bodies] == [
-        ("while_cond", "gt"), ("while_body", "sub")]
+        ("while_cond", "gt"),
+        ("while_body", "sub"),
+    ]
     assert [names(inside) for _, inside in loops["cond"].bodies] == [["cos"], ["exp"], []]
-    assert loops["while"].ins[-1] == loops["scan"].outs[0] and loops["cond"].ins[-1] == loops["while"].outs[0]
+    assert (
+        loops["while"].ins[-1] == loops["scan"].outs[0]
+        and loops["cond"].ins[-1] == loops["while"].outs[0]
+    )
 
 
 def test_scopes_and_phases():

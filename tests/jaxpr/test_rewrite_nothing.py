@@ -29,8 +29,13 @@ def lowered(f, *args):
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("name", sampled(CASES, ["mlp", "LSTM", "custom_vjp", "custom_vmap", "shard_map",
-                                                 "jit inside, with donation"]))
+@pytest.mark.parametrize(
+    "name",
+    sampled(
+        CASES,
+        ["mlp", "LSTM", "custom_vjp", "custom_vmap", "shard_map", "jit inside, with donation"],
+    ),
+)
 def test_the_lowered_program_is_the_same(name):
     """To the letter: values, gradients, names, donation and shardings with it."""
     f, params, inputs = CASES[name].make()
@@ -38,7 +43,9 @@ def test_the_lowered_program_is_the_same(name):
     g, inside = ft.rewrite(plain, nothing), jax.value_and_grad(ft.rewrite(f, nothing))
     want = lowered(plain, params, *inputs)
     assert lowered(g, params, *inputs) == want
-    if name == "shard_map":    # traced anew under grad, it broadcasts what its scalars vary over elsewhere
+    if (
+        name == "shard_map"
+    ):  # traced anew under grad, it broadcasts what its scalars vary over elsewhere
         count = lambda text: collections.Counter(re.findall(r"(?:stablehlo|sdy|func)\.(\w+)", text))
         got, want = count(lowered(inside, params, *inputs)), count(want)
         assert {k for k in got | want if got[k] != want[k]} <= {"broadcast_in_dim", "reshape"}
@@ -55,24 +62,34 @@ def test_values_are_the_same_operation_by_operation(name):
     f, params, inputs = CASES[name].make()
     same(ft.rewrite(f, nothing)(params, *inputs), f(params, *inputs))
     plain = jax.grad(f)
-    want = plain(params, *inputs)    # differentiated as it runs; the other two are traced first, and compiled in parts
+    want = plain(
+        params, *inputs
+    )  # differentiated as it runs; the other two are traced first, and compiled in parts
     close(ft.rewrite(plain, nothing)(params, *inputs), want, 1e-6)
     close(jax.grad(ft.rewrite(f, nothing))(params, *inputs), want, 1e-6)
 
 
 # jit.
 
-@pytest.mark.parametrize("options", [
-    {}, {"donate_argnums": 0}, {"inline": True}, {"keep_unused": True},
-    {"in_shardings": NamedSharding(MESH, P("data")), "out_shardings": NamedSharding(MESH, P())},
-], ids=lambda options: next(iter(options), "none"))
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"donate_argnums": 0},
+        {"inline": True},
+        {"keep_unused": True},
+        {"in_shardings": NamedSharding(MESH, P("data")), "out_shardings": NamedSharding(MESH, P())},
+    ],
+    ids=lambda options: next(iter(options), "none"),
+)
 def test_jit_stays_jit(options):
     def step(x, y):
         return x + y
 
     inner = jax.jit(step, **options)
-    eqn, = jax.make_jaxpr(inner)(FLAT, FLAT).eqns
-    got, = jax.make_jaxpr(ft.rewrite(inner, nothing))(FLAT, FLAT).eqns
+    (eqn,) = jax.make_jaxpr(inner)(FLAT, FLAT).eqns
+    (got,) = jax.make_jaxpr(ft.rewrite(inner, nothing))(FLAT, FLAT).eqns
     assert got.primitive is eqn.primitive and got.params.keys() == eqn.params.keys()
     for name in eqn.params.keys() - {"jaxpr"}:
         assert got.params[name] == eqn.params[name], name
@@ -106,7 +123,11 @@ def test_static_arguments_and_shapes_are_part_of_what_is_kept():
     both = ft.rewrite(lambda x: (rows(x, 2), rows(x, 4), rows(x, 2), rows(x[:4], 2)), rule)
     assert [y.shape for y in jax.eval_shape(both, FLAT)] == [(2, 4), (4, 2), (2, 4), (2, 2)]
     sines = [shapes for primitive, *shapes in calls if primitive == "sin"]
-    assert sines == [[(8,)], [(8,)], [(4,)]]    # once for n = 2, once for n = 4, once for the other shape
+    assert sines == [
+        [(8,)],
+        [(8,)],
+        [(4,)],
+    ]  # once for n = 2, once for n = 4, once for the other shape
     assert ft.rewrite(rows, nothing)(jnp.ones(8), 2).shape == (2, 4)
 
 
@@ -120,6 +141,7 @@ def test_shardings_under_jit():
 
 
 # Tracers of an outer trace.
+
 
 def _custom_jvp(f):
     g = jax.custom_jvp(f)
@@ -140,19 +162,30 @@ def _custom_vmap(f):
 
 
 WRAPS = {
-    "plain": lambda f: f, "jit": jax.jit, "remat": jax.checkpoint, "cond": lambda f: lambda x: lax.cond(x > 0, f, f, x),
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "cond": lambda f: lambda x: lax.cond(x > 0, f, f, x),
     "scan": lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, length=1)[0],
     "while": lambda f: lambda x: lax.fori_loop(0, 1, lambda i, v: f(v), x),
     "shard_map": lambda f: jax.shard_map(f, mesh=MESH, in_specs=P(), out_specs=P()),
-    "custom_jvp": _custom_jvp, "custom_vjp": _custom_vjp, "custom_vmap": _custom_vmap,
+    "custom_jvp": _custom_jvp,
+    "custom_vjp": _custom_vjp,
+    "custom_vmap": _custom_vmap,
 }
 OUTER = {
-    "jit": lambda g: jax.jit(g)(0.7), "grad": lambda g: jax.grad(g)(0.7),
+    "jit": lambda g: jax.jit(g)(0.7),
+    "grad": lambda g: jax.grad(g)(0.7),
     "vmap": lambda g: jax.vmap(g)(jnp.array([0.7, 0.8])),
     "scan": lambda g: lax.scan(lambda c, x: (c, g(x)), 0, jnp.array([0.7, 0.8]))[1],
 }
 # What JAX itself refuses: such functions may not close over what is differentiated, or be batched with it.
-REFUSED = {("grad", "custom_jvp"), ("grad", "custom_vjp"), ("grad", "custom_vmap"), ("vmap", "custom_vmap")}
+REFUSED = {
+    ("grad", "custom_jvp"),
+    ("grad", "custom_vjp"),
+    ("grad", "custom_vmap"),
+    ("vmap", "custom_vmap"),
+}
 
 
 @pytest.mark.quick_cases(7)
@@ -169,9 +202,12 @@ def test_what_closes_over_a_tracer(outer, wrap):
 
     def by_rule(shift):
         rule = lambda primitive, scope, inputs, equation: (
-            [jnp.sin(inputs[0]) * shift] if primitive == "sin" else NotImplemented)
+            [jnp.sin(inputs[0]) * shift] if primitive == "sin" else NotImplemented
+        )
         return ft.rewrite(WRAPS[wrap](jnp.sin), rule)(jnp.float32(0.5))
 
     want = OUTER[outer](lambda shift: wrapped(shift)(jnp.float32(0.5)))
-    np.testing.assert_allclose(OUTER[outer](lambda s: ft.rewrite(wrapped(s), shifted)(jnp.float32(0.5))), want, 1e-6)
+    np.testing.assert_allclose(
+        OUTER[outer](lambda s: ft.rewrite(wrapped(s), shifted)(jnp.float32(0.5))), want, 1e-6
+    )
     np.testing.assert_allclose(OUTER[outer](by_rule), want, 1e-6)

@@ -8,13 +8,27 @@ import numpy as np
 import pytest
 from checks import same
 
-from fnet.jaxpr import Traced, Value, bind, boxed, is_array, mutable, plain, restore, results_boxed, statics, unboxed
+from fnet.jaxpr import (
+    Traced,
+    Value,
+    bind,
+    boxed,
+    is_array,
+    mutable,
+    plain,
+    restore,
+    results_boxed,
+    statics,
+    unboxed,
+)
 
 X = jnp.arange(3.0)
 
 
 def evaluated(traced):
-    return traced.result(jax.core.eval_jaxpr(traced.closed.jaxpr, traced.closed.consts, *traced.arrays))
+    return traced.result(
+        jax.core.eval_jaxpr(traced.closed.jaxpr, traced.closed.consts, *traced.arrays)
+    )
 
 
 def test_arrays_are_traced_and_everything_else_passes_through():
@@ -22,14 +36,29 @@ def test_arrays_are_traced_and_everything_else_passes_through():
 
     def f(x, mode, *, options):
         seen.append((mode, options["name"], options["scale"]))
-        return {"y": x * options["scale"] + options["shift"], "mode": mode, "host": np.ones(2), "none": None, "n": 3}
+        return {
+            "y": x * options["scale"] + options["shift"],
+            "mode": mode,
+            "host": np.ones(2),
+            "none": None,
+            "n": 3,
+        }
 
-    traced = Traced(f, (X, "fast"), {"options": {"name": jnp.sin, "scale": 2.0, "shift": np.float32(1)}})
-    assert [x.shape for x in traced.arrays] == [(3,), ()]    # a NumPy scalar has a dtype, a Python number has none
+    traced = Traced(
+        f, (X, "fast"), {"options": {"name": jnp.sin, "scale": 2.0, "shift": np.float32(1)}}
+    )
+    assert [x.shape for x in traced.arrays] == [
+        (3,),
+        (),
+    ]  # a NumPy scalar has a dtype, a Python number has none
     assert len(traced.closed.jaxpr.outvars) == 1
     got = evaluated(traced)
     same(got.pop("y"), 2 * X + 1)
-    assert isinstance(got["host"], np.ndarray) and (got["mode"], got["none"], got["n"]) == ("fast", None, 3)
+    assert isinstance(got["host"], np.ndarray) and (got["mode"], got["none"], got["n"]) == (
+        "fast",
+        None,
+        3,
+    )
     assert seen == [("fast", jnp.sin, 2.0)]
 
 
@@ -47,11 +76,14 @@ def test_errors_name_the_users_function():
     def branches(x):
         return x if x.sum() > 0 else -x
 
-    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"branches at .*test_traced\.py"):
+    with pytest.raises(
+        jax.errors.TracerBoolConversionError, match=r"branches at .*test_traced\.py"
+    ):
         Traced(branches, (X,), {})
 
 
 # Leaves that are no arrays.
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
@@ -60,12 +92,25 @@ class Options:
     weight: jax.Array
 
 
-@pytest.mark.parametrize(("put", "paths"), [
-    (boxed, ["['b']", "['f']", "['name']", "['o'].rate"]), (results_boxed, ["['f']", "['name']"]),
-])
+@pytest.mark.parametrize(
+    ("put", "paths"),
+    [
+        (boxed, ["['b']", "['f']", "['name']", "['o'].rate"]),
+        (results_boxed, ["['f']", "['name']"]),
+    ],
+)
 def test_boxes(put, paths):
-    tree = {"f": jnp.sin, "x": X, "name": "a", "n": 3, "z": 1j, "b": True, "host": np.ones(2), "none": None,
-            "o": Options(0.5, X)}
+    tree = {
+        "f": jnp.sin,
+        "x": X,
+        "name": "a",
+        "n": 3,
+        "z": 1j,
+        "b": True,
+        "host": np.ones(2),
+        "none": None,
+        "o": Options(0.5, X),
+    }
     held = put(tree)
     assert [path for path, _ in statics(held)] == paths and statics(held)[-1][1] in ("a", 0.5)
     back = unboxed(held)
@@ -80,17 +125,30 @@ def test_boxes_are_a_part_of_the_structure():
     assert jax.tree.map(lambda x: x + 1, boxed({"f": "a", "x": 1})) == boxed({"f": "a", "x": 2})
 
 
-@pytest.mark.parametrize(("x", "expected"), [
-    (np.float32(1), True), (np.ones(2), True), (X, True), (jax.ShapeDtypeStruct((), "int8"), True),
-    (jax.random.key(0), True), (1, False), (True, False), ("a", False), (jnp.sin, False), (None, False),
-])
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [
+        (np.float32(1), True),
+        (np.ones(2), True),
+        (X, True),
+        (jax.ShapeDtypeStruct((), "int8"), True),
+        (jax.random.key(0), True),
+        (1, False),
+        (True, False),
+        ("a", False),
+        (jnp.sin, False),
+        (None, False),
+    ],
+)
 def test_is_array(x, expected):
     assert is_array(x) is expected
 
 
 @pytest.mark.parametrize("put", [boxed, results_boxed])
 def test_a_leaf_without_a_hash_is_an_error(put):
-    with pytest.raises(TypeError, match=r"^\['a'\]\[0\] is a set, which is neither an array nor hashable$"):
+    with pytest.raises(
+        TypeError, match=r"^\['a'\]\[0\] is a set, which is neither an array nor hashable$"
+    ):
         put({"a": [{1}]})
 
 
@@ -99,8 +157,11 @@ class Pair:
         self.x = x
 
 
-@pytest.mark.parametrize("result", [Pair, lambda x: {"a": Pair([x])}, lambda x: [lambda: x]],
-                         ids=["object", "in a tree", "closure"])
+@pytest.mark.parametrize(
+    "result",
+    [Pair, lambda x: {"a": Pair([x])}, lambda x: [lambda: x]],
+    ids=["object", "in a tree", "closure"],
+)
 def test_results_with_hidden_arrays_are_an_error(result):
     with pytest.raises(TypeError, match=r"arrays that were computed inside\. Return the arrays"):
         Traced(lambda x: result(2 * x), (X,), {})
@@ -109,6 +170,7 @@ def test_results_with_hidden_arrays_are_an_error(result):
 
 
 # nnx modules.
+
 
 def test_without_modules_nothing_changes():
     tree = {"x": X, "f": jnp.sin}
@@ -121,7 +183,7 @@ def test_modules_as_arrays_and_back():
     nnx = pytest.importorskip("flax.nnx")
     count, other = nnx.Variable(jnp.float32(1)), nnx.Variable(X)
     tree, modules, found = mutable.extract({"a": count, "b": [other, count], "c": 3})
-    assert found[0] is count and len(modules.arrays) == 2    # the shared variable once
+    assert found[0] is count and len(modules.arrays) == 2  # the shared variable once
     assert not any(isinstance(x, nnx.Variable) for x in jax.tree.leaves(tree))
     new, copies = mutable.insert(tree, modules)
     assert new["a"] is new["b"][1] is not count and new["c"] == 3
@@ -147,15 +209,18 @@ def test_updates_of_a_traced_function():
 
 # Values.
 
+
 def test_restore_casts_once():
     value = Value(X.astype("bfloat16"), "note")
     aval = jax.typeof(X)
     assert value.note == "note" and value.restored is None
-    assert restore(value, aval).dtype == jnp.float32 and restore(value, aval) is restore(value, aval)
+    assert restore(value, aval).dtype == jnp.float32 and restore(value, aval) is restore(
+        value, aval
+    )
     same(Value(X).x, restore(Value(X), aval))
     assert restore(Value(X), aval) is not None and Value(X).restored is None
     token = object()
-    assert restore(Value(token), object()) is token    # what has no dtype stays
+    assert restore(Value(token), object()) is token  # what has no dtype stays
 
 
 def test_bind_and_plain():

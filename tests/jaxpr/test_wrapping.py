@@ -29,7 +29,9 @@ def step(state, batch):
 
 
 def planned():
-    return parallel.plan(step, lambda key: jax.random.normal(key), jnp.ones(8), devices=jax.devices(), compile=False)
+    return parallel.plan(
+        step, lambda key: jax.random.normal(key), jnp.ones(8), devices=jax.devices(), compile=False
+    )
 
 
 COMPILED = {
@@ -53,7 +55,9 @@ def test_lower_and_trace_are_not_those_of_the_original(transform, compiled):
     f.note = "mine"
     g = TRANSFORMS[transform](f)
     assert g.__name__ == f.__name__ and g.__doc__ == f.__doc__ and g.__module__ == f.__module__
-    assert not {"lower", "trace", "eval_shape", "clear_cache", "note", "autocast", "tuned"} & set(dir(g))
+    assert not {"lower", "trace", "eval_shape", "clear_cache", "note", "autocast", "tuned"} & set(
+        dir(g)
+    )
 
 
 @pytest.mark.quick_cases(1)
@@ -73,12 +77,18 @@ def test_jit_of_a_compiled_function_lowers_the_outer_one(compiled):
 def test_a_compiled_function_is_like_a_function(compiled):
     f, _ = COMPILED[compiled]()
     original = {"pmap": loss, "plan.jit": step}[compiled]
-    assert isinstance(f, Compiled) and f.__wrapped__ is original and inspect.signature(f) == inspect.signature(original)
+    assert (
+        isinstance(f, Compiled)
+        and f.__wrapped__ is original
+        and inspect.signature(f) == inspect.signature(original)
+    )
     assert repr(f) == f"<compiled function {original.__name__}>"
     assert hash(f) != hash(COMPILED[compiled]()[0]) and f == f
 
     class Holder:
-        method = ft.pmap(lambda self, x: x + self.n, static_argnums=0, in_axes=(None, 0), devices=ONE)
+        method = ft.pmap(
+            lambda self, x: x + self.n, static_argnums=0, in_axes=(None, 0), devices=ONE
+        )
         n = 2
 
     same(Holder().method(X), X + 2)
@@ -91,10 +101,17 @@ def test_signatures():
     assert (g.__name__, g.__doc__, g.__wrapped__) == ("loss", "Half of a sum.", bound)
     assert inspect.signature(ft.microbatch(bound, 2)) == inspect.signature(bound)
     assert ft.microbatch(loss, 2).__annotations__ == loss.__annotations__
-    for transformed, first in ((ft.hvp(loss), ["x", "v"]), (ft.scaled_value_and_grad(loss), ["opt_state", "args"])):
+    for transformed, first in (
+        (ft.hvp(loss), ["x", "v"]),
+        (ft.scaled_value_and_grad(loss), ["opt_state", "args"]),
+    ):
         assert list(inspect.signature(transformed).parameters)[:2] == first
-        assert not hasattr(transformed, "__wrapped__") and "scale" not in transformed.__annotations__
+        assert (
+            not hasattr(transformed, "__wrapped__") and "scale" not in transformed.__annotations__
+        )
     # jax.jit checks argument numbers against the signature.
     product = jax.jit(ft.hvp(lambda x: jnp.square(x).sum()), donate_argnums=1)
     same(product(X, jnp.ones_like(X)), 2 * jnp.ones_like(X))
-    assert wraps(optax.sgd(0.1))(lambda: None).__name__ == "<lambda>"    # a callable or not, without a name
+    assert (
+        wraps(optax.sgd(0.1))(lambda: None).__name__ == "<lambda>"
+    )  # a callable or not, without a name

@@ -23,7 +23,9 @@ def close(got, want, tolerance=1e-6):
 
 
 def differ(one, other):
-    return any((a != b).any() for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+    return any(
+        (a != b).any() for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )
 
 
 def raises(error, text):
@@ -36,13 +38,17 @@ class LinenCNN(linen.Module):
 
     @linen.compact
     def __call__(self, x, *, train=False):
-        x = linen.relu(linen.BatchNorm(use_running_average=not train)(linen.Conv(self.features, (3, 3))(x)))
+        x = linen.relu(
+            linen.BatchNorm(use_running_average=not train)(linen.Conv(self.features, (3, 3))(x))
+        )
         return linen.Dropout(self.rate, deterministic=not train)(linen.Dense(5)(x.mean((1, 2))))
 
 
 class NnxCNN(nnx.Module):
     def __init__(self, features=3, *, rngs):
-        self.layers = nnx.List([nnx.Conv(2, features, (3, 3), rngs=rngs), nnx.Linear(features, 5, rngs=rngs)])
+        self.layers = nnx.List(
+            [nnx.Conv(2, features, (3, 3), rngs=rngs), nnx.Linear(features, 5, rngs=rngs)]
+        )
         self.norm = nnx.BatchNorm(features, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
@@ -51,8 +57,14 @@ class NnxCNN(nnx.Module):
         return self.dropout(self.layers[1](x.mean((1, 2))))
 
 
-CNN = nn.Sequential(conv=nn.Conv(3, 3), norm=nn.BatchNorm(), relu=jax.nn.relu, pool=nn.GlobalAvgPool(),
-                    drop=nn.Dropout(0.5), head=nn.Dense(5))
+CNN = nn.Sequential(
+    conv=nn.Conv(3, 3),
+    norm=nn.BatchNorm(),
+    relu=jax.nn.relu,
+    pool=nn.GlobalAvgPool(),
+    drop=nn.Dropout(0.5),
+    head=nn.Dense(5),
+)
 
 
 def loss_of(y):
@@ -61,6 +73,7 @@ def loss_of(y):
 
 def training_step(layer, params, state):
     """(output, new state, gradients), compiled."""
+
     def loss(params):
         y, new = layer(params, X, state=state, key=KEY, train=True)
         return loss_of(y), (y, new)

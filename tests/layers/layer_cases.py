@@ -19,7 +19,7 @@ import numpy as np
 from fnet import layers as nn
 
 GOLDEN = pathlib.Path(__file__).with_name("golden_names.json")
-BATCH = 8    # one row for each of the eight devices
+BATCH = 8  # one row for each of the eight devices
 
 
 class Case(NamedTuple):
@@ -57,7 +57,9 @@ class Tied(nn.Layer):
     def forward(self, scope, tokens):
         embed, at = nn.Embed(6, 4), scope["embed"]
         x = embed(at, tokens)
-        x = nn.Stack(nn.Residual(nn.LayerNorm(), nn.Attention(2, causal=True)), 2)(scope["blocks"], x)
+        x = nn.Stack(nn.Residual(nn.LayerNorm(), nn.Attention(2, causal=True)), 2)(
+            scope["blocks"], x
+        )
         return embed.attend(at, x)
 
 
@@ -65,7 +67,7 @@ def normal(key, shape, dtype=jnp.float32):
     return 0.02 * jax.random.normal(key, shape, dtype)
 
 
-ROW, SEQ, IMG = (4,), (4, 4), (4, 4, 4)      # features; [time, features]; [height, width, channels]
+ROW, SEQ, IMG = (4,), (4, 4), (4, 4, 4)  # features; [time, features]; [height, width, channels]
 
 CASES = {
     "Dense": Case(nn.Dense(4), (ROW,), ROW),
@@ -75,7 +77,9 @@ CASES = {
     "MixtureOfExperts": Case(nn.MixtureOfExperts(3, 5, activation=jnp.tanh), (SEQ,), SEQ),
     "Conv": Case(nn.Conv(4, 3), (IMG,), IMG),
     "Conv_1d_causal": Case(nn.Conv(4, 3, padding="CAUSAL", dilation=2, groups=2), (SEQ,), SEQ),
-    "Conv_strided": Case(nn.Conv(6, (3, 2), (2, 1), padding=[(1, 0), 1], use_bias=False), (IMG,), (2, 5, 6)),
+    "Conv_strided": Case(
+        nn.Conv(6, (3, 2), (2, 1), padding=[(1, 0), 1], use_bias=False), (IMG,), (2, 5, 6)
+    ),
     "Conv_3d": Case(nn.Conv(2, 2, padding="VALID"), ((2, 2, 2, 4),), (1, 1, 1, 2)),
     "DepthwiseConv": Case(nn.DepthwiseConv(3, 2, multiplier=2), (IMG,), (2, 2, 8)),
     "ConvTranspose": Case(nn.ConvTranspose(3, 3, 2), (SEQ,), (8, 3)),
@@ -87,8 +91,12 @@ CASES = {
     "BatchNorm_bare": Case(nn.BatchNorm(use_scale=False, use_bias=False), (ROW,), ROW),
     "Attention": Case(nn.Attention(2), (SEQ,), SEQ),
     "Attention_grouped": Case(
-        nn.Attention(2, kv_heads=1, head_dim=4, causal=True, rotary=nn.Rotary(), window=2, use_bias=False), (SEQ,),
-        SEQ),
+        nn.Attention(
+            2, kv_heads=1, head_dim=4, causal=True, rotary=nn.Rotary(), window=2, use_bias=False
+        ),
+        (SEQ,),
+        SEQ,
+    ),
     "Attention_cross": Case(nn.Attention(2), (SEQ, (3, 5)), SEQ),
     "Attention_dropout": Case(nn.Attention(2, dropout=0.5), (SEQ,), SEQ),
     "MaxPool": Case(nn.MaxPool(2), (IMG,), (2, 2, 4)),
@@ -101,10 +109,16 @@ CASES = {
     "LSTM": Case(nn.LSTM(3), (SEQ,), (4, 3)),
     "GRU": Case(nn.GRU(2, bidirectional=True), (SEQ,), SEQ),
     "Sequential": Case(nn.Sequential(nn.Dense(3), jnp.tanh, head=nn.Dense(4)), (ROW,), ROW),
-    "Residual": Case(nn.Residual(nn.Dense(3), jnp.tanh, shortcut=nn.Dense(3, use_bias=False)), (ROW,), (3,)),
+    "Residual": Case(
+        nn.Residual(nn.Dense(3), jnp.tanh, shortcut=nn.Dense(3, use_bias=False)), (ROW,), (3,)
+    ),
     "Parallel": Case(nn.Parallel(nn.Dense(4), jnp.tanh, wide=nn.Dropout(0.5)), (ROW,), ROW),
-    "Stack": Case(nn.Stack(nn.Sequential(nn.Dense(4), nn.BatchNorm(), nn.Dropout(0.5)), 3), (ROW,), ROW),
-    "Remat": Case(nn.Remat(nn.Sequential(nn.Dense(4), nn.BatchNorm(), nn.Dropout(0.5))), (ROW,), ROW),
+    "Stack": Case(
+        nn.Stack(nn.Sequential(nn.Dense(4), nn.BatchNorm(), nn.Dropout(0.5)), 3), (ROW,), ROW
+    ),
+    "Remat": Case(
+        nn.Remat(nn.Sequential(nn.Dense(4), nn.BatchNorm(), nn.Dropout(0.5))), (ROW,), ROW
+    ),
     "MLP": Case(MLP([5, 5, 3], dropout=0.5), (ROW,), (3,)),
     "residual_block": Case(residual_block(channels=6, stride=2), (IMG,), (2, 2, 6)),
     "Tied": Case(Tied(), (6,), (4, 6)),
@@ -129,13 +143,15 @@ def golden():
     for name, case in CASES.items():
         spec = case.layer.spec(*inputs(case), **case.options)
         table[name] = {
-            kind: {"/".join(str(part.key) for part in path): list(leaf.shape)
-                   for path, leaf in jax.tree.leaves_with_path(tree)}
+            kind: {
+                "/".join(str(part.key) for part in path): list(leaf.shape)
+                for path, leaf in jax.tree.leaves_with_path(tree)
+            }
             for kind, tree in spec._asdict().items()
         }
     return table
 
 
 if __name__ == "__main__":
-    lines = [f'  {json.dumps(name)}: {json.dumps(kinds)}' for name, kinds in golden().items()]
+    lines = [f"  {json.dumps(name)}: {json.dumps(kinds)}" for name, kinds in golden().items()]
     GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")

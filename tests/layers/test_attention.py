@@ -20,37 +20,48 @@ def made(x=X, **options):
 
 def reach(layer, params, x=X, **options):
     """[batch, query, key]: whether an output depends on an input."""
-    jacobian = jax.jit(jax.jacobian(lambda x: layer(params, x, **options)))(x)    # [b, t, f, b, s, f]
+    jacobian = jax.jit(jax.jacobian(lambda x: layer(params, x, **options)))(x)  # [b, t, f, b, s, f]
     own = jnp.stack([jacobian[i, :, :, i] for i in range(len(x))])
     return np.asarray(jnp.abs(own).sum((2, 4)) > 1e-9)
 
 
 def by_jax(params, x, heads, groups, **options):
     """jax.nn.dot_product_attention between the same projections."""
-    q, k, v = (nn.Dense(params[name]["bias"].size)(params[name], x).reshape(*x.shape[:2], n, -1)
-               for name, n in (("query", heads), ("key", groups), ("value", groups)))
+    q, k, v = (
+        nn.Dense(params[name]["bias"].size)(params[name], x).reshape(*x.shape[:2], n, -1)
+        for name, n in (("query", heads), ("key", groups), ("value", groups))
+    )
     y = jax.nn.dot_product_attention(q, k, v, **options)
     return nn.Dense(x.shape[-1])(params["out"], y.reshape(*x.shape[:2], -1))
 
 
-MASK = np.random.default_rng(1).integers(0, 2, (2, 4, 6, 6)).astype(bool) | np.eye(6, dtype=bool)[None, None]
+MASK = (
+    np.random.default_rng(1).integers(0, 2, (2, 4, 6, 6)).astype(bool)
+    | np.eye(6, dtype=bool)[None, None]
+)
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.parametrize(("options", "theirs", "call"), [
-    ({}, {}, {}),
-    ({"causal": True}, {"is_causal": True}, {}),
-    ({"kv_heads": 2, "causal": True}, {"is_causal": True}, {}),
-    ({"kv_heads": 1, "head_dim": 4}, {}, {}),
-    ({"causal": True, "window": 3}, {"is_causal": True, "local_window_size": (2, 0)}, {}),
-    ({"window": 3}, {"local_window_size": (2, 2)}, {}),
-    ({}, {"mask": MASK}, {"mask": MASK}),
-    ({}, {"key_value_seq_lengths": jnp.array([4, 6])}, {"lengths": jnp.array([4, 6])}),
-], ids=["plain", "causal", "grouped", "one_group", "causal_window", "window", "mask", "lengths"])
+@pytest.mark.parametrize(
+    ("options", "theirs", "call"),
+    [
+        ({}, {}, {}),
+        ({"causal": True}, {"is_causal": True}, {}),
+        ({"kv_heads": 2, "causal": True}, {"is_causal": True}, {}),
+        ({"kv_heads": 1, "head_dim": 4}, {}, {}),
+        ({"causal": True, "window": 3}, {"is_causal": True, "local_window_size": (2, 0)}, {}),
+        ({"window": 3}, {"local_window_size": (2, 2)}, {}),
+        ({}, {"mask": MASK}, {"mask": MASK}),
+        ({}, {"key_value_seq_lengths": jnp.array([4, 6])}, {"lengths": jnp.array([4, 6])}),
+    ],
+    ids=["plain", "causal", "grouped", "one_group", "causal_window", "window", "mask", "lengths"],
+)
 def test_is_jax_nn_s_attention(options, theirs, call):
     layer, params = made(**options)
-    close(jax.jit(lambda p, x: layer(p, x, **call))(params, X),
-          by_jax(params, X, 4, options.get("kv_heads", 4), **theirs))
+    close(
+        jax.jit(lambda p, x: layer(p, x, **call))(params, X),
+        by_jax(params, X, 4, options.get("kv_heads", 4), **theirs),
+    )
 
 
 def test_masks_hide_what_they_say():
@@ -59,24 +70,38 @@ def test_masks_hide_what_they_say():
         ({"causal": True}, {}, s <= t),
         ({"causal": True, "window": 2}, {}, (s <= t) & (t - s < 2)),
         ({"window": 2}, {}, abs(t - s) < 2),
-        ({}, {"mask": jnp.asarray(s != 3)}, (s != 3) | (s == t)),      # a position sees itself as its own query
+        (
+            {},
+            {"mask": jnp.asarray(s != 3)},
+            (s != 3) | (s == t),
+        ),  # a position sees itself as its own query
         ({}, {"lengths": jnp.array([4, 4])}, (s < 4) | (s == t)),
     ]:
         layer, params = made(**options)
-        np.testing.assert_array_equal(reach(layer, params, **call), np.broadcast_to(seen, (2, 6, 6)), str(options))
+        np.testing.assert_array_equal(
+            reach(layer, params, **call), np.broadcast_to(seen, (2, 6, 6)), str(options)
+        )
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("shape", [(6, 6), (2, 6, 6), (2, 1, 6, 6), (2, 4, 6, 6), (1, 6), (2, 1, 6)])
+@pytest.mark.parametrize(
+    "shape", [(6, 6), (2, 6, 6), (2, 1, 6, 6), (2, 4, 6, 6), (1, 6), (2, 1, 6)]
+)
 def test_mask_shapes(shape):
     layer, params = made()
-    mask = jnp.asarray(np.random.default_rng(2).integers(0, 2, shape).astype(bool)).at[..., 0].set(True)
+    mask = (
+        jnp.asarray(np.random.default_rng(2).integers(0, 2, shape).astype(bool))
+        .at[..., 0]
+        .set(True)
+    )
     full = mask[:, None] if mask.ndim == 3 else mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     close(layer(params, X, mask=mask), layer(params, X, mask=jnp.broadcast_to(full, (2, 4, 6, 6))))
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("call", [{"mask": jnp.zeros((6, 6), bool)}, {"lengths": jnp.array([0, 0])}])
+@pytest.mark.parametrize(
+    "call", [{"mask": jnp.zeros((6, 6), bool)}, {"lengths": jnp.array([0, 0])}]
+)
 def test_query_that_sees_no_key_gives_zero_without_nan(call):
     layer, params = made()
     bias = params["out"]["bias"]
@@ -111,15 +136,23 @@ def test_rotary_is_a_complex_rotation(interleaved):
     a = np.asarray(x, np.float64)
     a, b = (a[..., 0::2], a[..., 1::2]) if interleaved else (a[..., :4], a[..., 4:])
     turned = (a + 1j * b) * turn
-    pair = (np.stack([turned.real, turned.imag], -1).reshape(x.shape) if interleaved
-            else np.concatenate([turned.real, turned.imag], -1))
+    pair = (
+        np.stack([turned.real, turned.imag], -1).reshape(x.shape)
+        if interleaved
+        else np.concatenate([turned.real, turned.imag], -1)
+    )
     close(nn.Rotary(interleaved=interleaved)(x, positions), jnp.asarray(pair, jnp.float32))
 
 
 def test_grouped_queries_are_repeated_keys():
     layer, params = made(kv_heads=2)
-    repeat = lambda a: jnp.repeat(a.reshape(*a.shape[:-1], 2, 2), 2, axis=-2).reshape(*a.shape[:-1], 8)
-    full = {name: jax.tree.map(repeat, tree) if name in ("key", "value") else tree for name, tree in params.items()}
+    repeat = lambda a: jnp.repeat(a.reshape(*a.shape[:-1], 2, 2), 2, axis=-2).reshape(
+        *a.shape[:-1], 8
+    )
+    full = {
+        name: jax.tree.map(repeat, tree) if name in ("key", "value") else tree
+        for name, tree in params.items()
+    }
     close(layer(params, X), nn.Attention(4)(full, X))
 
 
@@ -130,28 +163,40 @@ def test_dropout_drops_attention_weights():
     same(layer(params, X, key=KEY), y)
     dropped = layer(params, X, key=KEY, train=True)
     assert (dropped != y).any()
-    many = jax.jit(jax.vmap(lambda key: layer(params, X, key=key, train=True)))(jax.random.split(KEY, 4000))
+    many = jax.jit(jax.vmap(lambda key: layer(params, X, key=key, train=True)))(
+        jax.random.split(KEY, 4000)
+    )
     np.testing.assert_allclose(many.mean(0), y, atol=0.05)
 
 
 # Cache
+
 
 def cached(layer, params, x, steps, **options):
     """The outputs, fed to a cache of 6 positions in pieces of `steps`."""
     state, outputs, at = layer.cache(jax.ShapeDtypeStruct((len(x), 6, x.shape[-1]), x.dtype)), [], 0
     run = jax.jit(lambda params, piece, state: layer(params, piece, state=state, **options))
     for step in steps:
-        y, state = run(params, x[:, at:at + step], state)
+        y, state = run(params, x[:, at : at + step], state)
         outputs.append(y)
         at += step
     return jnp.concatenate(outputs, 1), state
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("steps", [pytest.param((1,) * 6, marks=pytest.mark.exhaustive), (4, 1, 1),
-                                   pytest.param((2, 4), marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("options", [{}, {"rotary": nn.Rotary(), "kv_heads": 2}, {"window": 2}],
-                         ids=["plain", "rotary_grouped", "window"])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param((1,) * 6, marks=pytest.mark.exhaustive),
+        (4, 1, 1),
+        pytest.param((2, 4), marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rotary": nn.Rotary(), "kv_heads": 2}, {"window": 2}],
+    ids=["plain", "rotary_grouped", "window"],
+)
 def test_cache_equals_the_whole_sequence(options, steps):
     layer, params = made(causal=True, **options)
     y, state = cached(layer, params, X, steps)

@@ -24,9 +24,12 @@ def trained(model, params, state, x):
 
 def equations(f, *args, name):
     """How often a primitive stands in f's jaxpr, wherever."""
+
     def count(jaxpr):
-        return sum((eqn.primitive.name == name) + sum(count(sub.jaxpr) for sub in bodies(eqn))
-                   for eqn in jaxpr.eqns)
+        return sum(
+            (eqn.primitive.name == name) + sum(count(sub.jaxpr) for sub in bodies(eqn))
+            for eqn in jaxpr.eqns
+        )
 
     return count(jax.make_jaxpr(f)(*args).jaxpr)
 
@@ -70,13 +73,16 @@ def test_parallel_combines_from_left_to_right():
 
 def test_reprs_read_like_the_code():
     assert repr(nn.Sequential(nn.Dense(3), jnp.tanh, head=nn.Dense(2, use_bias=False))) == (
-        "Sequential(Dense(features=3), tanh, head=Dense(features=2, use_bias=False))")
+        "Sequential(Dense(features=3), tanh, head=Dense(features=2, use_bias=False))"
+    )
     assert repr(nn.Residual(nn.Dense(3), shortcut=nn.Dense(3))) == (
-        "Residual(Dense(features=3), shortcut=Dense(features=3))")
+        "Residual(Dense(features=3), shortcut=Dense(features=3))"
+    )
     assert repr(nn.Stack(nn.Dense(3), 2)) == "Stack(block=Dense(features=3), depth=2)"
 
 
 # Remat
+
 
 @pytest.mark.exhaustive
 def test_remat_changes_no_numbers_and_no_names():
@@ -91,8 +97,12 @@ def test_remat_computes_again_what_the_policy_does_not_keep(policy):
     block = nn.Sequential(nn.Dense(4), jnp.sin, nn.Dense(4), jnp.sin)
     params, _ = block.init(KEY, X)
     dots, sines = (
-        [equations(jax.grad(lambda p, m=model: m(p, X).sum()), params, name=name)
-         for model in (block, nn.Remat(block, policy=policy))] for name in ("dot_general", "sin"))
+        [
+            equations(jax.grad(lambda p, m=model: m(p, X).sum()), params, name=name)
+            for model in (block, nn.Remat(block, policy=policy))
+        ]
+        for name in ("dot_general", "sin")
+    )
     assert sines[1] > sines[0]
     assert (dots[1] > dots[0]) == (policy is None)
 
@@ -114,15 +124,23 @@ def test_remat_takes_static_and_array_options():
 
 # Stack
 
+
 def stacked_trees(depth, block=BLOCK):
     params, state = nn.Stack(block, depth).init(KEY, X)
     return params, state, nn.Stack(block, depth)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("wrap", [
-    lambda stack: stack, nn.Remat, lambda stack: nn.Stack(stack.block, stack.depth, unroll=2),
-    lambda stack: nn.Stack(nn.Remat(stack.block), stack.depth)], ids=["stack", "remat", "unroll", "remat_inside"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda stack: stack,
+        nn.Remat,
+        lambda stack: nn.Stack(stack.block, stack.depth, unroll=2),
+        lambda stack: nn.Stack(nn.Remat(stack.block), stack.depth),
+    ],
+    ids=["stack", "remat", "unroll", "remat_inside"],
+)
 def test_stack_and_remat_compose(wrap):
     params, state, stack = stacked_trees(3)
     model = wrap(stack)
@@ -157,7 +175,7 @@ def test_stack_of_none_is_the_identity():
 def test_stack_hands_extra_inputs_to_every_copy():
     @nn.layer
     def gated(scope, x, gate, *, power=1):
-        return nn.Dense(4)(scope["dense"], x) * gate ** power
+        return nn.Dense(4)(scope["dense"], x) * gate**power
 
     model = nn.Stack(gated(power=2), 3)
     gate = jnp.full((3, 4), 0.5)
@@ -183,7 +201,10 @@ def test_stack_in_a_place_of_its_own():
 def test_stack_under_vmap_and_per_device():
     params, _, stack = stacked_trees(2, nn.Sequential(nn.Dense(4), jnp.tanh))
     xs = jnp.stack([X, 2 * X])
-    close(jax.vmap(stack, in_axes=(None, 0))(params, xs), jnp.stack([stack(params, X), stack(params, 2 * X)]))
+    close(
+        jax.vmap(stack, in_axes=(None, 0))(params, xs),
+        jnp.stack([stack(params, X), stack(params, 2 * X)]),
+    )
 
 
 @pytest.mark.exhaustive

@@ -20,13 +20,18 @@ from fnet import layers as nn
 
 
 def kinds():
-    return {getattr(nn, name) for name in nn.__all__ if isinstance(getattr(nn, name), type)
-            and issubclass(getattr(nn, name), nn.Layer)} - {nn.Layer}
+    return {
+        getattr(nn, name)
+        for name in nn.__all__
+        if isinstance(getattr(nn, name), type) and issubclass(getattr(nn, name), nn.Layer)
+    } - {nn.Layer}
 
 
 def test_table_has_every_layer():
     missing = kinds() - {type(case.layer) for case in CASES.values()}
-    assert not missing, f"add these layers to layer_cases.py: {sorted(kind.__name__ for kind in missing)}"
+    assert not missing, (
+        f"add these layers to layer_cases.py: {sorted(kind.__name__ for kind in missing)}"
+    )
 
 
 def check_variant(variant, name):
@@ -80,7 +85,8 @@ def test_init_is_spec_and_jitted_init(name):
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x)
     spec = case.layer.spec(*shapes, **case.options)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), made) == jax.tree.map(
-        lambda s: (s.shape, s.dtype), (spec.params, spec.state))
+        lambda s: (s.shape, s.dtype), (spec.params, spec.state)
+    )
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(made))
     for leaf in jax.tree.leaves(spec.params):
         assert isinstance(leaf, nn.ParamSpec)
@@ -108,11 +114,13 @@ def test_vmap_equals_batch(name):
 
 @pytest.mark.quick_cases(7)
 @every
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.exhaustive)]
+)
 def test_half_precision(name, dtype):
     case, params, state, x = prepared(name)
     if all(a.dtype == jnp.int32 for a in x):
-        return    # tokens: the output has the table's dtype
+        return  # tokens: the output has the table's dtype
     x = inputs(case, dtype=dtype)
     made = jax.eval_shape(case.layer.init, jax.random.key(0), *x)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(made))
@@ -120,7 +128,8 @@ def test_half_precision(name, dtype):
         y, new_state = jax.eval_shape(call(case, train=train), params, state, *x)
         assert y.dtype == dtype
         assert jax.tree.map(lambda a: (a.shape, a.dtype), new_state) == jax.tree.map(
-            lambda a: (a.shape, a.dtype), state)
+            lambda a: (a.shape, a.dtype), state
+        )
     if dtype == jnp.bfloat16 and name in ALONE:
         y, _ = jax.jit(call(case, train=False))(params, state, *x)
         close(y.astype(jnp.float32), compiled(name, False)[0], 0.04)
@@ -136,14 +145,18 @@ def test_state_is_a_scan_carry(name, train):
         y, state = call(case, train=train)(params, state, *x)
         return state, y
 
-    jax.eval_shape(lambda state: jax.lax.scan(body, state, length=2), state)    # raises where a carry changes
+    jax.eval_shape(
+        lambda state: jax.lax.scan(body, state, length=2), state
+    )  # raises where a carry changes
     if not state:
         return
     new_state = compiled(name, train)[1]
     if not train:
         same(new_state, state)
     else:
-        assert any((a != b).any() for a, b in zip(jax.tree.leaves(new_state), jax.tree.leaves(state)))
+        assert any(
+            (a != b).any() for a, b in zip(jax.tree.leaves(new_state), jax.tree.leaves(state))
+        )
 
 
 def apart(params, state, depth):
@@ -156,9 +169,22 @@ def layer(tree, i):
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("name", sampled([
-    "Attention_grouped", "BatchNorm", "Conv_1d_causal", "Dense_normal", "Dropout", "MaxPool_same", "Parallel", "Stack"],
-    ["Attention_grouped", "BatchNorm", "Dropout", "Stack"]))
+@pytest.mark.parametrize(
+    "name",
+    sampled(
+        [
+            "Attention_grouped",
+            "BatchNorm",
+            "Conv_1d_causal",
+            "Dense_normal",
+            "Dropout",
+            "MaxPool_same",
+            "Parallel",
+            "Stack",
+        ],
+        ["Attention_grouped", "BatchNorm", "Dropout", "Stack"],
+    ),
+)
 def test_stack_equals_unrolled(name):
     case, _, _, x = prepared(name)
     depth = 3
@@ -169,7 +195,9 @@ def test_stack_equals_unrolled(name):
     params_apart, state_apart = apart(params, state, depth)
     train = functools.partial(nn.Layer.__call__, key=KEY, train=True)
     y, new_state = jax.jit(train, static_argnums=0)(stacked, params, *x, state=state)
-    y_apart, new_apart = jax.jit(train, static_argnums=0)(unrolled, params_apart, *x, state=state_apart)
+    y_apart, new_apart = jax.jit(train, static_argnums=0)(
+        unrolled, params_apart, *x, state=state_apart
+    )
     close(y, y_apart)
     for i in range(depth):
         close(layer(new_state, i), new_apart.get(str(i), {}))
@@ -197,15 +225,21 @@ def test_gradient_in_shard_map_equals_one_device(name):
     def gradient(params, state, *x):
         def loss(params):
             y = jax.tree.leaves(call(case, train=False)(params, state, *x)[0])
-            return sum(jnp.sin(leaf.reshape(len(leaf), -1)).sum(0) @ jnp.cos(jnp.arange(leaf[0].size, dtype=leaf.dtype))
-                       for leaf in y)
+            return sum(
+                jnp.sin(leaf.reshape(len(leaf), -1)).sum(0)
+                @ jnp.cos(jnp.arange(leaf[0].size, dtype=leaf.dtype))
+                for leaf in y
+            )
+
         return jax.grad(loss)(params)
 
     mesh = Mesh(np.array(jax.devices()), ("batch",))
     specs = (P(), P(), *(P("batch"),) * len(x))
-    got = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=P()))(params, state, *x)
+    got = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=P()))(
+        params, state, *x
+    )
     want = jax.jit(gradient)(params, state, *x)
-    scale = max((float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(want)), default=1.)
+    scale = max((float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(want)), default=1.0)
     chex.assert_trees_all_close(got, want, rtol=0, atol=2e-6 * scale)
 
 
@@ -238,7 +272,9 @@ def test_one_trace_for_equal_layers(name):
         jax.eval_shape(functools.partial(step, layer), params, state, *x)
 
 
-@pytest.mark.parametrize("names", [FEW[:2], pytest.param([*CASES], marks=pytest.mark.exhaustive)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "names", [FEW[:2], pytest.param([*CASES], marks=pytest.mark.exhaustive)], ids=["few", "all"]
+)
 def test_no_tracer_leaks(names):
     prepare = [prepared(name) for name in names]
 

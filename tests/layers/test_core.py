@@ -48,6 +48,7 @@ def two_draws(scope, x):
 
 # The double call
 
+
 def test_inside_and_outside_are_one_call():
     inside = nn.Sequential(head=nn.Dense(2))
     params, _ = inside.init(KEY, X)
@@ -92,12 +93,16 @@ def test_state_comes_back_where_it_went_in(train):
 def test_state_keeps_structure_dtypes_and_what_it_does_not_know():
     model = nn.Sequential(counter(), nn.BatchNorm())
     params, state = model.init(KEY, X)
-    state = jax.tree.map(lambda a: a.astype(jnp.bfloat16), state) | {"elsewhere": {"kept": jnp.arange(3)}}
+    state = jax.tree.map(lambda a: a.astype(jnp.bfloat16), state) | {
+        "elsewhere": {"kept": jnp.arange(3)}
+    }
     _, new = model(params, X, state=state, train=True)
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), new) == jax.tree.map(lambda a: (a.shape, a.dtype), state)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), new) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), state
+    )
     assert new["0"]["count"] == 1
     same(new["elsewhere"], state["elsewhere"])
-    assert state["0"]["count"] == 0    # the caller's is not touched
+    assert state["0"]["count"] == 0  # the caller's is not touched
     _, frozen = model(params, X, state=freeze(state), train=True)
     assert type(frozen) is type(freeze({}))
 
@@ -128,10 +133,11 @@ def test_jit_takes_model_and_train_as_static():
     params, _ = model.init(KEY, X)
     run = jax.jit(model, static_argnames="train")
     close(run(params, X, key=KEY, train=True), model(params, X, key=KEY, train=True))
-    close(jax.jit(nn.Layer.__call__)(model, params, X), model(params, X))    # a static pytree
+    close(jax.jit(nn.Layer.__call__)(model, params, X), model(params, X))  # a static pytree
 
 
 # Init
+
 
 def test_init_takes_shapes_and_never_runs_the_model():
     @nn.layer
@@ -146,7 +152,10 @@ def test_init_takes_shapes_and_never_runs_the_model():
 
 
 def test_adding_a_layer_moves_no_other_numbers():
-    small, large = MLP((5, 5, 3)), nn.Sequential(new=nn.Dense(4), inner=MLP((5, 5, 3)), newer=nn.Dense(2))
+    small, large = (
+        MLP((5, 5, 3)),
+        nn.Sequential(new=nn.Dense(4), inner=MLP((5, 5, 3)), newer=nn.Dense(2)),
+    )
     params, _ = large.init(KEY, X)
     wider, _ = nn.Sequential(inner=MLP((5, 5, 3))).init(KEY, X)
     same(params["inner"], wider["inner"])
@@ -166,7 +175,9 @@ def test_places_have_numbers_of_their_own():
 def test_params_and_draws_are_separate_domains():
     @nn.layer
     def both(scope, x):
-        return scope.param("w", (1000,), jax.nn.initializers.normal(1.0)), jax.random.normal(scope.key(), (1000,))
+        return scope.param("w", (1000,), jax.nn.initializers.normal(1.0)), jax.random.normal(
+            scope.key(), (1000,)
+        )
 
     params, _ = both().init(KEY, X)
     _, drawn = both()(params, X, key=KEY)
@@ -175,13 +186,23 @@ def test_params_and_draws_are_separate_domains():
 
 @pytest.mark.exhaustive
 def test_numbers_are_the_same_in_every_process():
-    code = ("import jax, jax.numpy as jnp; from fnet import layers as nn; "
-            "p, _ = nn.Sequential(nn.Dense(2), head=nn.Dense(2)).init(jax.random.key(0), jnp.ones((1, 2))); "
-            "print(p['head']['kernel'].tolist())")
-    printed = {subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"},
-                              check=True, capture_output=True, text=True).stdout for seed in ("1", "2")}
+    code = (
+        "import jax, jax.numpy as jnp; from fnet import layers as nn; "
+        "p, _ = nn.Sequential(nn.Dense(2), head=nn.Dense(2)).init(jax.random.key(0), jnp.ones((1, 2))); "
+        "print(p['head']['kernel'].tolist())"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
     here, _ = nn.Sequential(nn.Dense(2), head=nn.Dense(2)).init(KEY, jnp.ones((1, 2)))
-    assert len(printed) == 1    # the tests compile with options of their own, which round differently
+    assert len(printed) == 1  # the tests compile with options of their own, which round differently
     np.testing.assert_allclose(json.loads(printed.pop()), here["head"]["kernel"], rtol=1e-6)
 
 
@@ -191,7 +212,9 @@ def test_spec_holds_shapes_dtypes_initializers_and_axes():
     assert (kernel.shape, kernel.dtype, kernel.axes) == ((4, 5), jnp.float32, ("in", "out"))
     assert params["2"]["kernel"].axes == ("layers", "in", "out")
     assert state["1"]["var"].init(KEY, (2,), jnp.float32).tolist() == [1, 1]
-    assert jax.tree.leaves(params, is_leaf=lambda node: False)[0] is params["0"]["bias"]    # a leaf by itself
+    assert (
+        jax.tree.leaves(params, is_leaf=lambda node: False)[0] is params["0"]["bias"]
+    )  # a leaf by itself
 
 
 def test_old_keys_serve():
@@ -199,6 +222,7 @@ def test_old_keys_serve():
 
 
 # Draws
+
 
 @pytest.mark.exhaustive
 def test_draws_differ_by_place_and_by_call_and_repeat_by_key():
@@ -217,6 +241,7 @@ def test_adding_a_layer_moves_no_other_draws():
 
 
 # Names and sharing
+
 
 def test_names_used_once_per_call_and_trace():
     @nn.layer
@@ -260,14 +285,20 @@ def test_shared_weights_add_up_their_gradients():
     params, _ = tied().init(KEY, X)
     apart = nn.Sequential(nn.Dense(4, use_bias=False), nn.Dense(4, use_bias=False))
     parts = jax.grad(lambda p: apart(p, X).sum())({"0": params["w"], "1": params["w"]})
-    close(jax.grad(lambda p: tied()(p, X).sum())(params)["w"], jax.tree.map(jnp.add, parts["0"], parts["1"]))
+    close(
+        jax.grad(lambda p: tied()(p, X).sum())(params)["w"],
+        jax.tree.map(jnp.add, parts["0"], parts["1"]),
+    )
 
 
 # pure
 
+
 @nn.layer
 def mixture(scope, x, *, experts=3):
-    f, params, state, keys = scope.pure(nn.Sequential(nn.Dense(4), nn.BatchNorm(), nn.Dropout(0.5)), x, copies=experts)
+    f, params, state, keys = scope.pure(
+        nn.Sequential(nn.Dense(4), nn.BatchNorm(), nn.Dropout(0.5)), x, copies=experts
+    )
     y, state = jax.vmap(lambda p, s, k: f(p, x, state=s, key=k))(params, state, keys)
     for name in state or ():
         scope.update(name, state[name])
@@ -280,7 +311,10 @@ def test_pure_takes_a_layer_through_vmap():
     unrolled = nn.Parallel(*[block] * 3)
     model = mixture()
     params, state = model.init(KEY, X)
-    apart = [{str(i): jax.tree.map(lambda a, i=i: a[i], tree) for i in range(3)} for tree in (params, state)]
+    apart = [
+        {str(i): jax.tree.map(lambda a, i=i: a[i], tree) for i in range(3)}
+        for tree in (params, state)
+    ]
     same(tuple(apart), unrolled.init(KEY, X))
     y, state = model(params, X, state=state, key=KEY, train=True)
     y_apart, state_apart = unrolled(apart[0], X, state=apart[1], key=KEY, train=True)
@@ -305,6 +339,7 @@ def test_pure_without_state_or_key():
 
 # Layers as values
 
+
 def test_layer_of_a_function_is_a_class():
     assert issubclass(scale, nn.Layer)
     assert (scale.__name__, scale.__doc__, scale.__module__) == ("scale", "Multiplies.", __name__)
@@ -320,8 +355,13 @@ def test_lists_become_tuples():
 
 
 def test_layers_pickle_with_functions_inside():
-    model = nn.Sequential(nn.Dense(3), jax.nn.relu, jnp.tanh, nn.Remat(nn.Dense(3), policy=None), out=nn.Residual(
-        nn.Dense(3), shortcut=nn.Dense(3)))
+    model = nn.Sequential(
+        nn.Dense(3),
+        jax.nn.relu,
+        jnp.tanh,
+        nn.Remat(nn.Dense(3), policy=None),
+        out=nn.Residual(nn.Dense(3), shortcut=nn.Dense(3)),
+    )
     again = pickle.loads(pickle.dumps(model))
     assert again == model
     assert hash(again) == hash(model)

@@ -32,15 +32,39 @@ def raw(key, shape, dtype):
 
 
 def several(key, shape, dtype):
-    return jax.vmap(lambda key: jax.random.normal(key, shape[1:], dtype))(jnp.broadcast_to(key, shape[:1]))
+    return jax.vmap(lambda key: jax.random.normal(key, shape[1:], dtype))(
+        jnp.broadcast_to(key, shape[:1])
+    )
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.parametrize(("made", "shape", "shared"), [
-    (init.he_normal(), (3, 3, 4, 8), True), (init.glorot_uniform(), (5, 7), True), (init.normal(0.02), (11,), True),
-    (init.orthogonal(), (6, 4), True), (twice, (3, 5), True), (init.lecun_normal(), (70, 60), True),
-    (init.zeros, (3,), False), (folded, (3, 5), False), (raw, (3, 5), False), (several, (3, 5), False),
-], ids=["conv", "dense", "one axis", "orthogonal", "twice", "larger", "zeros", "folded", "raw", "several"])
+@pytest.mark.parametrize(
+    ("made", "shape", "shared"),
+    [
+        (init.he_normal(), (3, 3, 4, 8), True),
+        (init.glorot_uniform(), (5, 7), True),
+        (init.normal(0.02), (11,), True),
+        (init.orthogonal(), (6, 4), True),
+        (twice, (3, 5), True),
+        (init.lecun_normal(), (70, 60), True),
+        (init.zeros, (3,), False),
+        (folded, (3, 5), False),
+        (raw, (3, 5), False),
+        (several, (3, 5), False),
+    ],
+    ids=[
+        "conv",
+        "dense",
+        "one axis",
+        "orthogonal",
+        "twice",
+        "larger",
+        "zeros",
+        "folded",
+        "raw",
+        "several",
+    ],
+)
 def test_numbers_are_the_initializers_own(made, shape, shared, monkeypatch):
     drawn = []
     bits = _draws._bits
@@ -51,9 +75,15 @@ def test_numbers_are_the_initializers_own(made, shape, shared, monkeypatch):
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(("make_key", "partitionable"), [
-    (functools.partial(jax.random.key, impl="rbg"), True), (jax.random.PRNGKey, True), (jax.random.key, False),
-], ids=["rbg", "legacy", "not partitionable"])
+@pytest.mark.parametrize(
+    ("make_key", "partitionable"),
+    [
+        (functools.partial(jax.random.key, impl="rbg"), True),
+        (jax.random.PRNGKey, True),
+        (jax.random.key, False),
+    ],
+    ids=["rbg", "legacy", "not partitionable"],
+)
 def test_other_keys_draw_by_themselves(make_key, partitionable, monkeypatch):
     monkeypatch.setattr(_draws, "_bits", None)
     key, made, kind = make_key(3), init.normal(0.1), jnp.dtype("float32")
@@ -71,6 +101,8 @@ def test_in_a_stack_and_in_a_larger_program():
 
 def test_many_shapes_share_the_bits():
     """Why this is here: what is compiled for one more shape is short, and draws nothing."""
-    numbers = _draws._numbers.lower(init.he_normal(), (3, 3, 8, 8), jnp.dtype("float32"), jnp.zeros(4096, jnp.uint32))
+    numbers = _draws._numbers.lower(
+        init.he_normal(), (3, 3, 8, 8), jnp.dtype("float32"), jnp.zeros(4096, jnp.uint32)
+    )
     assert "threefry" not in numbers.as_text() and "shift_left" not in numbers.as_text()
     assert "shift_left" in _draws._bits.lower(KEY, 4096).as_text()

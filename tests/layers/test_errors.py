@@ -27,7 +27,9 @@ def test_an_error_is_one_sentence():
 
 
 def test_errors_carry_the_whole_path():
-    model = nn.Sequential(encoder=nn.Residual(nn.Dense(4), inner=nn.Stack(nn.Sequential(nn.Dense(4), nn.Dense(4)), 2)))
+    model = nn.Sequential(
+        encoder=nn.Residual(nn.Dense(4), inner=nn.Stack(nn.Sequential(nn.Dense(4), nn.Dense(4)), 2))
+    )
     params, _ = model.init(KEY, ROWS)
     params["encoder"]["inner"]["1"]["bias"] = jnp.ones((2, 5))
     message = "'encoder/inner/1/bias': expected shape (4,) for this input, got (5,) in params"

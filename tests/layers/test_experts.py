@@ -25,10 +25,12 @@ def by_loops(layer, params, x, valid=None):
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     tokens = np.asarray(x, np.float64).reshape(-1, x.shape[-1])
     probabilities = softmax(tokens @ params["router"]["kernel"])
-    chosen = np.argsort(-probabilities, -1, kind="stable")[:, :layer.top_k]
-    most = np.inf if layer.capacity is None else np.ceil(layer.capacity * chosen.size / layer.experts)
+    chosen = np.argsort(-probabilities, -1, kind="stable")[:, : layer.top_k]
+    most = (
+        np.inf if layer.capacity is None else np.ceil(layer.capacity * chosen.size / layer.experts)
+    )
     out, load = np.zeros_like(tokens), np.zeros(layer.experts)
-    for choice in range(layer.top_k):                       # first choices of all tokens first
+    for choice in range(layer.top_k):  # first choices of all tokens first
         for token, row in enumerate(tokens):
             expert = chosen[token, choice]
             if valid is not None and not valid.reshape(-1)[token]:
@@ -48,18 +50,31 @@ def random(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-CASES = [       # experts, top_k, shape of x
-    (8, 2, (2, 50, 6)), (4, 1, (37, 6)), (16, 4, (1, 6)), (3, 3, (5, 6)), (1, 1, (4, 6)), (5, 2, (2, 3, 4, 6)),
-    (4, 2, (0, 6))]
+CASES = [  # experts, top_k, shape of x
+    (8, 2, (2, 50, 6)),
+    (4, 1, (37, 6)),
+    (16, 4, (1, 6)),
+    (3, 3, (5, 6)),
+    (1, 1, (4, 6)),
+    (5, 2, (2, 3, 4, 6)),
+    (4, 2, (0, 6)),
+]
 
 
 @pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("experts, top_k, shape", CASES)
-@pytest.mark.parametrize("normalize, capacity", [(True, None), (False, None), (True, 0.5), (False, 1.25)])
+@pytest.mark.parametrize(
+    "normalize, capacity", [(True, None), (False, None), (True, 0.5), (False, 1.25)]
+)
 def test_values(experts, top_k, shape, normalize, capacity):
-    layer, x = nn.MixtureOfExperts(experts, 7, top_k=top_k, normalize=normalize, capacity=capacity), random(*shape)
+    layer, x = (
+        nn.MixtureOfExperts(experts, 7, top_k=top_k, normalize=normalize, capacity=capacity),
+        random(*shape),
+    )
     params, _ = layer.init(KEY, x)
-    params["router"]["kernel"] = random(6, experts, seed=1)         # some experts receive most of the tokens
+    params["router"]["kernel"] = random(
+        6, experts, seed=1
+    )  # some experts receive most of the tokens
     close(jax.jit(layer)(params, x), by_loops(layer, params, x), 1e-5)
 
 
@@ -74,7 +89,9 @@ def test_padding_is_not_routed(capacity):
     assert not np.asarray(y)[~valid].any()
     finite = jnp.where(valid[..., None], x, jnp.inf)
     gradient = jax.jit(jax.grad(lambda params: layer(params, finite, valid)[valid].sum()))(params)
-    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((gradient["up"], gradient["down"])))
+    assert all(
+        jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((gradient["up"], gradient["down"]))
+    )
 
 
 def dense(layer, params, x):
@@ -84,7 +101,8 @@ def dense(layer, params, x):
     weights = weights / weights.sum(-1, keepdims=True)
     weights = (jax.nn.one_hot(chosen, layer.experts, dtype=x.dtype) * weights[..., None]).sum(-2)
     hidden = jax.nn.silu(jnp.einsum("...f,efh->...eh", x, params["gate"])) * jnp.einsum(
-        "...f,efh->...eh", x, params["up"])
+        "...f,efh->...eh", x, params["up"]
+    )
     return jnp.einsum("...eh,ehf,...e->...f", hidden, params["down"], weights)
 
 
@@ -99,9 +117,14 @@ def test_derivatives(capacity):
         return lambda params, x: jnp.square(f(params, x)).sum()
 
     theirs = loss(lambda params, x: dense(layer, params, x))
-    close(jax.jit(jax.grad(loss(layer), (0, 1)))(params, x), jax.grad(theirs, (0, 1))(params, x), 1e-5)
+    close(
+        jax.jit(jax.grad(loss(layer), (0, 1)))(params, x), jax.grad(theirs, (0, 1))(params, x), 1e-5
+    )
     tangent = jax.tree.map(jnp.cos, params)
-    ours, theirs = (jax.jit(ft.hvp(lambda params, f=f: f(params, x)))(params, tangent) for f in (loss(layer), theirs))
+    ours, theirs = (
+        jax.jit(ft.hvp(lambda params, f=f: f(params, x)))(params, tangent)
+        for f in (loss(layer), theirs)
+    )
     close(ours, theirs, 1e-4)
 
 
@@ -110,8 +133,16 @@ def test_losses():
     flat = np.asarray(logits, np.float64).reshape(-1, 8)
     chosen = np.argsort(-flat, -1)[:, :2]
     fraction = np.bincount(chosen.reshape(-1), minlength=8) / len(flat)
-    close(nn.load_balancing_loss(logits, 2), 8 * (fraction * softmax(flat).mean(0)).sum().astype(np.float32), 1e-6)
-    close(nn.router_z_loss(logits), (np.log(np.exp(flat).sum(-1)) ** 2).mean().astype(np.float32), 1e-6)
+    close(
+        nn.load_balancing_loss(logits, 2),
+        8 * (fraction * softmax(flat).mean(0)).sum().astype(np.float32),
+        1e-6,
+    )
+    close(
+        nn.router_z_loss(logits),
+        (np.log(np.exp(flat).sum(-1)) ** 2).mean().astype(np.float32),
+        1e-6,
+    )
     valid = np.arange(20) < np.array([[20], [7], [1]])
     kept = logits[valid]
     close(nn.load_balancing_loss(logits, 2, valid=valid), nn.load_balancing_loss(kept, 2), 1e-6)
@@ -134,7 +165,7 @@ def test_losses_of_captured_logits_balance_the_router():
         value, gradient = step(params)
         params = jax.tree.map(lambda leaf, g: leaf - 0.5 * g, params, gradient)
     assert value < first
-    assert value < 2.1                          # 2 if all experts receive equally many tokens
+    assert value < 2.1  # 2 if all experts receive equally many tokens
 
 
 @pytest.mark.quick_cases(1)
@@ -143,9 +174,16 @@ def test_experts_on_eight_devices(capacity):
     layer, x = nn.MixtureOfExperts(8, 16, capacity=capacity), random(8, 12, 4)
     params, _ = layer.init(KEY, x)
     rules = parallel.rules(layer.spec(x).params, {"expert": "tensor"})
-    assert rules == {"gate": ("tensor", None, None), "up": ("tensor", None, None), "down": ("tensor", None, None)}
+    assert rules == {
+        "gate": ("tensor", None, None),
+        "up": ("tensor", None, None),
+        "down": ("tensor", None, None),
+    }
     mesh = Mesh(np.array(jax.devices()), ("tensor",))
-    placed = {name: jax.device_put(leaf, NamedSharding(mesh, P(*rules.get(name, ())))) for name, leaf in params.items()}
+    placed = {
+        name: jax.device_put(leaf, NamedSharding(mesh, P(*rules.get(name, ()))))
+        for name, leaf in params.items()
+    }
     step = jax.jit(jax.value_and_grad(lambda params, x: jnp.square(layer(params, x)).sum()))
     close(step(placed, jax.device_put(x, NamedSharding(mesh, P()))), step(params, x), 1e-5)
 
@@ -158,11 +196,26 @@ def test_half_precision_keeps_the_routing():
     assert jnp.abs(y - jax.jit(layer)(params, x)).max() < 0.03 * jnp.abs(y).max()
 
 
-@pytest.mark.parametrize("layer, arguments, text", [
-    (nn.MixtureOfExperts(4, 5, top_k=5), (random(2, 6),), "expected 1 <= top_k <= experts, got top_k=5 and 4 experts"),
-    (nn.MixtureOfExperts(4, 5, capacity=0.0), (random(2, 6),), "expected a capacity > 0 or None, got 0.0"),
-    (nn.MixtureOfExperts(4, 5), (random(2, 6), np.ones(3, bool)), r"expected valid \[2\] for x \[2, 6\], got \[3\]"),
-])
+@pytest.mark.parametrize(
+    "layer, arguments, text",
+    [
+        (
+            nn.MixtureOfExperts(4, 5, top_k=5),
+            (random(2, 6),),
+            "expected 1 <= top_k <= experts, got top_k=5 and 4 experts",
+        ),
+        (
+            nn.MixtureOfExperts(4, 5, capacity=0.0),
+            (random(2, 6),),
+            "expected a capacity > 0 or None, got 0.0",
+        ),
+        (
+            nn.MixtureOfExperts(4, 5),
+            (random(2, 6), np.ones(3, bool)),
+            r"expected valid \[2\] for x \[2, 6\], got \[3\]",
+        ),
+    ],
+)
 def test_errors(layer, arguments, text):
     with pytest.raises(ValueError, match=f"MixtureOfExperts at the root: {text}"):
         layer.init(KEY, *arguments)

@@ -16,7 +16,10 @@ from layer_cases import CASES
 from fnet import layers as nn
 from fnet import models
 
-MESHES = {"data": jax.make_mesh((8,), ("data",)), "data_model": jax.make_mesh((4, 2), ("data", "model"))}
+MESHES = {
+    "data": jax.make_mesh((8,), ("data",)),
+    "data_model": jax.make_mesh((4, 2), ("data", "model")),
+}
 KEY = jax.random.key(7)
 
 
@@ -28,7 +31,10 @@ def value_and_gradient(f, params, state, *x):
         arrays = [floats[moving.index(i)] if i in moving else array for i, array in enumerate(x)]
         results = f(params, state, *arrays)
         y = [leaf for leaf in jax.tree.leaves(results) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-        return sum((jnp.sin(leaf) @ jnp.cos(jnp.arange(leaf.shape[-1], dtype=leaf.dtype))).sum() for leaf in y), results
+        return sum(
+            (jnp.sin(leaf) @ jnp.cos(jnp.arange(leaf.shape[-1], dtype=leaf.dtype))).sum()
+            for leaf in y
+        ), results
 
     floats = [x[i] for i in moving]
     return jax.value_and_grad(loss, range(1 + len(floats)), has_aux=True)(params, *floats)
@@ -39,14 +45,21 @@ def check(f, mesh, params, state, *x, place=lambda path, array: P(), tolerance=2
     run = jax.jit(lambda *args: value_and_gradient(f, *args))
     want = run(params, state, *x)
     specs = jax.tree.map_with_path(place, params)
-    params = jax.tree.map(lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec)), params, specs)
-    state, x = (jax.device_put(tree, NamedSharding(mesh, spec)) for tree, spec in ((state, P()), (x, P("data"))))
+    params = jax.tree.map(
+        lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec)), params, specs
+    )
+    state, x = (
+        jax.device_put(tree, NamedSharding(mesh, spec))
+        for tree, spec in ((state, P()), (x, P("data")))
+    )
     with jax.set_mesh(mesh):
         got = run(params, state, *x)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        chex.assert_trees_all_close(a, b, rtol=0, atol=tolerance * max(1, float(jnp.abs(b).max(initial=0))))
+        chex.assert_trees_all_close(
+            a, b, rtol=0, atol=tolerance * max(1, float(jnp.abs(b).max(initial=0)))
+        )
     outputs = jax.tree.leaves(got[0][1])[0]
-    assert jax.typeof(outputs).sharding.spec[0] == "data"      # the batch remains sharded
+    assert jax.typeof(outputs).sharding.spec[0] == "data"  # the batch remains sharded
     return params, state, x
 
 
@@ -65,7 +78,9 @@ def test_layer_equals_one_device(name, train):
 @pytest.mark.parametrize("name", zoo.FEW)
 def test_model_equals_one_device(name):
     """In float64: with float32, rounding errors move activations over the kinks of relu6."""
-    mesh = MESHES["data" if zoo.FEW.index(name) % 3 == 0 else "data_model"]    # one mesh for each model
+    mesh = MESHES[
+        "data" if zoo.FEW.index(name) % 3 == 0 else "data_model"
+    ]  # one mesh for each model
     model, _, _ = zoo.MODELS[name]
     x = zoo.inputs(name, (8, *zoo.build(name)[3][0][1:]))
     arrays = (*model.init(jax.random.key(0), *x), *x)
@@ -74,8 +89,12 @@ def test_model_equals_one_device(name):
         return model(params, *x, state=state, key=KEY, train=True)
 
     with jax.enable_x64(True):
-        check(f, mesh, *jax.tree.map(lambda a: a.astype(jnp.float64) if a.dtype == jnp.float32 else a, arrays),
-              tolerance=1e-9)
+        check(
+            f,
+            mesh,
+            *jax.tree.map(lambda a: a.astype(jnp.float64) if a.dtype == jnp.float32 else a, arrays),
+            tolerance=1e-9,
+        )
 
 
 def leading(_, array):
@@ -83,13 +102,26 @@ def leading(_, array):
 
 
 def trailing(_, array):
-    return P(*[None] * (array.ndim - 1), "model") if array.ndim and array.shape[-1] % 2 == 0 else P()
+    return (
+        P(*[None] * (array.ndim - 1), "model") if array.ndim and array.shape[-1] % 2 == 0 else P()
+    )
 
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("place", [leading, trailing])
-@pytest.mark.parametrize("name", ["Dense", "MixtureOfExperts", "DepthwiseConv", "Embed", "LayerNorm", "GroupNorm",
-                                  "BatchNorm", "RNN"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Dense",
+        "MixtureOfExperts",
+        "DepthwiseConv",
+        "Embed",
+        "LayerNorm",
+        "GroupNorm",
+        "BatchNorm",
+        "RNN",
+    ],
+)
 def test_sharded_parameters(name, place):
     case, params, state, x = prepared(name)
     check(call(case, train=True), MESHES["data_model"], params, state, *x, place=place)
@@ -115,11 +147,14 @@ SEQUENCES = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4, 4)), jnp.flo
 LENGTHS = jnp.array([1, 2, 3, 4] * 2)
 OPTIONS = {
     "lstm": (nn.LSTM(3, bidirectional=True), {"lengths": LENGTHS}),
-    "attention": (nn.Attention(2, kv_heads=1, causal=True, rotary=nn.Rotary()), {"lengths": LENGTHS}),
+    "attention": (
+        nn.Attention(2, kv_heads=1, causal=True, rotary=nn.Rotary()),
+        {"lengths": LENGTHS},
+    ),
     "mask": (nn.Attention(2, dropout=0.5), {"mask": jnp.tri(4, dtype=bool)[None].repeat(8, 0)}),
-    "weight": (nn.BatchNorm(), {"weight": jnp.array([1., 0, 1, 1, 1, 0.5, 1, 1])}),
+    "weight": (nn.BatchNorm(), {"weight": jnp.array([1.0, 0, 1, 1, 1, 0.5, 1, 1])}),
     "valid": (nn.MixtureOfExperts(3, 5), {"valid": jnp.arange(4)[None] < LENGTHS[:, None]}),
-    "capacity": (nn.MixtureOfExperts(4, 5, capacity=1.), {}),
+    "capacity": (nn.MixtureOfExperts(4, 5, capacity=1.0), {}),
 }
 
 
@@ -134,7 +169,9 @@ def test_options_of_layers(name, constant):
         given = options if constant else dict(zip(options, arrays))
         return layer(params, x, state=state, key=KEY, train=True, **given)
 
-    check(f, MESHES["data_model"], params, state, SEQUENCES, *(() if constant else options.values()))
+    check(
+        f, MESHES["data_model"], params, state, SEQUENCES, *(() if constant else options.values())
+    )
 
 
 @pytest.mark.exhaustive
@@ -157,12 +194,17 @@ def test_generated_texts(name, how):
     params, _ = model.init(KEY, prompts)
     generate = {
         "greedy": lambda *args: models.generate(model, *args, max_tokens=4, temperature=0),
-        "sampled": lambda *args: models.generate(model, *args, KEY, max_tokens=4, samples=2, repetition_penalty=1.2),
+        "sampled": lambda *args: models.generate(
+            model, *args, KEY, max_tokens=4, samples=2, repetition_penalty=1.2
+        ),
         "beam": lambda *args: models.beam_search(model, *args, beams=2, max_tokens=4),
         "stream": lambda *args: list(models.stream(model, *args, max_tokens=3, temperature=0)),
     }[how]
     mesh = MESHES["data_model"]
-    placed = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((params, P()), (prompts, P("data"))))
+    placed = (
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in ((params, P()), (prompts, P("data")))
+    )
     with jax.set_mesh(mesh):
         got = generate(*placed)
     chex.assert_trees_all_close(got, generate(params, prompts), rtol=0, atol=1e-5)

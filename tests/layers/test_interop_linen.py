@@ -10,7 +10,18 @@ import optax
 import pytest
 from flax import core, linen
 from flax.training import train_state
-from interop_cases import CNN, KEY, LinenCNN, X, close, differ, first_draw, loss_of, raises, training_step
+from interop_cases import (
+    CNN,
+    KEY,
+    LinenCNN,
+    X,
+    close,
+    differ,
+    first_draw,
+    loss_of,
+    raises,
+    training_step,
+)
 
 from fnet import layers as nn
 
@@ -43,8 +54,13 @@ def test_linen_layer_equals_linen():
     close(same, state, 0)
 
     def loss(params):
-        y, moved = module.apply({"params": params, **state}, X, train=True, mutable=["batch_stats"],
-                                rngs={"dropout": first_draw(KEY)})
+        y, moved = module.apply(
+            {"params": params, **state},
+            X,
+            train=True,
+            mutable=["batch_stats"],
+            rngs={"dropout": first_draw(KEY)},
+        )
         return loss_of(y), (y, moved)
 
     gradients, (y, moved) = jax.jit(jax.grad(loss, has_aux=True))(params)
@@ -57,7 +73,9 @@ def test_linen_layer_inside_a_model():
     params, state = model.init(jax.random.key(0), X)
     assert sorted(params) == ["0", "backbone", "head"] and sorted(state) == ["backbone"]
     y, new = model(params, X, state=state)
-    inner = LinenCNN().apply({"params": params["backbone"], **state["backbone"]}, nn.Conv(2, 3)(params["0"], X))
+    inner = LinenCNN().apply(
+        {"params": params["backbone"], **state["backbone"]}, nn.Conv(2, 3)(params["0"], X)
+    )
     close(y, nn.Dense(3)(params["head"], inner))
     y, new, gradients = training_step(model, params, state)
     assert differ(new, state) and jax.tree.structure(gradients) == jax.tree.structure(params)
@@ -72,12 +90,17 @@ class LinenBlock(linen.Module):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("wrap", [nn.Stack, lambda block, depth: nn.Sequential(*[nn.Remat(block)] * depth)])
+@pytest.mark.parametrize(
+    "wrap", [nn.Stack, lambda block, depth: nn.Sequential(*[nn.Remat(block)] * depth)]
+)
 def test_linen_layer_stacked_and_rematerialised(wrap):
     x, block = jax.random.normal(jax.random.key(0), (5, 4)), nn.from_linen(LinenBlock())
     plain, model = nn.Sequential(block, block), wrap(block, 2)
-    stack = (lambda tree: jax.tree.map(lambda a, b: jnp.stack([a, b]), tree["0"], tree["1"])) if wrap is nn.Stack else (
-        lambda tree: tree)
+    stack = (
+        (lambda tree: jax.tree.map(lambda a, b: jnp.stack([a, b]), tree["0"], tree["1"]))
+        if wrap is nn.Stack
+        else (lambda tree: tree)
+    )
     params, state = plain.init(jax.random.key(1), x)
     close(model.init(jax.random.key(1), x), (stack(params), stack(state)))
 
@@ -98,24 +121,30 @@ class Flagged(linen.Module):
     @linen.compact
     def __call__(self, x, is_training=None, deterministic=None, frozen=None):
         told = {"is_training": is_training, "deterministic": deterministic, "frozen": frozen}
-        return x * 0 + sum(3 ** i * (1 + value) for i, value in enumerate(told.values()) if value is not None)
+        return x * 0 + sum(
+            3**i * (1 + value) for i, value in enumerate(told.values()) if value is not None
+        )
 
 
-@pytest.mark.parametrize(("how", "given", "train", "told"), [
-    (None, {}, True, {"is_training": True, "deterministic": False}),
-    (None, {}, False, {"is_training": False, "deterministic": True}),
-    (None, {"deterministic": True}, True, {"is_training": True, "deterministic": True}),
-    ("not frozen", {}, True, {"frozen": False}),
-    ("not frozen", {"frozen": True}, True, {"frozen": True}),
-    ("deterministic", {}, True, {"deterministic": True}),
-    ("", {}, True, {}),
-])
+@pytest.mark.parametrize(
+    ("how", "given", "train", "told"),
+    [
+        (None, {}, True, {"is_training": True, "deterministic": False}),
+        (None, {}, False, {"is_training": False, "deterministic": True}),
+        (None, {"deterministic": True}, True, {"is_training": True, "deterministic": True}),
+        ("not frozen", {}, True, {"frozen": False}),
+        ("not frozen", {"frozen": True}, True, {"frozen": True}),
+        ("deterministic", {}, True, {"deterministic": True}),
+        ("", {}, True, {}),
+    ],
+)
 def test_linen_layer_tells_the_module_that_it_trains(how, given, train, told):
     layer = nn.from_linen(Flagged(), train=how)
     want = Flagged().apply({}, jnp.zeros(1), **told)
     assert layer({}, jnp.zeros(1), train=train, **given) == want
     assert nn.from_linen(Flagged())({}, jnp.zeros(1), True, False, train=False) == Flagged().apply(
-        {}, jnp.zeros(1), True, False)
+        {}, jnp.zeros(1), True, False
+    )
 
 
 class Boxed(linen.Module):
@@ -142,39 +171,70 @@ def test_linen_layer_with_boxes_sown_values_and_collections_of_its_own():
 
 
 def test_linen_layer_of_lists_is_a_value():
-    layer = nn.from_linen(linen.Sequential([linen.Dense(4), linen.Sequential([linen.relu, linen.Dense(3)])]))
-    twin = nn.from_linen(linen.Sequential([linen.Dense(4), linen.Sequential([linen.relu, linen.Dense(3)])]))
+    layer = nn.from_linen(
+        linen.Sequential([linen.Dense(4), linen.Sequential([linen.relu, linen.Dense(3)])])
+    )
+    twin = nn.from_linen(
+        linen.Sequential([linen.Dense(4), linen.Sequential([linen.relu, linen.Dense(3)])])
+    )
     assert layer == twin and hash(layer) == hash(twin)
     assert repr(layer) == "from_linen(Sequential)"
     params, _ = layer.init(jax.random.key(0), jnp.ones((2, 2)))
-    close(jax.jit(lambda layer, params: layer(params, jnp.ones((2, 2))), static_argnums=0)(twin, params),
-          layer(params, jnp.ones((2, 2))))
+    close(
+        jax.jit(lambda layer, params: layer(params, jnp.ones((2, 2))), static_argnums=0)(
+            twin, params
+        ),
+        layer(params, jnp.ones((2, 2))),
+    )
     assert pickle.loads(pickle.dumps(nn.from_linen(LinenCNN(4)))) == nn.from_linen(LinenCNN(4))
 
 
 def test_linen_layer_errors():
     layer, params, state = linen_layer()
-    with raises(TypeError, "from_linen: expected a flax.linen module, e.g. linen.Dense(10); got the class "
-                           "Dense: call it"):
+    with raises(
+        TypeError,
+        "from_linen: expected a flax.linen module, e.g. linen.Dense(10); got the class "
+        "Dense: call it",
+    ):
         nn.from_linen(linen.Dense)
-    with raises(TypeError, "from_linen: expected a flax.linen module, e.g. linen.Dense(10); got a Dense"):
+    with raises(
+        TypeError, "from_linen: expected a flax.linen module, e.g. linen.Dense(10); got a Dense"
+    ):
         nn.from_linen(nn.Dense(3))
-    with raises(ValueError, "from_linen: expected a module that is not bound to variables; got a bound Dense; pass "
-                            "module.unbind()[0], and its variables as params and state (inside another linen module, "
-                            "construct it with parent=None)"):
+    with raises(
+        ValueError,
+        "from_linen: expected a module that is not bound to variables; got a bound Dense; pass "
+        "module.unbind()[0], and its variables as params and state (inside another linen module, "
+        "construct it with parent=None)",
+    ):
         nn.from_linen(linen.Dense(3).bind({"params": {}}))
-    with raises(ValueError, "from_linen(LinenCNN) needs the state 'batch_stats/BatchNorm_0/mean' (3,); pass state=, "
-                            "the second result of model.init"):
+    with raises(
+        ValueError,
+        "from_linen(LinenCNN) needs the state 'batch_stats/BatchNorm_0/mean' (3,); pass state=, "
+        "the second result of model.init",
+    ):
         layer(params, X)
-    with raises(ValueError, "LinenLayer at the root needs random numbers; pass key=jax.random.key(...) to the model"):
+    with raises(
+        ValueError,
+        "LinenLayer at the root needs random numbers; pass key=jax.random.key(...) to the model",
+    ):
         layer(params, X, state=state, train=True)
-    with raises(ValueError, "'Conv_0/kernel': expected shape (3, 3, 1, 3) for this input, got (3, 3, 2, 3) in params"):
+    with raises(
+        ValueError,
+        "'Conv_0/kernel': expected shape (3, 3, 1, 3) for this input, got (3, 3, 2, 3) in params",
+    ):
         layer(params, X[..., :1], state=state)
-    with raises(ValueError, "'Dense_0/kernel': expected shape (3, 5) for this input, but params has no such array "
-                            "('Dense_0' contains bias)"):
+    with raises(
+        ValueError,
+        "'Dense_0/kernel': expected shape (3, 5) for this input, but params has no such array "
+        "('Dense_0' contains bias)",
+    ):
         layer({**params, "Dense_0": {"bias": jnp.ones(5)}}, X, state=state)
-    with raises(ValueError, "'batch_stats/BatchNorm_0/mean': expected shape (3,) for this input, but state has no such "
-                            "array"):
+    with raises(
+        ValueError,
+        "'batch_stats/BatchNorm_0/mean': expected shape (3,) for this input, but state has no such "
+        "array",
+    ):
         layer(params, X, state={})
 
     class Tupled(linen.Module):
@@ -191,8 +251,11 @@ def test_linen_layer_draws_inside_transforms_only_through_pure():
     def mapped(scope, x):
         return jax.vmap(lambda row: nn.from_linen(linen.Dropout(0.5))(scope["drop"], row))(x)
 
-    with raises(RuntimeError, "LinenLayer at 'drop' calls scope.key() inside a jax transform (scan, cond, vmap, jit, "
-                              "...); use scope.pure"):
+    with raises(
+        RuntimeError,
+        "LinenLayer at 'drop' calls scope.key() inside a jax transform (scan, cond, vmap, jit, "
+        "...); use scope.pure",
+    ):
         mapped()({}, X, key=KEY, train=True)
     np.testing.assert_array_equal(mapped()({}, X), X)
 
@@ -213,8 +276,9 @@ def test_layer_in_linen_equals_the_layer():
 
     plain = nn.Sequential(nn.Conv(3, 3), nn.BatchNorm())
     params, state = plain.init(jax.random.key(0), X)
-    y, moved = nn.to_linen(plain).apply({"params": params, "batch_stats": state}, X, train=True,
-                                        mutable=["batch_stats"])
+    y, moved = nn.to_linen(plain).apply(
+        {"params": params, "batch_stats": state}, X, train=True, mutable=["batch_stats"]
+    )
     want, new = plain(params, X, state=state, train=True)
     close((y, moved["batch_stats"]), (want, new))
     assert differ(new, state)
@@ -225,7 +289,10 @@ class Outer(linen.Module):
 
     @linen.compact
     def __call__(self, x, train=False):
-        body = nn.to_linen(nn.Sequential(conv=nn.Conv(2, 3), norm=nn.BatchNorm(), drop=nn.Dropout(0.5)), name="body")
+        body = nn.to_linen(
+            nn.Sequential(conv=nn.Conv(2, 3), norm=nn.BatchNorm(), drop=nn.Dropout(0.5)),
+            name="body",
+        )
         x = body(body(x, train=train), train=train)
         return linen.Dense(5)(nn.to_linen(CNN)(x, train=train))
 
@@ -240,14 +307,23 @@ def test_layer_in_a_linen_model_trains_with_flax_train_state():
     class State(train_state.TrainState):
         batch_stats: dict
 
-    state = State.create(apply_fn=Outer().apply, params=variables["params"], tx=optax.sgd(0.01),
-                         batch_stats=variables["batch_stats"])
+    state = State.create(
+        apply_fn=Outer().apply,
+        params=variables["params"],
+        tx=optax.sgd(0.01),
+        batch_stats=variables["batch_stats"],
+    )
 
     @jax.jit
     def step(state, key):
         def loss(params):
-            y, moved = state.apply_fn({"params": params, "batch_stats": state.batch_stats}, X, train=True,
-                                      mutable=["batch_stats"], rngs={"dropout": key})
+            y, moved = state.apply_fn(
+                {"params": params, "batch_stats": state.batch_stats},
+                X,
+                train=True,
+                mutable=["batch_stats"],
+                rngs={"dropout": key},
+            )
             return loss_of(y), moved
 
         (value, moved), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
@@ -261,7 +337,10 @@ def test_layer_in_a_linen_model_trains_with_flax_train_state():
     assert last < first
     with pytest.raises(Exception, match='collection "batch_stats" is immutable'):
         Outer().apply(variables, X, train=True, rngs={"dropout": KEY})
-    with raises(ValueError, "Dropout at 'drop' needs random numbers; pass key=jax.random.key(...) to the model"):
+    with raises(
+        ValueError,
+        "Dropout at 'drop' needs random numbers; pass key=jax.random.key(...) to the model",
+    ):
         Outer().apply(variables, X, train=True, mutable=["batch_stats"])
 
 
@@ -273,11 +352,14 @@ def test_there_and_back():
     module = nn.to_linen(nn.from_linen(LinenCNN()))
     variables = module.init(jax.random.key(0), X)
     assert set(variables["batch_stats"]) == {"batch_stats"}
-    close(module.apply(variables, X),
-          LinenCNN().apply({"params": variables["params"], **variables["batch_stats"]}, X))
+    close(
+        module.apply(variables, X),
+        LinenCNN().apply({"params": variables["params"], **variables["batch_stats"]}, X),
+    )
 
 
 # Initial values that depend on the inputs, of which a layer knows the shapes.
+
 
 class ActNorm(linen.Module):
     """Normalizes by the statistics of the first batch (Kingma and Dhariwal 2018)."""
@@ -286,8 +368,11 @@ class ActNorm(linen.Module):
 
     @linen.compact
     def __call__(self, x):
-        mean = (self.variable("first", "mean", lambda: x.mean(0)).value if self.state
-                else self.param("mean", lambda key: x.mean(0)))
+        mean = (
+            self.variable("first", "mean", lambda: x.mean(0)).value
+            if self.state
+            else self.param("mean", lambda key: x.mean(0))
+        )
         return x - mean[None]
 
 
@@ -296,16 +381,23 @@ class ActNorm(linen.Module):
 def test_initial_values_that_depend_on_the_inputs_are_refused(wrap, state):
     module, x = wrap(ActNorm)(state), jnp.arange(6.0).reshape(2, 3)
     layer = nn.from_linen(module)
-    with pytest.raises(ValueError, match="the initial value of 'first/mean' depends" if state else
-                       "the initial value of 'mean' depends on the values of the inputs"):
+    with pytest.raises(
+        ValueError,
+        match="the initial value of 'first/mean' depends"
+        if state
+        else "the initial value of 'mean' depends on the values of the inputs",
+    ):
         layer.init(jax.random.key(0), x)
     params, after = nn.linen_variables(module.init(jax.random.key(0), x))
-    np.testing.assert_array_equal(layer(params, x, state=after)[0] if state else layer(params, x), x - x.mean(0)[None])
+    np.testing.assert_array_equal(
+        layer(params, x, state=after)[0] if state else layer(params, x), x - x.mean(0)[None]
+    )
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, linen.jit, linen.remat])
 def test_initial_values_beside_computations_with_the_inputs(wrap):
     """Programs of which a part depends on the inputs, and the parameters do not."""
+
     class Block(linen.Module):
         @linen.compact
         def __call__(self, x, _=None):
@@ -317,10 +409,14 @@ def test_initial_values_beside_computations_with_the_inputs(wrap):
         @linen.compact
         def __call__(self, x):
             x, _ = wrap(Block)()(x)
-            blocks = linen.scan(Block, {"params": 0, "batch_stats": 0}, split_rngs={"params": True}, length=2)()
+            blocks = linen.scan(
+                Block, {"params": 0, "batch_stats": 0}, split_rngs={"params": True}, length=2
+            )()
             return blocks(x, None)[0]
 
     x = jnp.ones((2, 3))
     params, state = nn.from_linen(Model()).init(jax.random.key(0), x)
     want, _ = nn.linen_variables(Model().init(jax.random.key(0), x))
-    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, want) and set(state) == {"batch_stats"}
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, want) and set(state) == {
+        "batch_stats"
+    }

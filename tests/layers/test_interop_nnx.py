@@ -44,7 +44,9 @@ def test_nnx_layer_equals_nnx():
 
 def test_nnx_layer_trains_as_nnx():
     def build(rngs):
-        return nnx.Sequential(nnx.Conv(2, 3, (3, 3), rngs=rngs), nnx.BatchNorm(3, rngs=rngs), jnp.tanh)
+        return nnx.Sequential(
+            nnx.Conv(2, 3, (3, 3), rngs=rngs), nnx.BatchNorm(3, rngs=rngs), jnp.tanh
+        )
 
     layer = nn.from_nnx(build)
     params, state = layer.init(jax.random.key(1), X)
@@ -59,8 +61,12 @@ def test_nnx_layer_trains_as_nnx():
     gradients, y = theirs(module)
     ours = training_step(layer, params, state)
     close(ours[:2], (y, nn.nnx_variables(module)[1]))
-    flat = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(gradients)}
-    mine = {".".join(p.key for p in path): leaf for path, leaf in jax.tree.leaves_with_path(ours[2])}
+    flat = {
+        ".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(gradients)
+    }
+    mine = {
+        ".".join(p.key for p in path): leaf for path, leaf in jax.tree.leaves_with_path(ours[2])
+    }
     close(mine, flat, 1e-5)
     assert differ(ours[1], state)
 
@@ -76,13 +82,19 @@ def test_nnx_layer_draws_from_the_models_key():
     np.testing.assert_array_equal(wide({}, x), x)
     pair = nn.Sequential(wide, wide)
     assert differ(pair({}, x, key=KEY, train=True), y)
-    with raises(ValueError, "NnxLayer at the root needs random numbers; pass key=jax.random.key(...) to the model"):
+    with raises(
+        ValueError,
+        "NnxLayer at the root needs random numbers; pass key=jax.random.key(...) to the model",
+    ):
         wide({}, x, train=True)
 
 
 class NnxBlock(nnx.Module):
     def __init__(self, width, *, rngs):
-        self.linear, self.norm = nnx.Linear(width, width, rngs=rngs), nnx.BatchNorm(width, rngs=rngs)
+        self.linear, self.norm = (
+            nnx.Linear(width, width, rngs=rngs),
+            nnx.BatchNorm(width, rngs=rngs),
+        )
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, x):
@@ -96,7 +108,9 @@ def test_nnx_layer_stacked():
     trees = plain.init(jax.random.key(1), x)
     stack = lambda tree: jax.tree.map(lambda a, b: jnp.stack([a, b]), tree["0"], tree["1"])
     close(stacked.init(jax.random.key(1), x), tuple(map(stack, trees)))
-    run = lambda model: jax.jit(lambda params, state: model(params, x, state=state, key=KEY, train=True))
+    run = lambda model: jax.jit(
+        lambda params, state: model(params, x, state=state, key=KEY, train=True)
+    )
     y, state = run(plain)(*trees)
     close(run(stacked)(*map(stack, trees)), (y, stack(state)), 1e-5)
 
@@ -133,8 +147,11 @@ def test_nnx_layer_with_constants_counters_and_draws():
     assert new["calls"] == 1
     close(new, nn.nnx_variables(module)[1])
     for hold in (jnp.square, numpys):
-        with raises(TypeError, "'constant' is an array outside of a variable; store it as nnx.Variable(array), so that "
-                               "it is part of the layer's state"):
+        with raises(
+            TypeError,
+            "'constant' is an array outside of a variable; store it as nnx.Variable(array), so that "
+            "it is part of the layer's state",
+        ):
             nn.from_nnx(Arrays, hold=hold).init(jax.random.key(0), x)
 
 
@@ -165,23 +182,49 @@ def test_nnx_layer_is_a_value_and_its_errors():
     assert layer == nn.from_nnx(NnxCNN, features=3) != nn.from_nnx(NnxCNN, features=4)
     assert repr(layer) == "from_nnx(NnxCNN, features=3)"
     assert pickle.loads(pickle.dumps(layer)) == layer
-    with raises(TypeError, "from_nnx: expected a constructor and its arguments, from_nnx(NnxCNN, ...); got a NnxCNN "
-                           "that is already constructed; convert its arrays with nnx_variables(module)"):
+    with raises(
+        TypeError,
+        "from_nnx: expected a constructor and its arguments, from_nnx(NnxCNN, ...); got a NnxCNN "
+        "that is already constructed; convert its arrays with nnx_variables(module)",
+    ):
         nn.from_nnx(loaded(params, state))
-    with raises(TypeError, "from_nnx: expected a constructor and its arguments, from_nnx(nnx.Linear, 4, 3); got an "
-                           "int"):
+    with raises(
+        TypeError,
+        "from_nnx: expected a constructor and its arguments, from_nnx(nnx.Linear, 4, 3); got an "
+        "int",
+    ):
         nn.from_nnx(3)
-    with raises(TypeError, "from_nnx(sorted_names, 'b'): expected a constructor of a flax.nnx module; it returned a "
-                           "dict of b"):
+    with raises(
+        TypeError,
+        "from_nnx(sorted_names, 'b'): expected a constructor of a flax.nnx module; it returned a "
+        "dict of b",
+    ):
         nn.from_nnx(sorted_names, "b").init(jax.random.key(0), X)
-    with raises(ValueError, "from_nnx(NnxCNN, features=3) needs the state 'norm/mean' (3,); pass state=, the second "
-                            "result of model.init"):
+    with raises(
+        ValueError,
+        "from_nnx(NnxCNN, features=3) needs the state 'norm/mean' (3,); pass state=, the second "
+        "result of model.init",
+    ):
         layer(params, X)
-    with raises(ValueError, "'layers/1/kernel': expected shape (3, 5) for this input, got (2, 5) in params"):
-        layer({**params, "layers": {**params["layers"], "1": {"kernel": jnp.ones((2, 5)), "bias": jnp.ones(5)}}}, X,
-              state=state)
-    with raises(ValueError, "update_nnx: 2 arrays do not match NnxCNN: 'norm/bias' (3,) is missing; "
-                            "'norm/offset' (3,) is not used"):
+    with raises(
+        ValueError, "'layers/1/kernel': expected shape (3, 5) for this input, got (2, 5) in params"
+    ):
+        layer(
+            {
+                **params,
+                "layers": {
+                    **params["layers"],
+                    "1": {"kernel": jnp.ones((2, 5)), "bias": jnp.ones(5)},
+                },
+            },
+            X,
+            state=state,
+        )
+    with raises(
+        ValueError,
+        "update_nnx: 2 arrays do not match NnxCNN: 'norm/bias' (3,) is missing; "
+        "'norm/offset' (3,) is not used",
+    ):
         norm = {"scale": params["norm"]["scale"], "offset": params["norm"]["bias"]}
         nn.update_nnx(loaded(params, state), {**params, "norm": norm})
     with raises(TypeError, "nnx_variables: expected a flax.nnx module; got a dict of layers, norm"):
@@ -192,7 +235,9 @@ def test_nnx_layer_is_a_value_and_its_errors():
 
 
 def test_layer_in_nnx_equals_the_layer_and_trains():
-    plain = nn.Sequential(conv=nn.Conv(3, 3), norm=nn.BatchNorm(), pool=nn.GlobalAvgPool(), head=nn.Dense(5))
+    plain = nn.Sequential(
+        conv=nn.Conv(3, 3), norm=nn.BatchNorm(), pool=nn.GlobalAvgPool(), head=nn.Dense(5)
+    )
     module = nn.to_nnx(plain, X, rngs=nnx.Rngs(0))
     params, state = nn.nnx_variables(module)
     assert {type(leaf) for _, leaf in nnx.to_flat_state(nnx.state(module.params))} == {nnx.Param}
@@ -227,19 +272,26 @@ class NnxOuter(nnx.Module):
 def test_layer_in_an_nnx_model():
     module = NnxOuter(rngs=nnx.Rngs(0))
     run = nnx.jit(lambda module: module(X))
-    assert differ(run(module), run(module))    # dropout goes on drawing
+    assert differ(run(module), run(module))  # dropout goes on drawing
     module.eval()
     before = nn.nnx_variables(module)
     assert not differ(run(module), run(module))
     close(nn.nnx_variables(module), before, 0)
-    fresh = nn.to_nnx(CNN, jax.ShapeDtypeStruct(X.shape, X.dtype), rngs=nnx.Rngs(params=5, dropout=6))
+    fresh = nn.to_nnx(
+        CNN, jax.ShapeDtypeStruct(X.shape, X.dtype), rngs=nnx.Rngs(params=5, dropout=6)
+    )
     nn.update_nnx(fresh, *nn.nnx_variables(module.body))
     fresh.eval()
     close(fresh(X), module.body(X))
     with raises(TypeError, "to_nnx: expected rngs=nnx.Rngs(0), the random streams; got an int"):
         nn.to_nnx(CNN, X, rngs=0)
     for convert, options in ((nn.to_nnx, {"rngs": nnx.Rngs(0)}), (nn.to_linen, {})):
-        with raises(TypeError, f"{convert.__name__}: expected a layer, e.g. nn.Dense(10); got the class Dense"):
+        with raises(
+            TypeError,
+            f"{convert.__name__}: expected a layer, e.g. nn.Dense(10); got the class Dense",
+        ):
             convert(nn.Dense, **options)
-        with raises(TypeError, f"{convert.__name__}: expected a layer, e.g. nn.Dense(10); got a Dense"):
+        with raises(
+            TypeError, f"{convert.__name__}: expected a layer, e.g. nn.Dense(10); got a Dense"
+        ):
             convert(linen.Dense(3), **options)

@@ -13,6 +13,7 @@ from fnet import transforms as ft
 
 # Derivatives.
 
+
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", sampled(CASES, FEW))
 def test_derivatives_of_every_kind_trace(name):
@@ -23,13 +24,19 @@ def test_derivatives_of_every_kind_trace(name):
     def loss(args):
         params, floats = args
         rest = iter(floats)
-        y, _ = call(case, train=True)(params, state, *(next(rest) if a.dtype == jnp.float32 else a for a in x))
+        y, _ = call(case, train=True)(
+            params, state, *(next(rest) if a.dtype == jnp.float32 else a for a in x)
+        )
         return jnp.square(y).sum()
 
     args = params, floats
     for derivative in (jax.grad(loss), jax.jacfwd(loss)):
-        assert jax.tree.map(jnp.shape, jax.eval_shape(derivative, args)) == jax.tree.map(jnp.shape, args)
-    assert jax.tree.map(jnp.shape, jax.eval_shape(ft.hvp(loss), args, args)) == jax.tree.map(jnp.shape, args)
+        assert jax.tree.map(jnp.shape, jax.eval_shape(derivative, args)) == jax.tree.map(
+            jnp.shape, args
+        )
+    assert jax.tree.map(jnp.shape, jax.eval_shape(ft.hvp(loss), args, args)) == jax.tree.map(
+        jnp.shape, args
+    )
     for hessian in (jax.hessian(loss), jax.jacrev(jax.grad(loss))):
         rows = jax.eval_shape(hessian, args)
         assert len(jax.tree.leaves(rows)) == len(jax.tree.leaves(args)) ** 2
@@ -54,9 +61,16 @@ def flat(name):
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("name", sampled(sorted(
-    set(KINDS) - {"Attention", "BatchNorm", "Dropout"} | {"Attention_grouped", "BatchNorm_bare", "Conv_1d_causal"}),
-    ["Attention_grouped", "BatchNorm_bare", "Conv_1d_causal", "Dense", "RNN"]))
+@pytest.mark.parametrize(
+    "name",
+    sampled(
+        sorted(
+            set(KINDS) - {"Attention", "BatchNorm", "Dropout"}
+            | {"Attention_grouped", "BatchNorm_bare", "Conv_1d_causal"}
+        ),
+        ["Attention_grouped", "BatchNorm_bare", "Conv_1d_causal", "Dense", "RNN"],
+    ),
+)
 def test_numerical_gradients(name):
     """Forward and reverse against finite differences."""
     with jax.enable_x64(True):

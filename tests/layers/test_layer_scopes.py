@@ -13,15 +13,21 @@ from fnet.jaxpr import bodies
 
 # Named scopes: where an array meets the input, the equation carries the array's path.
 
+
 def uses(jaxpr, names, prefix=()):
     """(path of an argument, scope of an equation that takes it), through every jaxpr inside."""
     for eqn in jaxpr.eqns:
         stack = str(eqn.source_info.name_stack)
-        scope = (*prefix, *(part for part in stack.split("/") if part and not part.startswith("jit(")))
+        scope = (
+            *prefix,
+            *(part for part in stack.split("/") if part and not part.startswith("jit(")),
+        )
         taken = [names.get(v) if not hasattr(v, "val") else None for v in eqn.invars]
         inner = [sub for sub in bodies(eqn) if len(sub.jaxpr.invars) == len(taken)]
         for sub in inner:
-            yield from uses(sub.jaxpr, {v: n for v, n in zip(sub.jaxpr.invars, taken) if n is not None}, scope)
+            yield from uses(
+                sub.jaxpr, {v: n for v, n in zip(sub.jaxpr.invars, taken) if n is not None}, scope
+            )
         if not inner:
             yield from ((path, scope) for path in taken if path is not None)
 
@@ -39,7 +45,9 @@ def scopes(f, *args):
 @every
 def test_scope_is_path(name):
     case, params, state, x = prepared(name)
-    for path, found in scopes(lambda *args: call(case, train=True)(*args)[0], params, state, *x).items():
+    for path, found in scopes(
+        lambda *args: call(case, train=True)(*args)[0], params, state, *x
+    ).items():
         assert found, path
         assert found == {path[:-1]}, path
 
@@ -55,8 +63,11 @@ def test_scope_is_path_in_compiled_backward(name):
     for stack in re.findall(r'op_name="([^"]*transpose\([^"]*)"', text):
         parts = re.sub(r"jit\([^()]*\)|\b(jvp|transpose)\(|\)", "", stack).split("/")
         found.add("/".join(part for part in parts[:-1] if part and part not in MACHINERY))
-    kernels = {"/".join(part.key for part in path[:-1]) for path, leaf in jax.tree.leaves_with_path(params)
-               if path[-1].key in ("kernel", "embedding")}
+    kernels = {
+        "/".join(part.key for part in path[:-1])
+        for path, leaf in jax.tree.leaves_with_path(params)
+        if path[-1].key in ("kernel", "embedding")
+    }
     assert kernels <= found
 
 
@@ -83,22 +94,33 @@ def operations(jaxpr, name=None):
     total = 0
     for eqn in jaxpr.eqns:
         inner = bodies(eqn)
-        total += sum(sub.times * operations(sub.jaxpr, name) for sub in inner) if inner else (
-            name in (None, eqn.primitive.name))
+        total += (
+            sum(sub.times * operations(sub.jaxpr, name) for sub in inner)
+            if inner
+            else (name in (None, eqn.primitive.name))
+        )
     return total
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("block", [nn.Sequential(nn.Dense(4), jnp.tanh), nn.Residual(nn.LayerNorm(), nn.Attention(2))],
-                         ids=["dense", "attention"])
+@pytest.mark.parametrize(
+    "block",
+    [nn.Sequential(nn.Dense(4), jnp.tanh), nn.Residual(nn.LayerNorm(), nn.Attention(2))],
+    ids=["dense", "attention"],
+)
 def test_backward_costs_linearly_in_depth(block):
     x = jnp.ones((2, 4, 4))
 
     def cost(model):
         params, _ = model.init(jax.random.key(0), x)
-        return operations(jax.make_jaxpr(jax.grad(lambda params: model(params, x).sum()))(params).jaxpr)
+        return operations(
+            jax.make_jaxpr(jax.grad(lambda params: model(params, x).sum()))(params).jaxpr
+        )
 
-    for wrap in (lambda depth: nn.Sequential(*[block] * depth), lambda depth: nn.Stack(block, depth)):
+    for wrap in (
+        lambda depth: nn.Sequential(*[block] * depth),
+        lambda depth: nn.Stack(block, depth),
+    ):
         two, four, eight = (cost(wrap(depth)) for depth in (2, 4, 8))
         assert four > two
         assert eight - four == 2 * (four - two)

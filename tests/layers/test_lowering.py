@@ -10,9 +10,18 @@ from jax import lax
 
 from fnet import layers as nn
 
-COUNTED = ("dot_general", "convolution", "reduce", "reduce_window", "select_and_scatter", "scatter", "gather", "while",
-           "sort")
-PRODUCT = re.compile(r"(?<= )(?:dot|convolution)\(")    # in compiled HLO
+COUNTED = (
+    "dot_general",
+    "convolution",
+    "reduce",
+    "reduce_window",
+    "select_and_scatter",
+    "scatter",
+    "gather",
+    "while",
+    "sort",
+)
+PRODUCT = re.compile(r"(?<= )(?:dot|convolution)\(")  # in compiled HLO
 KEY = jax.random.key(0)
 
 
@@ -33,7 +42,7 @@ def operations(text):
 
     def count(name):
         body = bodies[name]
-        found = Counter(op for op in re.findall(r'stablehlo\.(\w+)', body) if op in COUNTED)
+        found = Counter(op for op in re.findall(r"stablehlo\.(\w+)", body) if op in COUNTED)
         for callee in re.findall(r"call @([\w.]+)", body):
             found += count(callee)
         return found
@@ -43,6 +52,7 @@ def operations(text):
 
 def step_of(loss):
     """Plain SGD, with the model's state beside its parameters."""
+
     def step(params, state, x, labels):
         (value, state), grads = jax.value_and_grad(loss, has_aux=True)(params, state, x, labels)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), state, value
@@ -53,14 +63,24 @@ def step_of(loss):
 # The same three models, by fnet's layers and by hand.
 
 mlp = nn.Sequential(nn.Dense(16), jax.nn.relu, nn.Dense(16), jax.nn.relu, nn.Dense(10))
-cnn = nn.Sequential(nn.Conv(8, 3), nn.BatchNorm(), jax.nn.relu, nn.MaxPool(2), nn.Conv(8, 3, 2), nn.BatchNorm(),
-                    jax.nn.relu, nn.AvgPool(2), nn.Flatten(), nn.Dense(10))
+cnn = nn.Sequential(
+    nn.Conv(8, 3),
+    nn.BatchNorm(),
+    jax.nn.relu,
+    nn.MaxPool(2),
+    nn.Conv(8, 3, 2),
+    nn.BatchNorm(),
+    jax.nn.relu,
+    nn.AvgPool(2),
+    nn.Flatten(),
+    nn.Dense(10),
+)
 
 
 @nn.layer
 def gpt(scope, tokens):
     embed, at = nn.Embed(32, 16), scope["embed"]
-    x = embed(at, tokens)                                                           # [batch, time, features]
+    x = embed(at, tokens)  # [batch, time, features]
     block = scope["block"]
     x = x + nn.Attention(2, causal=True)(block["attention"], nn.LayerNorm()(block["norm1"], x))
     y = jax.nn.gelu(nn.Dense(64)(block["up"], nn.LayerNorm()(block["norm2"], x)))
@@ -80,7 +100,9 @@ def mlp_by_hand(params, state, x):
 
 
 def conv(p, x, strides):
-    y = lax.conv_general_dilated(x, p["kernel"], strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    y = lax.conv_general_dilated(
+        x, p["kernel"], strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
     return y + p["bias"][None, None, None]
 
 
@@ -88,8 +110,10 @@ def batch_norm(p, state, x):
     mean = x.mean((0, 1, 2))
     var = jnp.square(x - mean[None, None, None]).mean((0, 1, 2))
     y = (x - mean[None, None, None]) * (lax.rsqrt(var + 1e-5) * p["scale"])[None, None, None]
-    state = {"mean": 0.9 * state["mean"] + 0.1 * lax.stop_gradient(mean),
-             "var": 0.9 * state["var"] + 0.1 * lax.stop_gradient(var)}
+    state = {
+        "mean": 0.9 * state["mean"] + 0.1 * lax.stop_gradient(mean),
+        "var": 0.9 * state["var"] + 0.1 * lax.stop_gradient(var),
+    }
     return y + p["bias"][None, None, None], state
 
 
@@ -114,9 +138,13 @@ def layer_norm(p, x):
 
 def attention(p, x, heads):
     b, t, f = x.shape
-    q, k, v = (dense(p[name], x).reshape(b, t, heads, -1).transpose(0, 2, 1, 3)     # [batch, heads, time, head_dim]
-               for name in ("query", "key", "value"))
-    logits = q @ k.transpose(0, 1, 3, 2) / (f // heads) ** 0.5                      # [batch, heads, time, time]
+    q, k, v = (
+        dense(p[name], x)
+        .reshape(b, t, heads, -1)
+        .transpose(0, 2, 1, 3)  # [batch, heads, time, head_dim]
+        for name in ("query", "key", "value")
+    )
+    logits = q @ k.transpose(0, 1, 3, 2) / (f // heads) ** 0.5  # [batch, heads, time, time]
     seen = jnp.tril(jnp.ones((t, t), bool))[None, None]
     weights = jax.nn.softmax(jnp.where(seen, logits, jnp.finfo(logits.dtype).min))
     return dense(p["out"], (weights @ v).transpose(0, 2, 1, 3).reshape(b, t, f))
@@ -133,8 +161,18 @@ def gpt_by_hand(params, state, tokens):
 
 MODELS = {
     "mlp": (mlp, mlp_by_hand, jnp.ones((4, 8)), jnp.zeros(4, jnp.int32)),
-    "cnn": (cnn, cnn_by_hand, jnp.linspace(-1, 1, 4 * 8 * 8 * 3).reshape(4, 8, 8, 3), jnp.zeros(4, jnp.int32)),
-    "gpt": (gpt(), gpt_by_hand, jnp.arange(12, dtype=jnp.int32).reshape(2, 6), jnp.zeros((2, 6), jnp.int32)),
+    "cnn": (
+        cnn,
+        cnn_by_hand,
+        jnp.linspace(-1, 1, 4 * 8 * 8 * 3).reshape(4, 8, 8, 3),
+        jnp.zeros(4, jnp.int32),
+    ),
+    "gpt": (
+        gpt(),
+        gpt_by_hand,
+        jnp.arange(12, dtype=jnp.int32).reshape(2, 6),
+        jnp.zeros((2, 6), jnp.int32),
+    ),
 }
 
 
@@ -165,9 +203,13 @@ def test_step_lowers_like_the_model_by_hand(name):
     counts.subtract(APART.get(name, {}))
     assert counts == counts_by_hand
     compiled, compiled_by_hand = lowered.compile(), lowered_by_hand.compile()
-    assert len(PRODUCT.findall(compiled.as_text())) <= len(PRODUCT.findall(compiled_by_hand.as_text()))
+    assert len(PRODUCT.findall(compiled.as_text())) <= len(
+        PRODUCT.findall(compiled_by_hand.as_text())
+    )
     ours, theirs = compiled(*args), compiled_by_hand(*args)
-    assert jax.tree.all(jax.tree.map(lambda a, b: jnp.allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs))
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: jnp.allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs)
+    )
 
 
 def test_operations_counts_each_call():
@@ -176,10 +218,13 @@ def test_operations_counts_each_call():
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("norm", [nn.LayerNorm(), nn.RMSNorm(), nn.GroupNorm(4), nn.BatchNorm()], ids=str)
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(), nn.RMSNorm(), nn.GroupNorm(4), nn.BatchNorm()], ids=str
+)
 def test_residual_gradient_is_computed_once(norm):
     """What XLA:CPU fuses in a gradient reads no more arrays in deeper networks: where the gradient of a residual stream
     is not kept, each block computes it again from those of all blocks behind."""
+
     @nn.layer
     def model(scope, x, *, depth):
         for i in range(depth):
@@ -189,7 +234,9 @@ def test_residual_gradient_is_computed_once(norm):
     def most_read(depth):
         x = jnp.ones((4, 16, 32))
         params, state = model(depth=depth).init(KEY, x)
-        loss = lambda params: jnp.square(model(depth=depth)(params, x, state=state, train=True)[0]).sum()
+        loss = lambda params: jnp.square(
+            model(depth=depth)(params, x, state=state, train=True)[0]
+        ).sum()
         compiled = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
         return max(operands.count("%") for operands in re.findall(r" fusion\(([^)]*)\)", compiled))
 

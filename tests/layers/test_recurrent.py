@@ -27,7 +27,11 @@ def made(kind, **options):
     params, state = layer.init(jax.random.key(2), x)
     assert state == {}
     draw = np.random.default_rng(0)
-    return layer, jax.tree.map(lambda a: a + jnp.asarray(draw.uniform(-0.2, 0.2, a.shape), a.dtype), params), x
+    return (
+        layer,
+        jax.tree.map(lambda a: a + jnp.asarray(draw.uniform(-0.2, 0.2, a.shape), a.dtype), params),
+        x,
+    )
 
 
 def close(got, want, tolerance=2e-6):
@@ -46,9 +50,14 @@ FLAX = {
 
 def flax_params(kind, params):
     _, inputs, recurrent, biased = FLAX[kind]
-    tree = {name: {"kernel": kernel} for names, whole in ((inputs, "kernel"), (recurrent, "recurrent_kernel"))
-            for name, kernel in zip(names, jnp.split(params[whole], len(names), 1))}
-    for name, bias in zip(inputs if biased == "i" else recurrent, jnp.split(params["bias"], len(inputs))):
+    tree = {
+        name: {"kernel": kernel}
+        for names, whole in ((inputs, "kernel"), (recurrent, "recurrent_kernel"))
+        for name, kernel in zip(names, jnp.split(params[whole], len(names), 1))
+    }
+    for name, bias in zip(
+        inputs if biased == "i" else recurrent, jnp.split(params["bias"], len(inputs))
+    ):
         tree[name]["bias"] = bias
     if kind == "GRU":
         tree["hn"]["bias"] = params["recurrent_bias"]
@@ -64,7 +73,7 @@ def test_equals_flax(kind):
     def theirs(params, x):
         carry, y = flax.apply(flax_params(kind, params), x, seq_lengths=jnp.array([6, 3, 1, 2]))
         if kind == "LSTM":
-            carry = carry[1], carry[0]    # Flax: (cell, hidden)
+            carry = carry[1], carry[0]  # Flax: (cell, hidden)
         kept = jnp.arange(TIME)[None, :, None] < jnp.array([6, 3, 1, 2])[:, None, None]
         return jnp.where(kept, y, 0), carry
 
@@ -92,8 +101,14 @@ def test_ragged_batch_is_row_by_row(kind, bidirectional):
     for row, length in enumerate(LENGTHS.tolist()):
         np.testing.assert_array_equal(y[row, length:], 0)
         if length:
-            alone, last = scan(params, x[row:row + 1, :length])
-            close((y[row:row + 1, :length], jax.tree.map(lambda a, row=row: a[row:row + 1], carry)), (alone, last))
+            alone, last = scan(params, x[row : row + 1, :length])
+            close(
+                (
+                    y[row : row + 1, :length],
+                    jax.tree.map(lambda a, row=row: a[row : row + 1], carry),
+                ),
+                (alone, last),
+            )
         else:
             for leaf in jax.tree.leaves(carry):
                 np.testing.assert_array_equal(leaf[row], 0)
@@ -118,7 +133,9 @@ def test_padding_counts_for_nothing(kind):
     want = jax.tree.leaves(run(params, x))
     assert all(jnp.isfinite(a).all() for a in want)
     for padding in (jnp.nan, jnp.inf, 1e30):
-        for a, b in zip(jax.tree.leaves(run(params, jnp.where(inside, x, padding))), want, strict=True):
+        for a, b in zip(
+            jax.tree.leaves(run(params, jnp.where(inside, x, padding))), want, strict=True
+        ):
             np.testing.assert_array_equal(a, b)
 
 
@@ -142,8 +159,11 @@ def test_carry_goes_on(kind, bidirectional):
     given = jax.tree.map(lambda a: a + 0.5, layer.zero_carry(BATCH))
     close(layer.scan(params, x, layer.zero_carry(BATCH))[0], layer(params, x))
     # A row without steps hands its carry on.
-    for after, before in zip(jax.tree.leaves(layer.scan(params, x, given, lengths=LENGTHS)[1]),
-                             jax.tree.leaves(given), strict=True):
+    for after, before in zip(
+        jax.tree.leaves(layer.scan(params, x, given, lengths=LENGTHS)[1]),
+        jax.tree.leaves(given),
+        strict=True,
+    ):
         np.testing.assert_array_equal(after[3], before[3])
     if bidirectional:
         return
@@ -152,7 +172,7 @@ def test_carry_goes_on(kind, bidirectional):
     second, carry = layer.scan(params, x[:, 4:], carry)
     close((jnp.concatenate([first, second], 1), carry), (whole, last))
 
-    def decode(carry, step):    # the carry is a scan's carry
+    def decode(carry, step):  # the carry is a scan's carry
         y, carry = layer.scan(params, step[:, None], carry)
         return carry, y[:, 0]
 
@@ -234,12 +254,16 @@ def test_initial_values():
     params, _ = nn.LSTM(32).init(jax.random.key(0), x)
     for gate in jnp.split(params["recurrent_kernel"], 4, 1):
         np.testing.assert_allclose(gate @ gate.T, np.eye(32), atol=1e-5)
-    np.testing.assert_array_equal(params["bias"].reshape(4, 32), np.repeat([[0], [1], [0], [0]], 32, 1))
-    np.testing.assert_allclose(params["kernel"].std(), 64 ** -0.5, rtol=0.05)
+    np.testing.assert_array_equal(
+        params["bias"].reshape(4, 32), np.repeat([[0], [1], [0], [0]], 32, 1)
+    )
+    np.testing.assert_allclose(params["kernel"].std(), 64**-0.5, rtol=0.05)
     params, _ = nn.GRU(32).init(jax.random.key(0), x)
     assert not params["bias"].any() and not params["recurrent_bias"].any()
     assert jax.tree.map(jnp.shape, nn.GRU(32, use_bias=False).spec(x).params) == {
-        "kernel": (64, 96), "recurrent_kernel": (32, 96)}
+        "kernel": (64, 96),
+        "recurrent_kernel": (32, 96),
+    }
 
 
 def test_activation():
@@ -257,14 +281,22 @@ def test_one_product_for_each_step(kind):
 
     def equations(jaxpr):
         for eqn in jaxpr.eqns:
-            yield from equations(eqn.params["jaxpr"].jaxpr) if eqn.primitive.name in ("jit", "pjit") else [eqn]
+            yield from (
+                equations(eqn.params["jaxpr"].jaxpr)
+                if eqn.primitive.name in ("jit", "pjit")
+                else [eqn]
+            )
 
     found = list(equations(jax.make_jaxpr(layer)(params, x).jaxpr))
-    scan, = (eqn for eqn in found if eqn.primitive.name == "scan")
-    products = [sum(eqn.primitive.name == "dot_general" for eqn in eqns)
-                for eqns in (found, equations(scan.params["jaxpr"].jaxpr))]
+    (scan,) = (eqn for eqn in found if eqn.primitive.name == "scan")
+    products = [
+        sum(eqn.primitive.name == "dot_general" for eqn in eqns)
+        for eqns in (found, equations(scan.params["jaxpr"].jaxpr))
+    ]
     assert products == [layer.gates, 1]
-    assert [v.aval.shape for v in scan.invars if v.aval.ndim == 3] == layer.gates * [(TIME, BATCH, FEATURES)]
+    assert [v.aval.shape for v in scan.invars if v.aval.ndim == 3] == layer.gates * [
+        (TIME, BATCH, FEATURES)
+    ]
 
 
 def test_eager_calls_compile_once():
@@ -274,26 +306,54 @@ def test_eager_calls_compile_once():
         layer(params, x)
 
 
-@pytest.mark.parametrize(("call", "error", "text"), [
-    (lambda layer, p, x: layer(p, x[0]), ValueError,
-     "LSTM at the root: expected input [batch, time, features]; got shape (6, 3)"),
-    (lambda layer, p, x: layer(p, x.astype(jnp.int32)), TypeError,
-     "LSTM at the root: expected floating-point input; got int32[4, 6, 3]"),
-    (lambda layer, p, x: layer(p, x, lengths=jnp.ones(4)), ValueError,
-     "LSTM at the root: lengths must be integers [batch] (4,); got float32[4]"),
-    (lambda layer, p, x: layer(p, x, lengths=3), ValueError,
-     "LSTM at the root: lengths must be integers [batch] (4,); got int32[]"),
-    (lambda layer, p, x: layer.scan(p, x, jnp.zeros((4, 5))), ValueError,
-     "LSTM at the root: expected a carry of shape ((4, 5), (4, 5)); got (4, 5)"),
-    (lambda layer, p, x: layer.scan(p, x, layer.zero_carry(3)), ValueError,
-     "LSTM at the root: expected a carry of shape ((4, 5), (4, 5)); got ((3, 5), (3, 5))"),
-    (lambda layer, p, x: layer(p, x[..., :2]), ValueError,
-     "'kernel': expected shape (2, 20) for this input, got (3, 20) in params"),
-])
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda layer, p, x: layer(p, x[0]),
+            ValueError,
+            "LSTM at the root: expected input [batch, time, features]; got shape (6, 3)",
+        ),
+        (
+            lambda layer, p, x: layer(p, x.astype(jnp.int32)),
+            TypeError,
+            "LSTM at the root: expected floating-point input; got int32[4, 6, 3]",
+        ),
+        (
+            lambda layer, p, x: layer(p, x, lengths=jnp.ones(4)),
+            ValueError,
+            "LSTM at the root: lengths must be integers [batch] (4,); got float32[4]",
+        ),
+        (
+            lambda layer, p, x: layer(p, x, lengths=3),
+            ValueError,
+            "LSTM at the root: lengths must be integers [batch] (4,); got int32[]",
+        ),
+        (
+            lambda layer, p, x: layer.scan(p, x, jnp.zeros((4, 5))),
+            ValueError,
+            "LSTM at the root: expected a carry of shape ((4, 5), (4, 5)); got (4, 5)",
+        ),
+        (
+            lambda layer, p, x: layer.scan(p, x, layer.zero_carry(3)),
+            ValueError,
+            "LSTM at the root: expected a carry of shape ((4, 5), (4, 5)); got ((3, 5), (3, 5))",
+        ),
+        (
+            lambda layer, p, x: layer(p, x[..., :2]),
+            ValueError,
+            "'kernel': expected shape (2, 20) for this input, got (3, 20) in params",
+        ),
+    ],
+)
 def test_errors(call, error, text):
     with pytest.raises(error, match=re.escape(text)):
         call(*made("LSTM"))
     two_ways, params, x = made("GRU", bidirectional=True)
-    with pytest.raises(ValueError, match=re.escape(
-            "GRU at the root: expected a carry of shape {forward: (4, 5), backward: (4, 5)}; got (4, 5)")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape(
+            "GRU at the root: expected a carry of shape {forward: (4, 5), backward: (4, 5)}; got (4, 5)"
+        ),
+    ):
         two_ways.scan(params, x, jnp.zeros((4, 5)))

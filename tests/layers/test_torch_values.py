@@ -30,8 +30,17 @@ LEAST = {
 }
 
 # PyTorch has no such layer, or nothing to compute with numbers of its own.
-WITHOUT_TWIN = {"Dropout", "Flatten", "Maxout", "MixtureOfExperts", "Parallel", "Remat", "Residual", "Sequential",
-                "Stack"}
+WITHOUT_TWIN = {
+    "Dropout",
+    "Flatten",
+    "Maxout",
+    "MixtureOfExperts",
+    "Parallel",
+    "Remat",
+    "Residual",
+    "Sequential",
+    "Stack",
+}
 
 
 @nn.layer
@@ -54,12 +63,19 @@ def fixture(family):
 
 def case_ids():
     """Every third case is quick: the families vary one option after another."""
-    return [pytest.param(family, case, id=case, marks=[pytest.mark.exhaustive] if i % 3 else [])
-            for family in LEAST for i, case in enumerate(fixture(family))]
+    return [
+        pytest.param(family, case, id=case, marks=[pytest.mark.exhaustive] if i % 3 else [])
+        for family in LEAST
+        for i, case in enumerate(fixture(family))
+    ]
 
 
 def part(case, kind):
-    return {name.removeprefix(f"{kind}/"): array for name, array in case.items() if name.startswith(f"{kind}/")}
+    return {
+        name.removeprefix(f"{kind}/"): array
+        for name, array in case.items()
+        if name.startswith(f"{kind}/")
+    }
 
 
 def nested(flat):
@@ -98,10 +114,13 @@ def run(config, params, inputs):
     x, *others = inputs.items()
     if config["layer"] == "tied":
         params = {"embed": params}
-    if config["layer"] == "Rotary":    # a function, no layer
+    if config["layer"] == "Rotary":  # a function, no layer
         return {"y": layer(x[1], **dict(others))}
     if call.get("steps"):
-        state, ys = {name: jnp.asarray(value, jnp.float32) for name, value in call["state"].items()}, []
+        state, ys = (
+            {name: jnp.asarray(value, jnp.float32) for name, value in call["state"].items()},
+            [],
+        )
         for step in x[1]:
             y, state = layer(params, step, state=state, train=call["train"])
             ys.append(y)
@@ -114,17 +133,28 @@ def run(config, params, inputs):
 
 def scan(layer, params, x, lengths=None, **carry):
     """A recurrent layer's outputs and the leaves of its carry, by name."""
-    ways = ("backward/", "forward/") if layer.bidirectional else ("",)    # in the order of the carry's leaves
+    ways = (
+        ("backward/", "forward/") if layer.bidirectional else ("",)
+    )  # in the order of the carry's leaves
     kinds = ("hidden", "cell") if isinstance(layer, nn.LSTM) else ("hidden",)
     names = [f"carry/{way}{kind}" for way in ways for kind in kinds]
-    begin = jax.tree.structure(layer.zero_carry(1)).unflatten([carry[name] for name in names]) if carry else None
+    begin = (
+        jax.tree.structure(layer.zero_carry(1)).unflatten([carry[name] for name in names])
+        if carry
+        else None
+    )
     y, after = layer.scan(params, x, begin, lengths=lengths)
     return {"y": y} | dict(zip(names, jax.tree.leaves(after)))
 
 
 def relative(got, want):
     """max|got - want| / max|want|"""
-    assert got.shape == want.shape and got.dtype == want.dtype, (got.shape, got.dtype, want.shape, want.dtype)
+    assert got.shape == want.shape and got.dtype == want.dtype, (
+        got.shape,
+        got.dtype,
+        want.shape,
+        want.dtype,
+    )
     return np.max(np.abs(got - want)) / np.max(np.abs(want))
 
 
@@ -133,7 +163,11 @@ def relative(got, want):
 def test_layer_equals_torch(family, name):
     case = fixture(family)[name]
     config, cotangents = case["config"], part(case, "cotangents")
-    leaves = {f"{kind}/{name}": array for kind in ("params", "inputs") for name, array in part(case, kind).items()}
+    leaves = {
+        f"{kind}/{name}": array
+        for kind in ("params", "inputs")
+        for name, array in part(case, kind).items()
+    }
     varied = {name: array for name, array in leaves.items() if array.dtype == np.float32}
 
     @jax.jit
@@ -148,14 +182,22 @@ def test_layer_equals_torch(family, name):
 
     outputs, gradients = forward_and_backward(varied, cotangents)
 
-    want_outputs = {name: y for name, y in part(case, "outputs").items() if not name.startswith("torch/")}
+    want_outputs = {
+        name: y for name, y in part(case, "outputs").items() if not name.startswith("torch/")
+    }
     assert outputs.keys() == want_outputs.keys()
-    wrong = {name: error for name, y in want_outputs.items() if not (error := relative(outputs[name], y)) <= 1e-5}
+    wrong = {
+        name: error
+        for name, y in want_outputs.items()
+        if not (error := relative(outputs[name], y)) <= 1e-5
+    }
     want_gradients = part(case, "gradients")
     assert gradients.keys() == want_gradients.keys()
     largest = max(np.max(np.abs(gradient)) for gradient in want_gradients.values())
     for leaf, gradient in want_gradients.items():
-        if leaf in config["zero"]:    # zero in exact arithmetic: held to the other gradients' rounding
+        if (
+            leaf in config["zero"]
+        ):  # zero in exact arithmetic: held to the other gradients' rounding
             error = np.max(np.abs(gradients[leaf])) / largest
         else:
             error = relative(gradients[leaf], gradient)
@@ -185,13 +227,18 @@ def test_fixture_holds_params_the_layer_would_make(family):
 def test_no_case_is_missing(family):
     layers = [case["config"]["layer"] for case in fixture(family).values()]
     for layer, least in LEAST[family].items():
-        assert layers.count(layer) >= least, f"torch_{family}.npz has {layers.count(layer)} cases of {layer}"
+        assert layers.count(layer) >= least, (
+            f"torch_{family}.npz has {layers.count(layer)} cases of {layer}"
+        )
 
 
 def test_every_layer_has_cases_or_no_twin():
     public = (getattr(nn, name) for name in nn.__all__)
-    layers = {value.__name__ for value in public
-              if isinstance(value, type) and issubclass(value, nn.Layer) and value is not nn.Layer}
+    layers = {
+        value.__name__
+        for value in public
+        if isinstance(value, type) and issubclass(value, nn.Layer) and value is not nn.Layer
+    }
     with_twin = {layer for least in LEAST.values() for layer in least}
     assert layers - WITHOUT_TWIN <= with_twin
 
@@ -205,7 +252,7 @@ def test_dropout_has_torchs_statistics(rate):
     np.testing.assert_allclose(y[kept], x[kept] / (1 - rate), rtol=1e-6)
     deviation = (rate * (1 - rate) / x.size) ** 0.5
     assert abs(kept.mean() - (1 - rate)) < 4 * deviation
-    for axis in 0, 1:    # no row and no column is special
+    for axis in 0, 1:  # no row and no column is special
         share, count = kept.mean(axis), x.shape[axis]
         assert abs(share - (1 - rate)).max() < 5 * (rate * (1 - rate) / count) ** 0.5
     np.testing.assert_array_equal(nn.Dropout(rate)({}, x), x)

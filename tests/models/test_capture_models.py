@@ -31,15 +31,22 @@ class Recorder:
     def record(self, path, y):
         values = self.values.setdefault(path, [])
         if self.offsets is not None:
-            y = jax.tree.map(lambda leaf, more: leaf + more if more is not None else leaf, y,
-                             self.offsets[path][len(values)])
+            y = jax.tree.map(
+                lambda leaf, more: leaf + more if more is not None else leaf,
+                y,
+                self.offsets[path][len(values)],
+            )
         values.append(y)
         return y
 
     def __call__(self, layer, function, where, inputs, options):
         entered = isinstance(where, _core.Scope) and where._place.path != where._place.run.here
         y = call(layer, function, where, inputs, options)
-        return self.record("/".join(where._place.path), y) if entered and _jax.trace_state() == self.trace else y
+        return (
+            self.record("/".join(where._place.path), y)
+            if entered and _jax.trace_state() == self.trace
+            else y
+        )
 
 
 call, recorded = _core._call, Recorder()
@@ -58,9 +65,12 @@ def of_sites(sites, values):
     named = {}
     for site in sites:
         path = site.name.partition("#")[0]
-        if path in values:    # not the named scopes inside layers
-            named[site.name] = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *rest.pop(path)) if site.scans
-                                else rest[path].pop(0))
+        if path in values:  # not the named scopes inside layers
+            named[site.name] = (
+                jax.tree.map(lambda *leaves: jnp.stack(leaves), *rest.pop(path))
+                if site.scans
+                else rest[path].pop(0)
+            )
     assert not any(rest.values()), "the model has sites that are not listed"
     return named
 
@@ -72,8 +82,15 @@ def test_values_and_cotangents(name, request):
     x = inputs(name, shapes[0])
 
     def loss(params, *x):
-        y = [leaf for leaf in jax.tree.leaves(f(params, *x)) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-        return sum(jnp.sum(leaf * jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape))) for leaf in y)
+        y = [
+            leaf
+            for leaf in jax.tree.leaves(f(params, *x))
+            if jnp.issubdtype(leaf.dtype, jnp.floating)
+        ]
+        return sum(
+            jnp.sum(leaf * jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape)))
+            for leaf in y
+        )
 
     def captured(params, *x):
         both = ft.capture_cotangents(ft.capture(loss, ".*"), ".*", has_aux=True)

@@ -32,13 +32,17 @@ def write(folder, template, **fields):
 @pytest.mark.parametrize("style", TEMPLATES)
 def test_texts_equal_those_of_transformers(style, tmp_path):
     template, tokens = TEMPLATES[style]
-    write(tmp_path, template, **{name: token and {"content": token} for name, token in tokens.items()})
+    write(
+        tmp_path, template, **{name: token and {"content": token} for name, token in tokens.items()}
+    )
     read = models.ChatTemplate.read(tmp_path)
     assert set(TEXTS[style]) == set(CONVERSATIONS)
     for name, (messages, options) in CONVERSATIONS.items():
         want = TEXTS[style][name]
         if want is None:
-            with pytest.raises(ValueError, match=r"tokenizer_config\.json, chat template|continue_final_message"):
+            with pytest.raises(
+                ValueError, match=r"tokenizer_config\.json, chat template|continue_final_message"
+            ):
                 read.render(messages, **DATE, **options)
         else:
             before = json.dumps(messages)
@@ -48,58 +52,122 @@ def test_texts_equal_those_of_transformers(style, tmp_path):
 
 def test_templates_that_reject_messages_say_why():
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    with pytest.raises(ValueError, match=r"^ChatTemplate, chat template: rejects these messages: System role not supp"):
+    with pytest.raises(
+        ValueError,
+        match=r"^ChatTemplate, chat template: rejects these messages: System role not supp",
+    ):
         models.ChatTemplate(TEMPLATES["gemma"][0], **tokens).render(
-            [{"role": "system", "content": "a"}, *USER])
-    with pytest.raises(ValueError, match=r"rejects these messages: Only user, .* are supported; got critic"):
-        models.ChatTemplate(TEMPLATES["mistral"][0], **tokens).render([{"role": "critic", "content": "a"}])
+            [{"role": "system", "content": "a"}, *USER]
+        )
+    with pytest.raises(
+        ValueError, match=r"rejects these messages: Only user, .* are supported; got critic"
+    ):
+        models.ChatTemplate(TEMPLATES["mistral"][0], **tokens).render(
+            [{"role": "critic", "content": "a"}]
+        )
 
 
 CONTINUED = [*USER, {"role": "assistant", "content": "It is "}]
 
 
-@pytest.mark.parametrize(("template", "options", "text"), [
-    (SIMPLE, {}, "user: Hello\nassistant: It is "),
-    (SIMPLE.replace("m.content", "m.content | trim"), {}, "user: Hello\nassistant: It is"),
-    (SIMPLE + "{{ 'end' if not add_generation_prompt }}", {}, "user: Hello\nassistant: It is "),
-    (SIMPLE, {"continue_final_message": False}, "user: Hello\nassistant: It is \n"),
-])
+@pytest.mark.parametrize(
+    ("template", "options", "text"),
+    [
+        (SIMPLE, {}, "user: Hello\nassistant: It is "),
+        (SIMPLE.replace("m.content", "m.content | trim"), {}, "user: Hello\nassistant: It is"),
+        (SIMPLE + "{{ 'end' if not add_generation_prompt }}", {}, "user: Hello\nassistant: It is "),
+        (SIMPLE, {"continue_final_message": False}, "user: Hello\nassistant: It is \n"),
+    ],
+)
 def test_the_last_message_is_continued(template, options, text):
-    assert models.ChatTemplate(template).render(CONTINUED, **{"continue_final_message": True, **options}) == text
+    assert (
+        models.ChatTemplate(template).render(
+            CONTINUED, **{"continue_final_message": True, **options}
+        )
+        == text
+    )
 
 
-@pytest.mark.parametrize(("template", "options", "text"), [
-    (SIMPLE, {"add_generation_prompt": True}, "pass one of them"),
-    (SIMPLE, {"continue_final_message": "thinking"}, "the last message has no 'thinking' to continue"),
-    (SIMPLE, {"continue_final_message": "role", "tools": 3}, "expected tools as a list of dicts, got 3"),
-    (SIMPLE, {"documents": ["a"]}, r"expected documents as a list of dicts, got \['a'\]"),
-    ("{% for m in messages %}{{ m.role }}{% endfor %}", {}, "the template does not read 'content'"),
-    ("{{ messages[0].content }}", {}, "the last message is not in the text as it is"),
-    (SIMPLE.replace("m.content", "m.content | upper"), {}, "the last message is not in the text as it is"),
-])
+@pytest.mark.parametrize(
+    ("template", "options", "text"),
+    [
+        (SIMPLE, {"add_generation_prompt": True}, "pass one of them"),
+        (
+            SIMPLE,
+            {"continue_final_message": "thinking"},
+            "the last message has no 'thinking' to continue",
+        ),
+        (
+            SIMPLE,
+            {"continue_final_message": "role", "tools": 3},
+            "expected tools as a list of dicts, got 3",
+        ),
+        (SIMPLE, {"documents": ["a"]}, r"expected documents as a list of dicts, got \['a'\]"),
+        (
+            "{% for m in messages %}{{ m.role }}{% endfor %}",
+            {},
+            "the template does not read 'content'",
+        ),
+        ("{{ messages[0].content }}", {}, "the last message is not in the text as it is"),
+        (
+            SIMPLE.replace("m.content", "m.content | upper"),
+            {},
+            "the last message is not in the text as it is",
+        ),
+    ],
+)
 def test_a_message_that_cannot_be_continued(template, options, text):
     with pytest.raises(ValueError, match=text):
-        models.ChatTemplate(template).render(CONTINUED, **{"continue_final_message": True, **options})
+        models.ChatTemplate(template).render(
+            CONTINUED, **{"continue_final_message": True, **options}
+        )
 
 
-@pytest.mark.parametrize("name", ["tokenize", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-                                  "padding", "truncation", "max_length", "tokenizer_kwargs", "chat_template"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenize",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "padding",
+        "truncation",
+        "max_length",
+        "tokenizer_kwargs",
+        "chat_template",
+    ],
+)
 def test_arguments_of_transformers_that_are_no_variables(name):
-    with pytest.raises(TypeError, match=f"'{name}' is an argument of transformers' apply_chat_template"):
+    with pytest.raises(
+        TypeError, match=f"'{name}' is an argument of transformers' apply_chat_template"
+    ):
         models.ChatTemplate(SIMPLE).render(USER, **{name: False})
 
 
 def test_files_of_a_folder(tmp_path):
-    several = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T {{ tools | length }}"},
-               {"name": "rag", "template": "R"}]
+    several = [
+        {"name": "default", "template": "D"},
+        {"name": "tool_use", "template": "T {{ tools | length }}"},
+        {"name": "rag", "template": "R"},
+    ]
     read = models.ChatTemplate.read(write(tmp_path, several))
-    assert [read.render(USER), read.render(USER, tools=[{}]), read.render(USER, name="rag")] == ["D", "T 1", "R"]
-    with pytest.raises(ValueError, match="no chat template 'x'; expected name='default' or 'tool_use' or 'rag'"):
+    assert [read.render(USER), read.render(USER, tools=[{}]), read.render(USER, name="rag")] == [
+        "D",
+        "T 1",
+        "R",
+    ]
+    with pytest.raises(
+        ValueError, match="no chat template 'x'; expected name='default' or 'tool_use' or 'rag'"
+    ):
         read.render(USER, name="x")
-    with pytest.raises(ValueError, match="there is no chat template 'default'; expected name='rag'"):
+    with pytest.raises(
+        ValueError, match="there is no chat template 'default'; expected name='rag'"
+    ):
         models.ChatTemplate({"rag": "R"}).render(USER)
 
-    (tmp_path / "chat_template.jinja").write_text("é{{ eos_token }}\n", encoding="utf-8")    # has priority
+    (tmp_path / "chat_template.jinja").write_text(
+        "é{{ eos_token }}\n", encoding="utf-8"
+    )  # has priority
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "short.jinja").write_text("S")
     write(tmp_path, several, eos_token="</s>")
@@ -114,60 +182,114 @@ def test_files_of_a_folder(tmp_path):
 def test_folders_without_a_template(tmp_path):
     (write(tmp_path, None) / "tokenizer_config.json").unlink()
     assert models.read_tokenizer(tmp_path).chat_template is None
-    with pytest.raises(FileNotFoundError, match=r"no chat template found; expected chat_template\.jinja, or chat_temp"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"no chat template found; expected chat_template\.jinja, or chat_temp",
+    ):
         models.ChatTemplate.read(tmp_path)
     for wrong in 3, {"default": "a"}, [{"name": "a"}], ["a"]:
-        with pytest.raises(ValueError, match=r"tokenizer_config\.json: expected .* as chat_template"):
+        with pytest.raises(
+            ValueError, match=r"tokenizer_config\.json: expected .* as chat_template"
+        ):
             models.ChatTemplate.read(write(tmp_path, wrong))
 
 
 def test_a_special_token_that_the_class_of_the_tokenizer_defines(tmp_path):
     """LlamaTokenizer has a bos_token that is not in the file; an undefined one would be rendered as an empty text."""
-    read = models.ChatTemplate.read(write(tmp_path, "{{ bos_token }}a", tokenizer_class="LlamaTokenizer"))
-    with pytest.raises(ValueError, match=r"uses bos_token, which tokenizer_config\.json lacks; pass bos_token="):
+    read = models.ChatTemplate.read(
+        write(tmp_path, "{{ bos_token }}a", tokenizer_class="LlamaTokenizer")
+    )
+    with pytest.raises(
+        ValueError, match=r"uses bos_token, which tokenizer_config\.json lacks; pass bos_token="
+    ):
         read.render(USER)
     assert read.render(USER, bos_token="<s>") == "<s>a"
-    for fields in {"tokenizer_class": "PreTrainedTokenizerFast"}, {"tokenizer_class": "A", "bos_token": None}:
-        assert models.ChatTemplate.read(write(tmp_path, "{{ bos_token }}a", **fields)).render(USER) == "a"
+    for fields in (
+        {"tokenizer_class": "PreTrainedTokenizerFast"},
+        {"tokenizer_class": "A", "bos_token": None},
+    ):
+        assert (
+            models.ChatTemplate.read(write(tmp_path, "{{ bos_token }}a", **fields)).render(USER)
+            == "a"
+        )
 
 
-@pytest.mark.parametrize(("messages", "text"), [
-    ("Hello", r'expected messages \[\{"role": "user", "content": "\.\.\."\}, \.\.\.\], at least one; got \'Hello\''),
-    ([], "at least one; got "),
-    ({"role": "user", "content": "a"}, "at least one; got "),
-    (["Hello"], "message 0 is 'Hello'"),
-    ([*USER, {"content": "a"}], "message 1 is {'content': 'a'}"),
-    ([{"role": 3, "content": "a"}], "message 0 is "),
-    ([{"role": "user"}], "message 0 is "),
-    ([{"role": "user", "content": 3}], "expected a string as the content of message 0, got 3"),
-    ([{"role": "user", "content": [np.zeros(2)]}], "expected JSON values in messages: Object of type ndarray"),
-])
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        (
+            "Hello",
+            r'expected messages \[\{"role": "user", "content": "\.\.\."\}, \.\.\.\], at least one; got \'Hello\'',
+        ),
+        ([], "at least one; got "),
+        ({"role": "user", "content": "a"}, "at least one; got "),
+        (["Hello"], "message 0 is 'Hello'"),
+        ([*USER, {"content": "a"}], "message 1 is {'content': 'a'}"),
+        ([{"role": 3, "content": "a"}], "message 0 is "),
+        ([{"role": "user"}], "message 0 is "),
+        ([{"role": "user", "content": 3}], "expected a string as the content of message 0, got 3"),
+        (
+            [{"role": "user", "content": [np.zeros(2)]}],
+            "expected JSON values in messages: Object of type ndarray",
+        ),
+    ],
+)
 def test_messages_of_another_form(messages, text):
     with pytest.raises(ValueError, match="chat: .*" + text):
         models.ChatTemplate(SIMPLE).render(messages)
 
 
 @pytest.mark.quick_cases(13)
-@pytest.mark.parametrize(("template", "text"), [
-    ("{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "more than 16"),
-    ("{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}", "more than 16,7"),
-    ("{% set n = namespace(x='a') %}{% for i in range(60) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}"
-     "{% set n.x = y %}{% endfor %}", "more than 16,7"),
-    ("{% set x = 'a' * 10 ** 6 %}{% for i in range(99) %}{{ x }}{% endfor %}", "more than 16,7"),
-    ("{% for i in range(9999) %}{% for i in range(9999) %}{% endfor %}{% endfor %}", "131,072 iterations"),
-    ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}", "131,072 iter"),
-    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-    ("{{ 'a' * 10 ** 9 }}", "more than 16,7"), ("{{ (9 ** 999) ** 9 }}", "an integer of "),
-    ("{{ '%999999999d' % 1 }}", "too wide a field"), ("{{ '{:>999999999}'.format(1) }}", "too wide a field"),
-    ("{{ '%999999999d' | format(1) }}", "too wide a field"), ("{{ 'a'.center(10 ** 9) }}", "more than 16,7"),
-    ("{{ 'a' | center(10 ** 9) }}", "more than 16,7"), ("{{ range(10 ** 6) }}", "Range too big"),
-    ("{{ ('a' * 10 ** 6).replace('a', 'a' * 10 ** 6) }}", "more than 16,7"),
-    ("{{ ('a' * 10 ** 6) | join('a' * 10 ** 6) }}", "more than 16,7"), ("a" * (1 << 21), "characters, more than 1,0"),
-    ("{{ ''.__class__.__mro__ }}", "SecurityError"), ("{{ messages.append(1) }}", "SecurityError"),
-    ("{{ namespace.__init__.__globals__ }}", "SecurityError"), ("{{ namespace(__html__=1) }}", "SecurityError"),
-    ("{{ raise_exception.__globals__['x'] }}", "SecurityError|Undefined"), ("{% include 'a' %}", "TypeError: no load"),
-    ("{{ x", "line 1: TemplateSyntaxError"), ("\n{{ messages.x.y }}", "UndefinedError"),
-])
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (
+            "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "more than 16",
+        ),
+        (
+            "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+            "more than 16,7",
+        ),
+        (
+            "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}"
+            "{% set n.x = y %}{% endfor %}",
+            "more than 16,7",
+        ),
+        (
+            "{% set x = 'a' * 10 ** 6 %}{% for i in range(99) %}{{ x }}{% endfor %}",
+            "more than 16,7",
+        ),
+        (
+            "{% for i in range(9999) %}{% for i in range(9999) %}{% endfor %}{% endfor %}",
+            "131,072 iterations",
+        ),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+            "131,072 iter",
+        ),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ 'a' * 10 ** 9 }}", "more than 16,7"),
+        ("{{ (9 ** 999) ** 9 }}", "an integer of "),
+        ("{{ '%999999999d' % 1 }}", "too wide a field"),
+        ("{{ '{:>999999999}'.format(1) }}", "too wide a field"),
+        ("{{ '%999999999d' | format(1) }}", "too wide a field"),
+        ("{{ 'a'.center(10 ** 9) }}", "more than 16,7"),
+        ("{{ 'a' | center(10 ** 9) }}", "more than 16,7"),
+        ("{{ range(10 ** 6) }}", "Range too big"),
+        ("{{ ('a' * 10 ** 6).replace('a', 'a' * 10 ** 6) }}", "more than 16,7"),
+        ("{{ ('a' * 10 ** 6) | join('a' * 10 ** 6) }}", "more than 16,7"),
+        ("a" * (1 << 21), "characters, more than 1,0"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ namespace.__init__.__globals__ }}", "SecurityError"),
+        ("{{ namespace(__html__=1) }}", "SecurityError"),
+        ("{{ raise_exception.__globals__['x'] }}", "SecurityError|Undefined"),
+        ("{% include 'a' %}", "TypeError: no load"),
+        ("{{ x", "line 1: TemplateSyntaxError"),
+        ("\n{{ messages.x.y }}", "UndefinedError"),
+    ],
+)
 def test_templates_that_are_wrong_or_do_not_end(template, text):
     with pytest.raises(ValueError, match=f"ChatTemplate, chat template.*({text})"):
         models.ChatTemplate(template).render(USER)
@@ -176,12 +298,23 @@ def test_templates_that_are_wrong_or_do_not_end(template, text):
 def test_the_environment_of_templates():
     render = lambda template, **variables: models.ChatTemplate(template).render(USER, **variables)
     assert render("{{ {'b': 'é<', 'a': 1} | tojson }}") == '{"b": "é<", "a": 1}'
-    assert render("{{ {'b': 1, 'a': 1} | tojson(indent=1, sort_keys=true) }}") == '{\n "a": 1,\n "b": 1\n}'
+    assert (
+        render("{{ {'b': 1, 'a': 1} | tojson(indent=1, sort_keys=true) }}")
+        == '{\n "a": 1,\n "b": 1\n}'
+    )
     assert render("{{ dict(a=1) }}{{ dict.fromkeys('ab', 0) }}{{ namespace(self=3).self }}") == (
-        "{'a': 1}{'a': 0, 'b': 0}3")
-    now = datetime.datetime.strptime(render("{{ strftime_now('%Y-%m-%d %H:%M:%S') }}"), "%Y-%m-%d %H:%M:%S")
+        "{'a': 1}{'a': 0, 'b': 0}3"
+    )
+    now = datetime.datetime.strptime(
+        render("{{ strftime_now('%Y-%m-%d %H:%M:%S') }}"), "%Y-%m-%d %H:%M:%S"
+    )
     assert abs(datetime.datetime.now() - now) < datetime.timedelta(minutes=1)
-    assert render("{{ date }}{% generation %}{% set date = 1 %}{% endgeneration %}{{ date }}", date="a") == "aa"
+    assert (
+        render(
+            "{{ date }}{% generation %}{% set date = 1 %}{% endgeneration %}{{ date }}", date="a"
+        )
+        == "aa"
+    )
     long = [{"role": "user", "content": "x" * 1000}] * 3000
     assert len(models.ChatTemplate(SIMPLE).render(long)) == 3000 * 1007
 
@@ -197,7 +330,10 @@ def test_jinja2_is_not_installed(monkeypatch):
     monkeypatch.delitem(sys.modules, "fnet.models.text._sandbox", raising=False)
     monkeypatch.delattr("fnet.models.text._sandbox", raising=False)
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ModuleNotFoundError, match=r"need jinja2, which is not installed: pip install 'fnet\[chat\]'"):
+    with pytest.raises(
+        ModuleNotFoundError,
+        match=r"need jinja2, which is not installed: pip install 'fnet\[chat\]'",
+    ):
         models.ChatTemplate("a").render(USER)
 
 
@@ -209,7 +345,9 @@ def decoder():
     return model, jax.tree.map(lambda s: jax.random.normal(jax.random.key(1), s.shape), spec), words
 
 
-TEMPLATE = models.ChatTemplate(SIMPLE + "{% if add_generation_prompt %}assistant:{{ more }}{% endif %}")
+TEMPLATE = models.ChatTemplate(
+    SIMPLE + "{% if add_generation_prompt %}assistant:{{ more }}{% endif %}"
+)
 ASK = [{"role": "user", "content": "who wrote it"}]
 
 
@@ -217,15 +355,30 @@ ASK = [{"role": "user", "content": "who wrote it"}]
 def test_an_answer_continues_the_rendered_text(decoder):
     model, params, words = decoder
     options = dict(max_tokens=20, temperature=0.8, top_k=5)
-    answer = list(models.chat(model, params, words, ASK, jax.random.key(0), template=TEMPLATE, **options))
-    want = "".join(models.stream_text(model, params, words, "user: who wrote it\nassistant:", jax.random.key(0),
-                                      **options))
+    answer = list(
+        models.chat(model, params, words, ASK, jax.random.key(0), template=TEMPLATE, **options)
+    )
+    want = "".join(
+        models.stream_text(
+            model, params, words, "user: who wrote it\nassistant:", jax.random.key(0), **options
+        )
+    )
     assert "".join(answer) == want and len(want) == 20 and len(answer) > 5
-    other = models.chat(model, params, words, ASK, jax.random.key(0), template=TEMPLATE, variables={"more": " ja "},
-                        **options)
+    other = models.chat(
+        model,
+        params,
+        words,
+        ASK,
+        jax.random.key(0),
+        template=TEMPLATE,
+        variables={"more": " ja "},
+        **options,
+    )
     assert "".join(other) != want
-    cut = models.chat(model, params, words, ASK, jax.random.key(0), template=TEMPLATE, stop=[want[7:9]], **options)
-    assert "".join(cut) == want[:want.index(want[7:9])]
+    cut = models.chat(
+        model, params, words, ASK, jax.random.key(0), template=TEMPLATE, stop=[want[7:9]], **options
+    )
+    assert "".join(cut) == want[: want.index(want[7:9])]
 
 
 class Special:
@@ -244,26 +397,37 @@ class Special:
 
 def test_the_tokenizers_template_and_stop_tokens(decoder):
     model, params, words = decoder
-    free = "".join(models.chat(model, params, words, ASK, template=TEMPLATE, max_tokens=20, temperature=0))
+    free = "".join(
+        models.chat(model, params, words, ASK, template=TEMPLATE, max_tokens=20, temperature=0)
+    )
     stop = words.encode(free)[5]
     tokenizer = Special(words, (int(stop),))
     answer = "".join(models.chat(model, params, tokenizer, ASK, max_tokens=20, temperature=0))
-    assert answer == free[:free.index(words.decode([stop]))] and tokenizer.seen == [False]
+    assert answer == free[: free.index(words.decode([stop]))] and tokenizer.seen == [False]
 
 
 def test_errors_of_chat(decoder):
     model, params, words = decoder
-    ask = lambda messages=ASK, **options: list(models.chat(model, params, words, messages,
-                                                           **{"template": TEMPLATE, "max_tokens": 5, **options}))
-    with pytest.raises(ValueError, match=r"chat: the tokenizer has no chat template; read it with models\.read"):
+    ask = lambda messages=ASK, **options: list(
+        models.chat(
+            model, params, words, messages, **{"template": TEMPLATE, "max_tokens": 5, **options}
+        )
+    )
+    with pytest.raises(
+        ValueError, match=r"chat: the tokenizer has no chat template; read it with models\.read"
+    ):
         ask(template=None)
     with pytest.raises(ValueError, match="chat: expected a sequence of strings as stop"):
         ask(stop="END", temperature=0)
-    with pytest.raises(TypeError, match="chat: samples is an option of `stream`; chat generates one text"):
+    with pytest.raises(
+        TypeError, match="chat: samples is an option of `stream`; chat generates one text"
+    ):
         ask(samples=2, temperature=0)
     with pytest.raises(ValueError, match="exceed the model's context of 64"):
         ask([{"role": "user", "content": "a" * 50}], temperature=0)
     with pytest.raises(ValueError, match="sampling needs key"):
         ask()
-    with pytest.raises(ValueError, match=r"ChatTemplate: expected a template or \{name: template\}, got 3"):
+    with pytest.raises(
+        ValueError, match=r"ChatTemplate: expected a template or \{name: template\}, got 3"
+    ):
         models.ChatTemplate(3)

@@ -17,7 +17,10 @@ from fnet.models import pretrained
 from fnet.models._blocks import periods
 from fnet.models._rope_config import collapsed
 
-FOLDERS = {path.name: path for path in sorted((pathlib.Path(__file__).parents[1] / "reference/families").iterdir())}
+FOLDERS = {
+    path.name: path
+    for path in sorted((pathlib.Path(__file__).parents[1] / "reference/families").iterdir())
+}
 ALTERNATING = ("qwen2", "gemma2", "smollm3", "gpt2")
 
 
@@ -41,17 +44,32 @@ def test_logits_and_text(loaded, tmp_path):
     logits = jax.jit(model)(params, tokens)
     close(logits[:, ::8], want)
     losses = jax.jit(model.cross_entropy)(params, tokens, jnp.roll(tokens, -1, 1))
-    close(losses, -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.roll(tokens, -1, 1)[..., None], 2)[..., 0])
-    short = jnp.stack([tokens[0, :5], jnp.pad(tokens[1, :3], (0, 2))])     # prompts of 5 and 3 tokens, padded
-    out = models.generate(model, params, short, lengths=jnp.array([5, 3]), max_tokens=8, temperature=0)
+    close(
+        losses,
+        -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.roll(tokens, -1, 1)[..., None], 2)[
+            ..., 0
+        ],
+    )
+    short = jnp.stack(
+        [tokens[0, :5], jnp.pad(tokens[1, :3], (0, 2))]
+    )  # prompts of 5 and 3 tokens, padded
+    out = models.generate(
+        model, params, short, lengths=jnp.array([5, 3]), max_tokens=8, temperature=0
+    )
     text = np.concatenate([tokens[0, :5], out.tokens[0]])
-    assert np.array_equal(jax.jit(model)(params, np.pad(text, (0, 3))[None])[0, 4:12].argmax(-1), out.tokens[0])
+    assert np.array_equal(
+        jax.jit(model)(params, np.pad(text, (0, 3))[None])[0, 4:12].argmax(-1), out.tokens[0]
+    )
     back = pretrained.save(model, params, {}, tmp_path, like=FOLDERS[name])
     again, restored, _ = pretrained.load(back.parent)
     assert again == model and jax.tree.all(jax.tree.map(np.array_equal, restored, params))
-    config, original = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, FOLDERS[name]))
+    config, original = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path, FOLDERS[name])
+    )
     words = {field for field, value in original.items() if isinstance(value, str)} - {"dtype"}
-    assert {field: config.get(field) for field in words} == {field: original[field] for field in words}
+    assert {field: config.get(field) for field in words} == {
+        field: original[field] for field in words
+    }
 
 
 @pytest.mark.quick_cases(1)
@@ -69,11 +87,16 @@ def test_alternating_blocks(name):
     first, cache = step(params, tokens[:, :7], cache)
     second, _ = step(params, tokens[:, 7:], cache)
     close(jnp.concatenate([first, second], 1), want)
-    loss = lambda model: jax.jit(jax.grad(lambda params: model.cross_entropy(params, tokens, tokens).mean()))
+    loss = lambda model: jax.jit(
+        jax.grad(lambda params: model.cross_entropy(params, tokens, tokens).mean())
+    )
     gradients = models.unstack(model, loss(model)(params))[1]
     jax.tree.map(lambda a, b: close(a, b, 1e-4), gradients, loss(single)(apart))
     quantized = compress.quantize(params, {"blocks/.*kernel": compress.Int8()})
-    close(jax.jit(ft.use_implicit_arrays(model))(quantized, tokens), whole(compress.materialize(quantized), tokens))
+    close(
+        jax.jit(ft.use_implicit_arrays(model))(quantized, tokens),
+        whole(compress.materialize(quantized), tokens),
+    )
     adapted = compress.lora(jax.random.key(0), params, {"blocks/attention/query/kernel": 2})
     close(jax.jit(ft.use_implicit_arrays(model))(adapted, tokens), want)
     spec = model.spec(tokens)
@@ -92,15 +115,29 @@ def test_periods():
     assert periods((0, 0, 0, 1, 1)) == [(0, 1, 3), (3, 1, 2)]
     assert periods(((0,) * 5 + (1,)) * 4 + (0, 0)) == [(0, 6, 4), (24, 1, 2)]
     assert periods((0, 1, 2)) == [(0, 1, 1), (1, 1, 1), (2, 1, 1)]
-    assert collapsed([3, None, 3, None, 3]) == (3, None) and collapsed([3, 3]) == 3 and collapsed([1, 2]) == (1, 2)
-    model = models.Decoder(16, 8, 26, 2, 1, 8, window=(4,) * 5 + (None,), rotary_base=(1e4,) * 5 + (1e6,))
-    program = str(jax.make_jaxpr(model)(model.spec(jnp.zeros((1, 8), int)).params, jnp.zeros((1, 8), jnp.int32)))
-    assert program.count(" scan[") == 2 and program.count("attention[") == 7    # 6 blocks of a period, and 1
+    assert (
+        collapsed([3, None, 3, None, 3]) == (3, None)
+        and collapsed([3, 3]) == 3
+        and collapsed([1, 2]) == (1, 2)
+    )
+    model = models.Decoder(
+        16, 8, 26, 2, 1, 8, window=(4,) * 5 + (None,), rotary_base=(1e4,) * 5 + (1e6,)
+    )
+    program = str(
+        jax.make_jaxpr(model)(
+            model.spec(jnp.zeros((1, 8), int)).params, jnp.zeros((1, 8), jnp.int32)
+        )
+    )
+    assert (
+        program.count(" scan[") == 2 and program.count("attention[") == 7
+    )  # 6 blocks of a period, and 1
 
 
 def test_long_texts():
     """Angles that depend on the length: a prompt beyond the original context, with and without a cache."""
-    model = models.Decoder(16, 8, 2, 2, 1, 8, rope_scaling=models.LongScaling((1.0, 1.5), (3.0, 9.0), 10, 1.2))
+    model = models.Decoder(
+        16, 8, 2, 2, 1, 8, rope_scaling=models.LongScaling((1.0, 1.5), (3.0, 9.0), 10, 1.2)
+    )
     tokens = jnp.arange(48, dtype=jnp.int32).reshape(3, 16) % 16
     params, _ = model.init(jax.random.key(0), tokens)
     lengths = np.array([14, 10, 12])
@@ -108,18 +145,32 @@ def test_long_texts():
     out, _ = call(params, tokens, lengths=lengths, state=model.cache(tokens))
     without_cache = call(params, tokens, lengths=lengths)
     for row, length in zip(range(3), lengths):
-        scaling = models.LongScaling(*((model.rope_scaling.long if length > 10 else model.rope_scaling.short,) * 2),
-                                     10, 1.2)
-        want = jax.jit(dataclasses.replace(model, rope_scaling=scaling))(params, tokens[row:row + 1, :length])
-        close(out[row:row + 1, :length], want)
-        close(without_cache[row:row + 1, :length], want)
+        scaling = models.LongScaling(
+            *((model.rope_scaling.long if length > 10 else model.rope_scaling.short,) * 2), 10, 1.2
+        )
+        want = jax.jit(dataclasses.replace(model, rope_scaling=scaling))(
+            params, tokens[row : row + 1, :length]
+        )
+        close(out[row : row + 1, :length], want)
+        close(without_cache[row : row + 1, :length], want)
     other = dataclasses.replace(model, rope_scaling=models.LongScaling((1.0,), (1.0,), 10))
-    with pytest.raises(ValueError, match="expected 2 divisors, one for each pair of rotated features, got 1 and 1"):
+    with pytest.raises(
+        ValueError, match="expected 2 divisors, one for each pair of rotated features, got 1 and 1"
+    ):
         other(params, tokens)
-    attention = nn.Attention(2, causal=True, rotary=nn.Rotary(scaling=models.DynamicScaling(2.0, 8)))
+    attention = nn.Attention(
+        2, causal=True, rotary=nn.Rotary(scaling=models.DynamicScaling(2.0, 8))
+    )
     x = jnp.ones((1, 4, 8))
-    with pytest.raises(ValueError, match="positions= with a cache needs a rotary= whose scaling does not depend"):
-        attention(attention.init(jax.random.key(0), x)[0], x, positions=jnp.arange(4), state=attention.cache(x))
+    with pytest.raises(
+        ValueError, match="positions= with a cache needs a rotary= whose scaling does not depend"
+    ):
+        attention(
+            attention.init(jax.random.key(0), x)[0],
+            x,
+            positions=jnp.arange(4),
+            state=attention.cache(x),
+        )
 
 
 def test_scalings():
@@ -128,8 +179,11 @@ def test_scalings():
     assert yarn.amplitude == pytest.approx(0.1 * np.log(4) + 1)
     got = yarn(rates)
     assert got[0] == rates[0] and got[-1] == pytest.approx(rates[-1] / 4)
-    for make in (lambda: models.YarnScaling(0, 8), lambda: models.DynamicScaling(1.0, 0),
-                 lambda: models.LongScaling((1.0,), (0.0,), 8)):
+    for make in (
+        lambda: models.YarnScaling(0, 8),
+        lambda: models.DynamicScaling(1.0, 0),
+        lambda: models.LongScaling((1.0,), (0.0,), 8),
+    ):
         with pytest.raises(ValueError, match="expected"):
             make()
     for scaling in (yarn, models.DynamicScaling(2.0, 8)):
@@ -139,9 +193,16 @@ def test_scalings():
         nn.Rotary(features=3)(jnp.ones((1, 3, 1, 8)), jnp.arange(3)[None])
 
 
-@pytest.mark.parametrize(("options", "text"), [
-    ({"activation": "mish"}, "activation must be 'silu' or 'gelu' or 'gelu_tanh' or 'relu'; got 'mish'"),
-    ({"qk_norm": True}, "qk_norm must be 'head' or 'all' or None; got True")])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"activation": "mish"},
+            "activation must be 'silu' or 'gelu' or 'gelu_tanh' or 'relu'; got 'mish'",
+        ),
+        ({"qk_norm": True}, "qk_norm must be 'head' or 'all' or None; got True"),
+    ],
+)
 def test_invalid_options(options, text):
     with pytest.raises(ValueError, match=text):
         models.Decoder(16, 8, 2, 2, 1, 8, **options)
@@ -150,14 +211,21 @@ def test_invalid_options(options, text):
 def test_gpt_options():
     """The scores of block i of two are those of a block whose queries are divided by i and sqrt(head_dim)."""
     tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
-    model = models.GPT(16, 8, 2, 2, context=8, hidden=12, scale_scores=False, tied=False, activation="relu")
+    model = models.GPT(
+        16, 8, 2, 2, context=8, hidden=12, scale_scores=False, tied=False, activation="relu"
+    )
     params, _ = model.init(jax.random.key(0), tokens)
     by_depth = dataclasses.replace(model, scale_scores=True, scale_by_depth=True)
     factors = jnp.array([1, 1 / 2]) / 2
     wide = jax.tree.map(lambda x: 50 * x, params["blocks"]["attention"]["query"])
     query = jax.tree.map(lambda x: x * factors.reshape(2, *(1,) * (x.ndim - 1)), wide)
-    with_query = lambda each: params | {"blocks": params["blocks"] | {
-        "attention": params["blocks"]["attention"] | {"query": each}}}
+    with_query = lambda each: (
+        params
+        | {
+            "blocks": params["blocks"]
+            | {"attention": params["blocks"]["attention"] | {"query": each}}
+        }
+    )
     close(jax.jit(by_depth)(with_query(wide), tokens), jax.jit(model)(with_query(query), tokens))
     with pytest.raises(ValueError, match=r"GPT: activation must be 'silu' or .*; got 'mish'"):
         dataclasses.replace(model, activation="mish")
@@ -168,28 +236,69 @@ def test_gpt_options():
 # Altered fields of config.json that are errors. `make verify-pretrained ARGS=altered_decoders` alters every field, and
 # compares what loads with transformers.
 REFUSED = {
-    "llama": [{"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, {"hidden_act": "mish"},
-              {"mlp_bias": None},
-              {"head_dim": 5}, {"sliding_window": 5}, {"num_hidden_layers": 0}, {"rms_norm_eps": "1e-5"}],
-    "mistral": [{"sliding_window": 0}, {"attention_bias": True}, {"layer_types": ["full_attention"]}],
-    "qwen2": [{"layer_types": ["chunked_attention"] * 5}, {"use_sliding_window": False}, {"max_window_layers": -1},
-              {"layer_types": ["full_attention"]}, {"use_sliding_window": 1}, {"attention_bias": False}],
+    "llama": [
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        {"hidden_act": "mish"},
+        {"mlp_bias": None},
+        {"head_dim": 5},
+        {"sliding_window": 5},
+        {"num_hidden_layers": 0},
+        {"rms_norm_eps": "1e-5"},
+    ],
+    "mistral": [
+        {"sliding_window": 0},
+        {"attention_bias": True},
+        {"layer_types": ["full_attention"]},
+    ],
+    "qwen2": [
+        {"layer_types": ["chunked_attention"] * 5},
+        {"use_sliding_window": False},
+        {"max_window_layers": -1},
+        {"layer_types": ["full_attention"]},
+        {"use_sliding_window": 1},
+        {"attention_bias": False},
+    ],
     "qwen3": [{"head_dim": None}, {"num_experts": 4}],
     "gemma": [{"use_bidirectional_attention": True}, {"hidden_activation": "silu"}],
-    "gemma2": [{"query_pre_attn_scalar": 0}, {"final_logit_softcapping": False}, {"sliding_window": None}],
-    "gemma3_text": [{"attn_logit_softcapping": 30.0}, {"rope_parameters": {"rope_type": "default"}},
-                    {"rope_scaling": {"rope_type": "linear", "factor": 0}},
-                    {"sliding_window_pattern": 0, "layer_types": None}],
-    "phi3": [{"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, {"lm_head_bias": True},
-             {"original_max_position_embeddings": 1}, {"partial_rotary_factor": 0.3}],
-    "smollm3": [{"no_rope_layers": [1]}, {"no_rope_layers": [0, 0, 0, 0]}, {"no_rope_layers": [2, 1, 1, 1]},
-                {"no_rope_layer_interval": 0}],
+    "gemma2": [
+        {"query_pre_attn_scalar": 0},
+        {"final_logit_softcapping": False},
+        {"sliding_window": None},
+    ],
+    "gemma3_text": [
+        {"attn_logit_softcapping": 30.0},
+        {"rope_parameters": {"rope_type": "default"}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+        {"sliding_window_pattern": 0, "layer_types": None},
+    ],
+    "phi3": [
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+        {"lm_head_bias": True},
+        {"original_max_position_embeddings": 1},
+        {"partial_rotary_factor": 0.3},
+    ],
+    "smollm3": [
+        {"no_rope_layers": [1]},
+        {"no_rope_layers": [0, 0, 0, 0]},
+        {"no_rope_layers": [2, 1, 1, 1]},
+        {"no_rope_layer_interval": 0},
+    ],
     "olmo2": [{"clip_qkv": 8.0}, {"hidden_size": 24.0}],
     "mixtral": [{"num_local_experts": 0}, {"num_experts_per_tok": None}, {"attention_bias": True}],
     "qwen3_moe": [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"norm_topk_prob": None}],
-    "gpt2": [{"activation_function": "gelu_fast"}, {"scale_attn_weights": None}, {"n_inner": 0}, {"n_head": 4.0},
-             {"scale_attn_by_inverse_layer_idx": 1}, {"add_cross_attention": True}],
-    "gpt_neox": [{"rope_theta": 1e4}, {"rotary_pct": 0.1, "rope_parameters": None}, {"use_parallel_residual": None}],
+    "gpt2": [
+        {"activation_function": "gelu_fast"},
+        {"scale_attn_weights": None},
+        {"n_inner": 0},
+        {"n_head": 4.0},
+        {"scale_attn_by_inverse_layer_idx": 1},
+        {"add_cross_attention": True},
+    ],
+    "gpt_neox": [
+        {"rope_theta": 1e4},
+        {"rotary_pct": 0.1, "rope_parameters": None},
+        {"use_parallel_residual": None},
+    ],
 }
 
 

@@ -21,7 +21,11 @@ from fnet import transforms as ft
 
 pytestmark = pytest.mark.usefixtures("quickly")
 PLATFORMS = "cpu", "cuda", "tpu"
-SERIALIZABLE = importlib.util.find_spec("flatbuffers") is not None    # jax.export needs it and jax does not install it
+SERIALIZABLE = (
+    importlib.util.find_spec("flatbuffers") is not None
+)  # jax.export needs it and jax does not install it
+
+
 def exported(f, *specs, vjp_order=0, platforms=PLATFORMS):
     """`f`, exported and, where that is possible, serialized and read again."""
     program = export.export(f if hasattr(f, "lower") else jax.jit(f), platforms=platforms)(*specs)
@@ -37,7 +41,9 @@ def near(got, want):
     """Leaf by leaf within 1e-6 of the largest number of the tree: gradients that are 0 in truth are rounding errors."""
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(want))
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    assert all(jnp.abs(a - b).max() <= 1e-6 * largest for a, b in zip(*map(jax.tree.leaves, (got, want))))
+    assert all(
+        jnp.abs(a - b).max() <= 1e-6 * largest for a, b in zip(*map(jax.tree.leaves, (got, want)))
+    )
 
 
 def narrow(params):
@@ -51,9 +57,12 @@ def program_of(name):
 
 
 def test_every_model_is_in_the_table():
-    kinds = {name for name in models.__all__ if isinstance(getattr(models, name), type)
-             and issubclass(getattr(models, name), nn.Layer)} - {"Model"}
-    assert kinds - {"CLIP"} == set(MODELS)    # CLIPText and CLIPVision are its parts
+    kinds = {
+        name
+        for name in models.__all__
+        if isinstance(getattr(models, name), type) and issubclass(getattr(models, name), nn.Layer)
+    } - {"Model"}
+    assert kinds - {"CLIP"} == set(MODELS)  # CLIPText and CLIPVision are its parts
 
 
 @pytest.mark.quick_cases(1)
@@ -75,7 +84,9 @@ def test_16_bit_attention_is_portable(name):
     close(program.call(params, *x), jax.jit(f)(params, *x), 1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:tune. the compiler options")    # of the jit that the program is compared with
+@pytest.mark.filterwarnings(
+    "ignore:tune. the compiler options"
+)  # of the jit that the program is compared with
 @pytest.mark.parametrize("name", sampled(["GPT", "CNN"], ["CNN"]))
 def test_of_autocast_and_tune(name):
     f, params, shape, shapes = build(name)
@@ -90,10 +101,14 @@ def test_of_autocast_and_tune(name):
 def test_gradient_of_an_exported_model():
     params, _ = UNSTACKED.init(jax.random.key(0), jnp.zeros((1, CONTEXT), jnp.int32))
     shape = export.symbolic_shape("b, t", constraints=(f"t <= {CONTEXT}",))
-    program = exported(UNSTACKED, specs_of(params), jax.ShapeDtypeStruct(shape, jnp.int32), vjp_order=1)
+    program = exported(
+        UNSTACKED, specs_of(params), jax.ShapeDtypeStruct(shape, jnp.int32), vjp_order=1
+    )
     x = jnp.array([[1, 2, 3], [4, 5, 6]], jnp.int32)
-    got, want = (jax.jit(jax.grad(lambda params, f=f: jnp.square(f(params, x)).sum()))(params)
-                 for f in (program.call, UNSTACKED))
+    got, want = (
+        jax.jit(jax.grad(lambda params, f=f: jnp.square(f(params, x)).sum()))(params)
+        for f in (program.call, UNSTACKED)
+    )
     near(got, want)
 
 
@@ -114,7 +129,10 @@ def test_training_step():
     program = exported(step, specs_of(params), tokens, tokens, specs_of(key))
     x, y = (jnp.asarray(DRAW.integers(0, VOCABULARY, (3, 5)), jnp.int32) for _ in range(2))
     got, want = program.call(params, x, y, key), jax.jit(step)(params, x, y, key)
-    near([jax.tree.map(jnp.subtract, params, got[0]), got[1]], [jax.tree.map(jnp.subtract, params, want[0]), want[1]])
+    near(
+        [jax.tree.map(jnp.subtract, params, got[0]), got[1]],
+        [jax.tree.map(jnp.subtract, params, want[0]), want[1]],
+    )
 
 
 @pytest.mark.exhaustive
@@ -123,11 +141,15 @@ def test_step_of_a_model_with_statistics():
     params, state = cnn.init(jax.random.key(0), jnp.zeros((1, 8, 8, 3)))
 
     def step(params, state, x):
-        loss = lambda params: (lambda y, state: (jnp.square(y).mean(), state))(*cnn(params, x, state=state, train=True))
+        loss = lambda params: (lambda y, state: (jnp.square(y).mean(), state))(
+            *cnn(params, x, state=state, train=True)
+        )
         return jax.grad(loss, has_aux=True)(params)
 
     shape = export.symbolic_shape("b, 8, 8, 3")
-    program = exported(step, specs_of(params), specs_of(state), jax.ShapeDtypeStruct(shape, jnp.float32))
+    program = exported(
+        step, specs_of(params), specs_of(state), jax.ShapeDtypeStruct(shape, jnp.float32)
+    )
     x = jnp.asarray(DRAW.normal(size=(5, 8, 8, 3)), jnp.float32)
     got, want = program.call(params, state, x), jax.jit(step)(params, state, x)
     close(got[1], want[1], 1e-6)
@@ -140,7 +162,7 @@ def test_steps_of_a_decoder(name):
     model = LSTM if name == "LSTMLanguageModel" else UNSTACKED
     params, _ = model.init(jax.random.key(0), jnp.zeros((1, CONTEXT), jnp.int32))
     b, t = export.symbolic_shape("b, t", constraints=(f"t <= {CONTEXT}",))
-    lone, = export.symbolic_shape("b")
+    (lone,) = export.symbolic_shape("b")
 
     def prefill(params, tokens, lengths):
         cache = model.cache(jax.ShapeDtypeStruct((tokens.shape[0], CONTEXT), jnp.int32))
@@ -150,14 +172,18 @@ def test_steps_of_a_decoder(name):
         return model(params, token, state=cache)
 
     cache = jax.eval_shape(lambda: model.cache(jax.ShapeDtypeStruct((lone, CONTEXT), jnp.int32)))
-    first = exported(prefill, specs_of(params), jax.ShapeDtypeStruct((b, t), jnp.int32),
-                     jax.ShapeDtypeStruct((b,), jnp.int32))
+    first = exported(
+        prefill,
+        specs_of(params),
+        jax.ShapeDtypeStruct((b, t), jnp.int32),
+        jax.ShapeDtypeStruct((b,), jnp.int32),
+    )
     later = exported(step, specs_of(params), jax.ShapeDtypeStruct((lone, 1), jnp.int32), cache)
     tokens, lengths = jnp.array([[1, 2, 3], [4, 5, 0]], jnp.int32), jnp.array([3, 2], jnp.int32)
     logits, cache = first.call(params, tokens, lengths)
     token = jnp.argmax(logits[jnp.arange(2), lengths - 1], -1).astype(jnp.int32)
     got, _ = later.call(params, token[:, None], cache)
-    for row, length in enumerate(lengths):    # by the whole text, without a cache
+    for row, length in enumerate(lengths):  # by the whole text, without a cache
         text = jnp.append(tokens[row, :length], token[row])[None]
         np.testing.assert_allclose(got[row, 0], model(params, text)[0, -1], rtol=1e-5, atol=1e-6)
 
@@ -167,22 +193,31 @@ def test_generate():
     params, _ = model.init(jax.random.key(0), jnp.zeros((1, CONTEXT), jnp.int32))
     shape = export.symbolic_shape("b, t", constraints=(f"t <= {CONTEXT - 2}", "t >= 2"))
     program = exported(
-        lambda params, prompts, lengths: models.generate(model, params, prompts, lengths=lengths, max_tokens=3,
-                                                         temperature=0),
-        specs_of(params), jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape[:1], jnp.int32))
+        lambda params, prompts, lengths: models.generate(
+            model, params, prompts, lengths=lengths, max_tokens=3, temperature=0
+        ),
+        specs_of(params),
+        jax.ShapeDtypeStruct(shape, jnp.int32),
+        jax.ShapeDtypeStruct(shape[:1], jnp.int32),
+    )
     for prompts, lengths in ([[1, 2, 3], [4, 0, 0]], [3, 1]), ([[5, 6]], [2]):
         prompts, lengths = jnp.array(prompts, jnp.int32), jnp.array(lengths, jnp.int32)
         got = program.call(params, prompts, lengths)
         want = models.generate(model, params, prompts, lengths=lengths, max_tokens=3, temperature=0)
-        assert got.tokens.tolist() == want.tokens.tolist() and got.lengths.tolist() == want.lengths.tolist()
+        assert (
+            got.tokens.tolist() == want.tokens.tolist()
+            and got.lengths.tolist() == want.lengths.tolist()
+        )
 
 
 @pytest.mark.quick_cases(13)
 @pytest.mark.parametrize("name", MODELS)
 def test_spec_of_symbolic_sizes(name):
     model, (_, params, shape, _) = MODELS[name][0], build(name)
-    got, want = (jax.tree.map(lambda a: (a.shape, jnp.dtype(a.dtype)), tree)
-                 for tree in (model.spec(*inputs(name, shape)).params, params))
+    got, want = (
+        jax.tree.map(lambda a: (a.shape, jnp.dtype(a.dtype)), tree)
+        for tree in (model.spec(*inputs(name, shape)).params, params)
+    )
     assert got == want
 
 
@@ -194,7 +229,8 @@ def test_time_without_a_constraint():
             export.export(jax.jit(lambda params, x, model=model: model(params, x)))(params, tokens)
         assert str(caught.value) == (
             f"{name}: the symbolic size time must be at most {CONTEXT}, but is not constrained; call "
-            f"jax.export.symbolic_shape with constraints=('time <= {CONTEXT}',)")
+            f"jax.export.symbolic_shape with constraints=('time <= {CONTEXT}',)"
+        )
 
 
 READER = """
@@ -220,7 +256,13 @@ def test_runs_where_fnet_is_not_installed(tmp_path):
     for name in names:
         f, params, _, shapes = build(name)
         args = params, *inputs(name, shapes[1])
-        np.savez(tmp_path / f"{name}.npz", program=np.frombuffer(program_of(name).serialize(), np.uint8),
-                 want=jax.jit(f)(*args), **{f"arg{i}": leaf for i, leaf in enumerate(jax.tree.leaves(args))})
-    run = subprocess.run([sys.executable, "-c", READER, tmp_path, *names], capture_output=True, text=True)
+        np.savez(
+            tmp_path / f"{name}.npz",
+            program=np.frombuffer(program_of(name).serialize(), np.uint8),
+            want=jax.jit(f)(*args),
+            **{f"arg{i}": leaf for i, leaf in enumerate(jax.tree.leaves(args))},
+        )
+    run = subprocess.run(
+        [sys.executable, "-c", READER, tmp_path, *names], capture_output=True, text=True
+    )
     assert run.stdout.split() == list(names), run.stderr

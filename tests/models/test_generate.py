@@ -26,7 +26,9 @@ MODELS = {
 }
 PROMPTS = np.random.default_rng(0).integers(1, VOCAB, (3, 7)).astype(np.int32)
 LENGTHS = np.array([7, 1, 4], np.int32)
-greedy = functools.partial(models.generate, temperature=0, stop=(-1, -2))      # as many as in the tests: one program
+greedy = functools.partial(
+    models.generate, temperature=0, stop=(-1, -2)
+)  # as many as in the tests: one program
 
 
 @functools.cache
@@ -34,7 +36,9 @@ def prepared(name):
     """(model, params) with every parameter so large that the likeliest token changes from place to place."""
     model = MODELS[name]
     rng = np.random.default_rng(7)
-    draw = lambda spec: (rng.standard_normal(spec.shape) * 3 / np.sqrt(spec.shape[-1])).astype(np.float32)
+    draw = lambda spec: (rng.standard_normal(spec.shape) * 3 / np.sqrt(spec.shape[-1])).astype(
+        np.float32
+    )
     return model, jax.tree.map(draw, model.spec(jax.ShapeDtypeStruct((1, 8), jnp.int32)).params)
 
 
@@ -50,7 +54,7 @@ def without_cache(name, prompt, count):
     for _ in range(count):
         row = np.resize(np.array(found, np.int32), (3, 40))
         found.append(compiled(name)(prepared(name)[1], row)[0, len(found) - 1].argmax())
-    return np.array(found[len(prompt):])
+    return np.array(found[len(prompt) :])
 
 
 @pytest.mark.exhaustive
@@ -98,7 +102,7 @@ def test_one_program_for_all_lengths_and_options():
     draw = functools.partial(models.generate, model, params)
     key = jax.random.key(0)
     draw(PROMPTS, key, max_tokens=9, temperature=0.7, top_k=5, top_p=0.9, lengths=LENGTHS)
-    assert (3, 16) in model.traces and (3, 1) in model.traces    # the prompts, and the step
+    assert (3, 16) in model.traces and (3, 1) in model.traces  # the prompts, and the step
     del model.traces[:]
     draw(PROMPTS[:, :4], key, max_tokens=16, temperature=1.3, top_k=2, top_p=0.5)
     draw(np.tile(PROMPTS, 2), key, max_tokens=1, temperature=2, top_k=50, top_p=1)
@@ -108,12 +112,15 @@ def test_one_program_for_all_lengths_and_options():
 @pytest.mark.exhaustive
 def test_a_row_does_not_depend_on_the_others():
     model, params = prepared("lstm")
-    draw = lambda prompts, lengths: models.generate(model, params, prompts, jax.random.key(3), max_tokens=8,
-                                                    lengths=lengths)
+    draw = lambda prompts, lengths: models.generate(
+        model, params, prompts, jax.random.key(3), max_tokens=8, lengths=lengths
+    )
     together = draw(PROMPTS, LENGTHS)
     alone = draw(PROMPTS[:1], LENGTHS[:1])
     np.testing.assert_array_equal(together.tokens[0], alone.tokens[0])
-    again = draw(np.where(np.arange(7)[None] < LENGTHS[:, None], PROMPTS, 13), LENGTHS)    # other padding
+    again = draw(
+        np.where(np.arange(7)[None] < LENGTHS[:, None], PROMPTS, 13), LENGTHS
+    )  # other padding
     np.testing.assert_array_equal(together.tokens, again.tokens)
 
 
@@ -132,20 +139,28 @@ def test_stop_tokens_end_a_row():
 @pytest.mark.exhaustive
 def test_a_prompt_that_fills_the_context():
     model, params = prepared("gpt")
-    prompt = np.resize(PROMPTS[0], (1, 36))                     # from 17 on, a program is made for 32, then for 40
-    prompt = np.pad(prompt, ((0, 0), (0, 30)))                  # more padding than the model has places
-    out = greedy(model, params, prompt, max_tokens=5, lengths=[36])              # the last of them needs no place
+    prompt = np.resize(PROMPTS[0], (1, 36))  # from 17 on, a program is made for 32, then for 40
+    prompt = np.pad(prompt, ((0, 0), (0, 30)))  # more padding than the model has places
+    out = greedy(
+        model, params, prompt, max_tokens=5, lengths=[36]
+    )  # the last of them needs no place
     np.testing.assert_array_equal(out.tokens[0], without_cache("gpt", prompt[0, :36], 5))
 
 
 def test_what_is_drawn_follows_the_probabilities():
     logits = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], np.float32))
     keys = jax.random.split(jax.random.key(0), 20000)
-    draw = jax.jit(lambda temperature, k, p, m: pick(
-        jnp.tile(logits, (len(keys), 1)), keys, Sampling(temperature, k, p, m)))
+    draw = jax.jit(
+        lambda temperature, k, p, m: pick(
+            jnp.tile(logits, (len(keys), 1)), keys, Sampling(temperature, k, p, m)
+        )
+    )
 
     def draws(temperature, **options):
-        return draw(temperature, *(None if options.get(n) is None else np.float32(options[n]) for n in "kpm"))
+        return draw(
+            temperature,
+            *(None if options.get(n) is None else np.float32(options[n]) for n in "kpm"),
+        )
 
     def held_to(tokens, weights):
         shares = np.bincount(tokens, minlength=5) / len(keys)
@@ -157,16 +172,21 @@ def test_what_is_drawn_follows_the_probabilities():
     held_to(draws(0.5), np.square([0.4, 0.3, 0.15, 0.1, 0.05]))
     held_to(draws(1.0, k=2), [4, 3, 0, 0, 0])
     held_to(draws(1.0, p=0.8), [0.4, 0.3, 0.15, 0, 0])
-    held_to(draws(1.0, k=3, p=0.8), [0.4, 0.3, 0, 0, 0])         # of three, two have .82 of what is left
-    held_to(draws(1.0, p=0.0), [1, 0, 0, 0, 0])      # the most probable token, also where it is not the first:
-    assert int(pick(logits[None, ::-1], keys[:1], Sampling(np.float32(1), None, np.float32(0)))[0]) == 4
+    held_to(draws(1.0, k=3, p=0.8), [0.4, 0.3, 0, 0, 0])  # of three, two have .82 of what is left
+    held_to(
+        draws(1.0, p=0.0), [1, 0, 0, 0, 0]
+    )  # the most probable token, also where it is not the first:
+    assert (
+        int(pick(logits[None, ::-1], keys[:1], Sampling(np.float32(1), None, np.float32(0)))[0])
+        == 4
+    )
     held_to(draws(1.0, k=9, p=1.0), [0.4, 0.3, 0.15, 0.1, 0.05])
-    held_to(draws(1.0, m=0.3), [0.4, 0.3, 0.15, 0, 0])           # at least 0.3 of 0.4
+    held_to(draws(1.0, m=0.3), [0.4, 0.3, 0.15, 0, 0])  # at least 0.3 of 0.4
     held_to(draws(1.0, k=2, m=0.3), [4, 3, 0, 0, 0])
     held_to(draws(1.0, m=0.0), [0.4, 0.3, 0.15, 0.1, 0.05])
 
 
-FLOATS = st.floats(-100, 100, width=32, allow_subnormal=False)    # XLA takes a subnormal for 0
+FLOATS = st.floats(-100, 100, width=32, allow_subnormal=False)  # XLA takes a subnormal for 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -195,7 +215,8 @@ def test_traced_in_16_bits_and_under_autocast():
     half = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), params)
     assert greedy(model, half, PROMPTS, max_tokens=4).tokens.dtype == jnp.int32
     draw = lambda params, prompts, lengths, key, temperature: models.generate(
-        model, params, prompts, key, max_tokens=6, temperature=temperature, lengths=lengths)
+        model, params, prompts, key, max_tokens=6, temperature=temperature, lengths=lengths
+    )
     inputs = params, PROMPTS, LENGTHS, jax.random.key(0), jnp.float32(0.9)
     lowered = ft.autocast(draw, "float32")(*inputs)
     np.testing.assert_array_equal(lowered.tokens, jax.jit(draw)(*inputs).tokens)
@@ -207,26 +228,62 @@ def test_padded():
     assert lengths.tolist() == [3, 0, 1] and tokens.dtype == lengths.dtype == np.int32
 
 
-@pytest.mark.parametrize(("options", "error", "text"), [
-    (dict(prompts=np.ones((1, 3), np.float32)), TypeError, r"prompts of integer tokens; got float32\[1, 3\]"),
-    (dict(prompts=[1, 2]), ValueError, r"prompts \[batch, time\] of at least one token each; got shape \(2,\)"),
-    (dict(prompts=np.ones((2, 0), np.int32)), ValueError, r"got shape \(2, 0\); models.padded pads"),
-    (dict(lengths=[3]), ValueError, r"lengths must be integers \[batch\] \(3,\); got int32\[1\]"),
-    (dict(lengths=[3, 0, 1]), ValueError, r"lengths must be from 1 to 7; got \[3, 0, 1\]"),
-    (dict(lengths=[3, 8, 1]), ValueError, r"lengths must be from 1 to 7; got \[3, 8, 1\]"),
-    (dict(max_tokens=0), ValueError, "max_tokens must be >= 1; got 0"),
-    (dict(max_tokens=35), ValueError, "prompts of 7 tokens and max_tokens=35 exceed the model's context of 40"),
-    (dict(temperature=np.float32(1)), ValueError, "sampling needs key=jax.random.key\\(...\\); or pass temperature=0"),
-    (dict(temperature=-1.0, key=0), ValueError, r"temperature must be finite and >= 0; got -1\.0"),
-    (dict(top_k=0), ValueError, "top_k must be an integer >= 1; got 0"),
-    (dict(top_p=1.5), ValueError, r"top_p must be from 0 to 1; got 1\.5"),
-])
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (
+            dict(prompts=np.ones((1, 3), np.float32)),
+            TypeError,
+            r"prompts of integer tokens; got float32\[1, 3\]",
+        ),
+        (
+            dict(prompts=[1, 2]),
+            ValueError,
+            r"prompts \[batch, time\] of at least one token each; got shape \(2,\)",
+        ),
+        (
+            dict(prompts=np.ones((2, 0), np.int32)),
+            ValueError,
+            r"got shape \(2, 0\); models.padded pads",
+        ),
+        (
+            dict(lengths=[3]),
+            ValueError,
+            r"lengths must be integers \[batch\] \(3,\); got int32\[1\]",
+        ),
+        (dict(lengths=[3, 0, 1]), ValueError, r"lengths must be from 1 to 7; got \[3, 0, 1\]"),
+        (dict(lengths=[3, 8, 1]), ValueError, r"lengths must be from 1 to 7; got \[3, 8, 1\]"),
+        (dict(max_tokens=0), ValueError, "max_tokens must be >= 1; got 0"),
+        (
+            dict(max_tokens=35),
+            ValueError,
+            "prompts of 7 tokens and max_tokens=35 exceed the model's context of 40",
+        ),
+        (
+            dict(temperature=np.float32(1)),
+            ValueError,
+            "sampling needs key=jax.random.key\\(...\\); or pass temperature=0",
+        ),
+        (
+            dict(temperature=-1.0, key=0),
+            ValueError,
+            r"temperature must be finite and >= 0; got -1\.0",
+        ),
+        (dict(top_k=0), ValueError, "top_k must be an integer >= 1; got 0"),
+        (dict(top_p=1.5), ValueError, r"top_p must be from 0 to 1; got 1\.5"),
+    ],
+)
 def test_errors(options, error, text):
     model, params = prepared("gpt")
     key = None if options.pop("key", None) is None else jax.random.key(0)
     with pytest.raises(error, match=text):
-        models.generate(model, params, options.pop("prompts", PROMPTS), key,
-                        **{"max_tokens": 4, "temperature": 0, **options})
+        models.generate(
+            model,
+            params,
+            options.pop("prompts", PROMPTS),
+            key,
+            **{"max_tokens": 4, "temperature": 0, **options},
+        )
 
 
 @pytest.mark.quick_cases(1)
@@ -246,7 +303,11 @@ def test_keys_and_values_are_cached_in_the_dtype_of_the_parameters_with_the_head
     cache = empty_cache(model, low, jax.ShapeDtypeStruct((3, 40), jnp.int32))
     assert not model.stacked and sorted(cache["blocks"]) == ["0", "1"]
     for block in cache["blocks"].values():
-        assert block["attention"]["cached_key"].dtype == block["attention"]["cached_value"].dtype == jnp.bfloat16
+        assert (
+            block["attention"]["cached_key"].dtype
+            == block["attention"]["cached_value"].dtype
+            == jnp.bfloat16
+        )
         assert block["attention"]["cached_key"].shape == (3, 2, 40, 4)
         assert block["attention"]["index"].dtype == jnp.int32
 
@@ -256,12 +317,16 @@ def test_a_stacked_model_generates_what_separate_layers_do():
     model, params = prepared("gpt")
     assert model.stacked
     apart = greedy(*models.unstack(model, params), PROMPTS, max_tokens=6, lengths=LENGTHS)
-    np.testing.assert_array_equal(greedy(model, params, PROMPTS, max_tokens=6, lengths=LENGTHS).tokens, apart.tokens)
+    np.testing.assert_array_equal(
+        greedy(model, params, PROMPTS, max_tokens=6, lengths=LENGTHS).tokens, apart.tokens
+    )
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(("platform", "chip", "rows", "rule", "count"), [
-    ("gpu", "H100 SXM5 80GB", 1, "two_rows", 8), ("tpu", "TPU v5e", 2, "few_updates", 4)])
+@pytest.mark.parametrize(
+    ("platform", "chip", "rows", "rule", "count"),
+    [("gpu", "H100 SXM5 80GB", 1, "two_rows", 8), ("tpu", "TPU v5e", 2, "few_updates", 4)],
+)
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_a_token_is_decoded_by_a_tuned_step(name, platform, chip, rows, rule, count, monkeypatch):
     model, params = prepared(name)
@@ -272,11 +337,15 @@ def test_a_token_is_decoded_by_a_tuned_step(name, platform, chip, rows, rule, co
     tuned = []
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr("fnet.transforms._tune_accelerators.LARGE", 64)
-    monkeypatch.setattr(ft, "tune", lambda f, tune=ft.tune: tuned.append(tune(f, chip)) or tuned[-1])
+    monkeypatch.setattr(
+        ft, "tune", lambda f, tune=ft.tune: tuned.append(tune(f, chip)) or tuned[-1]
+    )
     got = generated()
     _generate._generate.clear_cache()
     model, params = with_separate_layers(model, params, jnp.dtype("bfloat16"))
     fired = ft.explain(tuned[0], params, prompts[:, :1], empty_cache(model, params, prompts)).rows
     assert len([row for row in fired if row.rule == rule]) >= count
     np.testing.assert_array_equal(got.tokens, plain.tokens)
-    close(got.log_probs, plain.log_probs, 0.05)    # measured: equal; bfloat16 rounds each product by up to 2e-3
+    close(
+        got.log_probs, plain.log_probs, 0.05
+    )  # measured: equal; bfloat16 rounds each product by up to 2e-3

@@ -21,8 +21,12 @@ def test_mlp_is_the_network_written_by_hand():
     params, state = model.init(KEY, x)
     assert state == {}
     assert paths(params) == {
-        "fc0/kernel": (6, 7), "fc0/bias": (7,), "fc1/kernel": (7, 5), "fc1/bias": (5,),
-        "head/kernel": (5, 3), "head/bias": (3,),
+        "fc0/kernel": (6, 7),
+        "fc0/bias": (7,),
+        "fc1/kernel": (7, 5),
+        "fc1/bias": (5,),
+        "head/kernel": (5, 3),
+        "head/bias": (3,),
     }
     params = jax.tree.map(lambda p: p + 0.1, params)
     h = x.reshape(4, 6)
@@ -74,5 +78,7 @@ def test_cnn_against_plain_jax():
 
 
 def test_cnn_wants_as_many_depths_as_widths():
-    with pytest.raises(ValueError, match=r"CNN: expected one number of convs for each of 2 widths; got \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"CNN: expected one number of convs for each of 2 widths; got \(2,\)"
+    ):
         models.CNN(3, (4, 8), (2,)).init(KEY, jnp.ones((1, 8, 8, 1)))

@@ -33,7 +33,7 @@ MODELS = {
     "vit-timm": SMALL_VIT,
     "vit-huggingface": dataclasses.replace(SMALL_VIT, epsilon=1e-12),
 }
-PUBLISHED = {    # parameters: torchvision's pages, and timm's for Ti and S
+PUBLISHED = {  # parameters: torchvision's pages, and timm's for Ti and S
     (models.AlexNet, "alexnet"): 61_100_840,
     (models.MobileNetV2, "mobilenet_v2"): 3_504_872,
     (models.ResNet, "resnet18"): 11_689_512,
@@ -45,7 +45,7 @@ PUBLISHED = {    # parameters: torchvision's pages, and timm's for Ti and S
     (models.ViT, "vit_s_16"): 22_050_664,
     (models.ViT, "vit_b_16"): 86_567_656,
     (models.ViT, "vit_b_32"): 88_224_232,
-    (models.ConvNeXt, "convnext_tiny"): 28_589_128,          # timm's
+    (models.ConvNeXt, "convnext_tiny"): 28_589_128,  # timm's
     (models.ConvNeXt, "convnext_small"): 50_223_688,
     (models.ConvNeXt, "convnext_base"): 88_591_464,
     (models.ConvNeXt, "convnext_large"): 197_767_336,
@@ -55,16 +55,16 @@ PUBLISHED = {    # parameters: torchvision's pages, and timm's for Ti and S
     (models.EfficientNet, "efficientnet_b3"): 12_233_232,
     (models.EfficientNet, "efficientnet_b4"): 19_341_616,
     (models.EfficientNet, "efficientnet_lite0"): 4_652_008,
-    (models.Crepe, "crepe_full"): 22_239_976,                # torchcrepe's
+    (models.Crepe, "crepe_full"): 22_239_976,  # torchcrepe's
     (models.Crepe, "crepe_tiny"): 486_552,
-    (models.DeiT, "deit_ti_16_distilled"): 5_910_800,        # timm's
+    (models.DeiT, "deit_ti_16_distilled"): 5_910_800,  # timm's
     (models.DeiT, "deit_s_16_distilled"): 22_436_432,
     (models.DeiT, "deit_b_16_distilled"): 87_338_192,
-    (models.DINOv2, "dinov2_s_14"): 22_056_192,              # transformers' Dinov2Model, without its mask token
+    (models.DINOv2, "dinov2_s_14"): 22_056_192,  # transformers' Dinov2Model, without its mask token
     (models.DINOv2, "dinov2_b_14"): 86_579_712,
     (models.DINOv2, "dinov2_l_14"): 304_367_616,
     (models.DINOv2, "dinov2_g_14"): 1_136_479_232,
-    (models.CLIP, "clip-vit-base-patch32"): 151_277_313,     # transformers' CLIPModel
+    (models.CLIP, "clip-vit-base-patch32"): 151_277_313,  # transformers' CLIPModel
     (models.CLIP, "clip-vit-base-patch16"): 149_620_737,
     (models.CLIP, "clip-vit-large-patch14"): 427_616_513,
     (models.CLIP, "clip-vit-large-patch14-336"): 427_944_193,
@@ -81,12 +81,14 @@ def written(name, folder):
     """The file that the other library would write."""
     held = fixture(name)
     weights = drawn.weights(json.loads(str(held["shapes"])))
-    assert drawn.checksum(weights) == held["checksum"], "this NumPy draws other numbers: make vision.npz again"
+    assert drawn.checksum(weights) == held["checksum"], (
+        "this NumPy draws other numbers: make vision.npz again"
+    )
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return weights, drawn.images(name, (2, int(held["size"]), int(held["size"]), 3))
 
 
-@functools.partial(jax.jit, static_argnums=0)               # one program for all tests of a model
+@functools.partial(jax.jit, static_argnums=0)  # one program for all tests of a model
 def logits(model, params, state, x):
     return model(params, x, state=state)[0]
 
@@ -95,8 +97,10 @@ def near(got, want, tolerance=2e-5):
     assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
 
 
-@pytest.mark.parametrize("name", sampled(MODELS, ["resnet_bottleneck-torchvision", "mobilenet_v2-timm",
-                                                  "vit-huggingface"]))
+@pytest.mark.parametrize(
+    "name",
+    sampled(MODELS, ["resnet_bottleneck-torchvision", "mobilenet_v2-timm", "vit-huggingface"]),
+)
 def test_logits_and_the_way_back(name, tmp_path):
     model = MODELS[name]
     weights, x = written(name, tmp_path)
@@ -105,7 +109,11 @@ def test_logits_and_the_way_back(name, tmp_path):
     params, state = pretrained.load(model, tmp_path)
     near(logits(model, params, state, x), fixture(name)["logits"])
 
-    back = load_file(pretrained.save(model, params, state, tmp_path / "back.safetensors", names=names, like=tmp_path))
+    back = load_file(
+        pretrained.save(
+            model, params, state, tmp_path / "back.safetensors", names=names, like=tmp_path
+        )
+    )
     assert list(back) == list(load_file(tmp_path / "model.safetensors"))
     for key, array in weights.items():
         assert back[key].dtype == array.dtype
@@ -118,16 +126,23 @@ def test_the_two_versions_of_resnet_differ_in_their_strides_alone(tmp_path):
     _, x = written(name, tmp_path)
     model = MODELS["resnet_bottleneck-torchvision"]
     params, state = pretrained.load(model, tmp_path)
-    near(logits(dataclasses.replace(model, version="v1"), params, state, x), fixture(name)["logits"])
+    near(
+        logits(dataclasses.replace(model, version="v1"), params, state, x), fixture(name)["logits"]
+    )
 
 
 @pytest.mark.quick_cases(16)
-@pytest.mark.parametrize(("cls", "preset"), PUBLISHED, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("cls", "preset"), PUBLISHED, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_published_parameter_counts(cls, preset):
     model = cls.preset(preset)
     example = model.example()
     spec = model.spec(*(example if isinstance(example, tuple) else (example,)))
-    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(spec.params)) == PUBLISHED[cls, preset]
+    assert (
+        sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(spec.params))
+        == PUBLISHED[cls, preset]
+    )
 
 
 def test_every_preset_is_counted():
@@ -136,7 +151,9 @@ def test_every_preset_is_counted():
     assert all(set(cls.HUB) <= set(cls.PRESETS) for cls in classes)
 
 
-@pytest.mark.parametrize(("name", "cls", "resize"), [("torchvision", models.ResNet, 28), ("timm", models.ViT, 26)])
+@pytest.mark.parametrize(
+    ("name", "cls", "resize"), [("torchvision", models.ResNet, 28), ("timm", models.ViT, 26)]
+)
 @pytest.mark.parametrize("size", ["45x37", "37x61"])
 def test_photos_are_prepared_as_the_weights_were_trained(name, cls, resize, size):
     Image = pytest.importorskip("PIL.Image")
@@ -154,24 +171,41 @@ def test_photos_in_other_ways():
 
     photo = Image.fromarray(np.arange(2 * 4 * 3, dtype=np.uint8).reshape(2, 4, 3))
     caffe = models.ResNet.NAMES["keras"].image
-    np.testing.assert_allclose(caffe.normalize(np.array(photo))[1, 2], np.array([20, 19, 18]) - caffe.mean, rtol=1e-6)
-    np.testing.assert_array_equal(caffe.normalize(jnp.array(photo)), caffe.normalize(np.array(photo)))
+    np.testing.assert_allclose(
+        caffe.normalize(np.array(photo))[1, 2], np.array([20, 19, 18]) - caffe.mean, rtol=1e-6
+    )
+    np.testing.assert_array_equal(
+        caffe.normalize(jnp.array(photo)), caffe.normalize(np.array(photo))
+    )
     squashed = models.ViT.NAMES["huggingface"].image.at(2)
-    assert squashed.crop(photo).shape == (2, 2, 3) and squashed.crop(photo.convert("L")).shape == (2, 2, 3)
+    assert squashed.crop(photo).shape == (2, 2, 3) and squashed.crop(photo.convert("L")).shape == (
+        2,
+        2,
+        3,
+    )
     assert (caffe.at(112).resize, caffe.at(112).size, squashed.resize) == (128, 112, None)
 
 
 def test_resnet9_against_plain_jax():
     model, x = models.ResNet9(classes=3, width=4), drawn.images("resnet9", (2, 16, 16, 3))
     spec = model.spec(x)
-    params, state = jax.tree.map(lambda leaf: 0.1 + 0.2 * drawn.images(str(leaf.shape), leaf.shape) ** 2, tuple(spec))
+    params, state = jax.tree.map(
+        lambda leaf: 0.1 + 0.2 * drawn.images(str(leaf.shape), leaf.shape) ** 2, tuple(spec)
+    )
 
     def conv(place, x):
         norm, stats = place[0]["norm"], place[1]["norm"]
-        x = jax.lax.conv_general_dilated(x, place[0]["conv"]["kernel"], (1, 1), "SAME",
-                                         dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        x = jax.lax.conv_general_dilated(
+            x,
+            place[0]["conv"]["kernel"],
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
         row = lambda a: a[None, None, None]
-        x = (x - row(stats["mean"])) / jnp.sqrt(row(stats["var"]) + 1e-5) * row(norm["scale"]) + row(norm["bias"])
+        x = (x - row(stats["mean"])) / jnp.sqrt(row(stats["var"]) + 1e-5) * row(
+            norm["scale"]
+        ) + row(norm["bias"])
         return jax.nn.relu(x)
 
     @jax.jit
@@ -201,14 +235,27 @@ def test_features_are_what_the_last_layer_sees():
     near(features @ head["kernel"] + head["bias"][None], logits(model, params, {}, x))
 
 
-@pytest.mark.parametrize(("model", "shape", "text"), [
-    (models.AlexNet(), (1, 200, 224, 3),
-     r"reduce to 6 x 6, such as 224 x 224; \(1, 200, 224, 3\) is reduced to 5 x 6"),
-    (models.ViT(8, 1, 2), (1, 225, 224, 3),
-     r"images \[batch, 224, 224, channels\], with a size that is a multiple of patch=16; got \(1, 225, 224, 3\)"),
-    (models.ViT(8, 1, 2, size=30), (1, 30, 30, 3), "a multiple of patch=16"),
-    (models.ResNet((1,), version="v2"), (1, 32, 32, 3), "ResNet: version must be 'v1' or 'v1.5'; got 'v2'"),
-])
+@pytest.mark.parametrize(
+    ("model", "shape", "text"),
+    [
+        (
+            models.AlexNet(),
+            (1, 200, 224, 3),
+            r"reduce to 6 x 6, such as 224 x 224; \(1, 200, 224, 3\) is reduced to 5 x 6",
+        ),
+        (
+            models.ViT(8, 1, 2),
+            (1, 225, 224, 3),
+            r"images \[batch, 224, 224, channels\], with a size that is a multiple of patch=16; got \(1, 225, 224, 3\)",
+        ),
+        (models.ViT(8, 1, 2, size=30), (1, 30, 30, 3), "a multiple of patch=16"),
+        (
+            models.ResNet((1,), version="v2"),
+            (1, 32, 32, 3),
+            "ResNet: version must be 'v1' or 'v1.5'; got 'v2'",
+        ),
+    ],
+)
 def test_inputs_and_fields_without_sense(model, shape, text):
     with pytest.raises(ValueError, match=text):
         model.spec(jax.ShapeDtypeStruct(shape, jnp.float32))

@@ -32,15 +32,18 @@ MODELS = {
 }
 DECODERS = ("gpt", "llama", "llama_tied")
 PUBLISHED = {
-    (models.GPT, "gpt2"): 124_439_808,               # the four: transformers' GPT2LMHeadModel
+    (models.GPT, "gpt2"): 124_439_808,  # the four: transformers' GPT2LMHeadModel
     (models.GPT, "gpt2-medium"): 354_823_168,
     (models.GPT, "gpt2-large"): 774_030_080,
     (models.GPT, "gpt2-xl"): 1_557_611_200,
-    (models.Decoder, "stories260k"): 260_032,          # llama2.c's sizes, counted from its model.py
+    (models.Decoder, "stories260k"): 260_032,  # llama2.c's sizes, counted from its model.py
     (models.Decoder, "stories15m"): 15_191_712,
     (models.Decoder, "stories42m"): 41_689_600,
     (models.Decoder, "stories110m"): 109_529_856,
-    (models.Decoder, "smollm-135m"): 134_515_008,      # the hub's count of the published file, as all below
+    (
+        models.Decoder,
+        "smollm-135m",
+    ): 134_515_008,  # the hub's count of the published file, as all below
     (models.Decoder, "tinyllama-1.1b"): 1_100_048_384,
     (models.Decoder, "llama2-7b"): 6_738_415_616,
     (models.Decoder, "llama3-8b"): 8_030_261_248,
@@ -56,16 +59,19 @@ PUBLISHED = {
     (models.Bert, "bert-base-cased"): 108_310_272,
     (models.Bert, "minilm-l6"): 22_713_216,
     (models.Bert, "minilm-l12"): 33_360_000,
-    (models.Roberta, "roberta-base"): 124_645_632,     # transformers' RobertaModel and DistilBertModel
+    (models.Roberta, "roberta-base"): 124_645_632,  # transformers' RobertaModel and DistilBertModel
     (models.Roberta, "roberta-large"): 355_359_744,
     (models.Roberta, "distilroberta-base"): 82_118_400,
     (models.Roberta, "xlm-roberta-base"): 278_043_648,
     (models.Roberta, "xlm-roberta-large"): 559_890_432,
     (models.DistilBert, "distilbert-base-uncased"): 66_362_880,
     (models.DistilBert, "distilbert-base-cased"): 65_190_912,
-    (models.ModernBert, "modernbert-base"): 149_014_272,       # transformers' ModernBertModel
+    (models.ModernBert, "modernbert-base"): 149_014_272,  # transformers' ModernBertModel
     (models.ModernBert, "modernbert-large"): 394_781_696,
-    (models.LSTMLanguageModel, "zaremba-small"): 4_651_600,      # 20 and 66 million in the paper, without biases' twins
+    (
+        models.LSTMLanguageModel,
+        "zaremba-small",
+    ): 4_651_600,  # 20 and 66 million in the paper, without biases' twins
     (models.LSTMLanguageModel, "zaremba-medium"): 19_775_200,
     (models.LSTMLanguageModel, "zaremba-large"): 66_022_000,
 }
@@ -80,7 +86,9 @@ def reference():
 def written(name, folder):
     """The file that transformers would write."""
     weights = drawn.weights(json.loads(str(reference()[f"{name}/shapes"])))
-    assert drawn.checksum(weights) == reference()[f"{name}/checksum"], "this NumPy draws other numbers"
+    assert drawn.checksum(weights) == reference()[f"{name}/checksum"], (
+        "this NumPy draws other numbers"
+    )
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return weights
 
@@ -93,8 +101,11 @@ def near(got, want, tolerance=2e-5):
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("stacked", [True, pytest.param(False, marks=pytest.mark.exhaustive)],
-                         ids=["stacked", "one by one"])
+@pytest.mark.parametrize(
+    "stacked",
+    [True, pytest.param(False, marks=pytest.mark.exhaustive)],
+    ids=["stacked", "one by one"],
+)
 @pytest.mark.parametrize("name", DECODERS)
 def test_logits_and_the_way_back(name, stacked, tmp_path):
     weights = written(name, tmp_path)
@@ -108,7 +119,9 @@ def test_logits_and_the_way_back(name, stacked, tmp_path):
     logits = jax.jit(model)(params, reference()["tokens"], reference()["lengths"])
     near(logits, reference()[f"{name}/logits"])
 
-    path = pretrained.save(model, params, state, tmp_path / "back.safetensors", names="huggingface", like=tmp_path)
+    path = pretrained.save(
+        model, params, state, tmp_path / "back.safetensors", names="huggingface", like=tmp_path
+    )
     back = load_file(path)
     assert set(back) == set(weights)
     for key, array in weights.items():
@@ -121,7 +134,9 @@ def test_greedy_text_is_transformers_own(name, tmp_path):
     written(name, tmp_path)
     params, _ = pretrained.load(MODELS[name], tmp_path)
     held = reference()
-    out = models.generate(MODELS[name], params, held["tokens"], max_tokens=16, temperature=0, lengths=held["lengths"])
+    out = models.generate(
+        MODELS[name], params, held["tokens"], max_tokens=16, temperature=0, lengths=held["lengths"]
+    )
     np.testing.assert_array_equal(out.tokens, held[f"{name}/more"])
 
 
@@ -133,7 +148,9 @@ def test_bert(tmp_path):
     hidden, pooled = jax.jit(MODELS["bert"])(params, tokens, lengths)
     near(hidden, reference()["bert/hidden"])
     np.testing.assert_allclose(pooled, reference()["bert/pooled"], atol=2e-5)
-    second = jax.jit(MODELS["bert"])(params, tokens, None, reference()["bert/segment"].astype(np.int32)).hidden
+    second = jax.jit(MODELS["bert"])(
+        params, tokens, None, reference()["bert/segment"].astype(np.int32)
+    ).hidden
     near(second, reference()["bert/second"])
 
 
@@ -141,10 +158,17 @@ def test_what_old_files_carry_along(tmp_path):
     """GPT-2's causal masks, Llama's frequencies and tied head, BERT's position numbers and prefix."""
     for name, prefix, more in (
         ("gpt", "", {f"h.{i}.attn.bias": (1, 1, 32, 32) for i in range(2)}),
-        ("llama_tied", "", {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": (4,) for i in range(2)}),
+        (
+            "llama_tied",
+            "",
+            {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": (4,) for i in range(2)},
+        ),
         ("bert", "bert.", {"bert.embeddings.position_ids": (1, 20)}),
     ):
-        weights = {prefix + key.removeprefix("transformer."): value for key, value in written(name, tmp_path).items()}
+        weights = {
+            prefix + key.removeprefix("transformer."): value
+            for key, value in written(name, tmp_path).items()
+        }
         if name == "llama_tied":
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
         old = tmp_path / f"{name}.safetensors"
@@ -177,18 +201,22 @@ def test_adamw_follows_pytorch_for_100_steps(tmp_path):
 
     state, losses = tr.TrainState.create(params, tx), []
     for starts in held["curve/starts"]:
-        state, value = step(state, np.stack([row[at:at + 33] for at in starts]))
+        state, value = step(state, np.stack([row[at : at + 33] for at in starts]))
         losses.append(value)
     np.testing.assert_allclose(losses, held["curve/losses"], atol=1e-3)
     assert losses[-1] < 3.2 < 4.6 < losses[0]
 
 
 @pytest.mark.quick_cases(10)
-@pytest.mark.parametrize(("cls", "preset"), PUBLISHED, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("cls", "preset"), PUBLISHED, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_published_parameter_counts(cls, preset):
     model = cls.preset(preset)
-    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.spec(model.example()).params)) == \
-        PUBLISHED[cls, preset]
+    assert (
+        sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.spec(model.example()).params))
+        == PUBLISHED[cls, preset]
+    )
 
 
 def test_every_preset_is_counted():
@@ -200,7 +228,9 @@ def test_every_preset_is_counted():
 def filled(model):
     """Parameters of a model, none of them 0 or 1, in less time than `init` takes to compile."""
     rng = np.random.default_rng(0)
-    draw = lambda spec: (rng.uniform(-2, 2, spec.shape) / np.sqrt(spec.shape[-1])).astype(np.float32)
+    draw = lambda spec: (rng.uniform(-2, 2, spec.shape) / np.sqrt(spec.shape[-1])).astype(
+        np.float32
+    )
     return jax.tree.map(draw, model.spec(model.example()).params)
 
 
@@ -216,20 +246,28 @@ def test_llama2c_files(tied, tmp_path):
     out = models.generate(model, params, [prompt], max_tokens=12, temperature=0)
     assert out.tokens[0].tolist() == Decoder(raw).greedy(prompt, 12)
     logits, decoder = jax.jit(model)(params, jnp.array([prompt]))[0], Decoder(raw)
-    np.testing.assert_allclose(logits, np.stack([decoder(token) for token in prompt]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        logits, np.stack([decoder(token) for token in prompt]), rtol=1e-4, atol=1e-5
+    )
 
     assert models.Decoder.of_model_bin(path) == model
     with pytest.raises(ValueError, match=r"model\.bin has 4 attention heads; this Decoder has 8"):
         pretrained.load(dataclasses.replace(model, heads=8, kv_heads=4), path)
-    with pytest.raises(ValueError, match=r"need a Decoder with interleaved=True, got interleaved=False"):
+    with pytest.raises(
+        ValueError, match=r"need a Decoder with interleaved=True, got interleaved=False"
+    ):
         pretrained.load(models.Decoder(50, 16, 2, 4, 2, 24, context=32, tied=tied), path)
 
 
-HEADERS = {    # run.c's seven integers, of which the rest of the file is said to be full
-    "no layers": (16, 24, 0, 4, 2, 50, 32), "negative": (-16, 24, 2, 4, 2, 50, 32), "long": (16, 24, 3, 4, 2, 50, 32),
-    "heads do not divide": (16, 24, 2, 3, 2, 50, 32), "groups do not divide": (16, 24, 2, 4, 3, 50, 32),
-    "huge": (2**31 - 1, 2**31 - 1, 2**31 - 1, 1, 1, 2**31 - 1, 2**31 - 1), "no words": (16, 24, 2, 4, 2, 0, 32),
-    "least": (16, 24, 2, 4, 2, -2**31, 32),
+HEADERS = {  # run.c's seven integers, of which the rest of the file is said to be full
+    "no layers": (16, 24, 0, 4, 2, 50, 32),
+    "negative": (-16, 24, 2, 4, 2, 50, 32),
+    "long": (16, 24, 3, 4, 2, 50, 32),
+    "heads do not divide": (16, 24, 2, 3, 2, 50, 32),
+    "groups do not divide": (16, 24, 2, 4, 3, 50, 32),
+    "huge": (2**31 - 1, 2**31 - 1, 2**31 - 1, 1, 1, 2**31 - 1, 2**31 - 1),
+    "no words": (16, 24, 2, 4, 2, 0, 32),
+    "least": (16, 24, 2, 4, 2, -(2**31), 32),
 }
 
 
@@ -250,9 +288,12 @@ def test_gpt_begins_as_gpt2_does():
     params, _ = model.init(jax.random.key(0), model.example())
     blocks = params["blocks"]
     for kernel, deviation in (
-        (params["embed"]["embedding"], 0.02), (params["positions"]["embedding"], 0.02),
-        (blocks["attention"]["query"]["kernel"], 0.02), (blocks["fc"]["kernel"], 0.02),
-        (blocks["attention"]["out"]["kernel"], 0.005), (blocks["proj"]["kernel"], 0.005),
+        (params["embed"]["embedding"], 0.02),
+        (params["positions"]["embedding"], 0.02),
+        (blocks["attention"]["query"]["kernel"], 0.02),
+        (blocks["fc"]["kernel"], 0.02),
+        (blocks["attention"]["out"]["kernel"], 0.005),
+        (blocks["proj"]["kernel"], 0.005),
     ):
         np.testing.assert_allclose(np.std(kernel), deviation, rtol=0.03)
     assert not np.any(blocks["fc"]["bias"])
@@ -264,18 +305,30 @@ def test_inputs_that_do_not_fit():
         says = rf"tokens \[batch, time\] with time <= context={model.context}; got shape \(1, {model.context + 1}\)"
         with pytest.raises(ValueError, match=says):
             model.spec(wrong)
-    with pytest.raises(ValueError, match=r"Bert: segment must have the shape of tokens, \(1, 5\); got \(1, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"Bert: segment must have the shape of tokens, \(1, 5\); got \(1, 4\)"
+    ):
         model.spec(wrong[:, :5], segment=wrong[:, :4])
-    with pytest.raises(ValueError, match=r"hidden \[batch, time, width\] and lengths \[batch\]; got \(1, 5, 32\) and "):
+    with pytest.raises(
+        ValueError,
+        match=r"hidden \[batch, time, width\] and lengths \[batch\]; got \(1, 5, 32\) and ",
+    ):
         models.sentence_embedding(jnp.zeros((1, 5, 32)), np.array([5, 5]))
-    with pytest.raises(TypeError, match=r"unstack: expected a model with stacked=True, .*; got LSTMLanguageModel"):
+    with pytest.raises(
+        TypeError, match=r"unstack: expected a model with stacked=True, .*; got LSTMLanguageModel"
+    ):
         models.unstack(models.LSTMLanguageModel(5, 4), {})
 
 
 def test_sentence_embedding():
     hidden = np.random.default_rng(0).standard_normal((2, 4, 3), np.float32)
-    got = models.sentence_embedding(np.where([[[1]] * 4, [[1], [1], [0], [0]]], hidden, np.nan), np.array([4, 2]))
+    got = models.sentence_embedding(
+        np.where([[[1]] * 4, [[1], [1], [0], [0]]], hidden, np.nan), np.array([4, 2])
+    )
     for row, given, length in zip(got, hidden, (4, 2)):
         mean = given[:length].mean(0)
         np.testing.assert_allclose(row, mean / np.linalg.norm(mean), rtol=1e-5)
-    assert models.sentence_embedding(jnp.asarray(hidden, jnp.bfloat16), np.array([4, 2])).dtype == jnp.float32
+    assert (
+        models.sentence_embedding(jnp.asarray(hidden, jnp.bfloat16), np.array([4, 2])).dtype
+        == jnp.float32
+    )

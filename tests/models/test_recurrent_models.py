@@ -40,7 +40,10 @@ def values(tree):
     if not isinstance(tree, tuple):
         return [tree]
     below = [values(child) for child in tree[1:]]
-    return [*(value for each in below for value in each), WORTH[tree[0]]([each[-1] for each in below])]
+    return [
+        *(value for each in below for value in each),
+        WORTH[tree[0]]([each[-1] for each in below]),
+    ]
 
 
 def trees(seed, count, depth, nodes):
@@ -52,7 +55,7 @@ def trees(seed, count, depth, nodes):
             found.append(tree)
     worth = np.full((count, nodes), -1, np.int32)
     for row, tree in zip(worth, found):
-        row[:len(values(tree))] = values(tree)
+        row[: len(values(tree))] = values(tree)
     return models.pack_trees(found, VOCABULARY, nodes), worth
 
 
@@ -63,9 +66,13 @@ def test_pack_trees():
     assert packed.lengths.tolist() == [4, 1]
     assert models.pack_trees([True], VOCABULARY, 3).parents.tolist() == [[3, 3, 3]]
     assert models.pack_trees([], VOCABULARY).labels.shape == (0, 0)
-    deep = functools.reduce(lambda tree, _: ("not", tree), range(5000), True)       # deeper than Python's stack
+    deep = functools.reduce(
+        lambda tree, _: ("not", tree), range(5000), True
+    )  # deeper than Python's stack
     assert models.pack_trees([deep], VOCABULARY).parents[0, :3].tolist() == [1, 2, 3]
-    with pytest.raises(ValueError, match="tree 1 has the label 'nand', which is not in the vocabulary: 'and', 'or'"):
+    with pytest.raises(
+        ValueError, match="tree 1 has the label 'nand', which is not in the vocabulary: 'and', 'or'"
+    ):
         models.pack_trees([True, ("nand", True)], VOCABULARY)
     with pytest.raises(ValueError, match="the largest tree has 3 nodes, more than nodes=2"):
         models.pack_trees([("and", True, False)], VOCABULARY, 2)
@@ -77,7 +84,9 @@ def by_recursion(params, tree, width):
     x = params["embed"]["embedding"][VOCABULARY[label]]
     below = [by_recursion(params, child, width) for child in children]
     s = sum((h for h, _ in below), np.zeros(width))
-    gates = x @ params["gates"]["kernel"] + params["gates"]["bias"] + s @ params["recurrent"]["kernel"]
+    gates = (
+        x @ params["gates"]["kernel"] + params["gates"]["bias"] + s @ params["recurrent"]["kernel"]
+    )
     i, o, u = np.split(gates, 3)
     forget = x @ params["forget"]["kernel"] + params["forget"]["bias"]
     c = sigmoid(i) * np.tanh(u)
@@ -96,8 +105,13 @@ def test_tree_lstm_is_the_recursion_of_the_paper():
     roots = logits[np.arange(len(found)), packed.lengths - 1]
     for tree, got in zip(found, roots):
         hidden, _ = by_recursion(params, tree, 8)
-        np.testing.assert_allclose(got, hidden @ params["head"]["kernel"] + params["head"]["bias"], atol=2e-6)
-    with pytest.raises(ValueError, match=r"labels and parents \[batch, nodes\] and lengths \[batch\]; got \(7, 60\), "):
+        np.testing.assert_allclose(
+            got, hidden @ params["head"]["kernel"] + params["head"]["bias"], atol=2e-6
+        )
+    with pytest.raises(
+        ValueError,
+        match=r"labels and parents \[batch, nodes\] and lengths \[batch\]; got \(7, 60\), ",
+    ):
         model.spec(packed.labels, packed.parents, packed.lengths[:3])
 
 
@@ -115,7 +129,9 @@ def test_tree_lstm_learns_to_evaluate_expressions_of_any_shape():
 
         def loss(params):
             logits = model(params, batch["labels"], batch["parents"], batch["lengths"])
-            each = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["worth"], 0))
+            each = optax.softmax_cross_entropy_with_integer_labels(
+                logits, jnp.maximum(batch["worth"], 0)
+            )
             real = batch["worth"] >= 0
             return each.mean(where=real)
 
@@ -129,7 +145,7 @@ def test_tree_lstm_learns_to_evaluate_expressions_of_any_shape():
     assert len(traced) == 1
 
     large, worth = trees(1, 256, 5, 48)
-    big = large.lengths > 24                                    # larger than any that it was trained on
+    big = large.lengths > 24  # larger than any that it was trained on
     roots = np.arange(256), large.lengths - 1
     guess = np.asarray(jax.jit(model)(state.params, *large).argmax(-1))
     right = (guess == worth)[roots]
@@ -152,7 +168,11 @@ def test_lstm_language_model_by_hand(tied):
             h = sigmoid(o) * np.tanh(c)
             rows.append(h)
         x = np.stack(rows)
-    want = x @ params["embed"]["embedding"].T if tied else x @ params["head"]["kernel"] + params["head"]["bias"]
+    want = (
+        x @ params["embed"]["embedding"].T
+        if tied
+        else x @ params["head"]["kernel"] + params["head"]["bias"]
+    )
     np.testing.assert_allclose(model(params, tokens)[0], want, atol=2e-6)
 
 
@@ -177,7 +197,9 @@ def test_lstm_classifier_learns_what_stands_far_apart():
     label = rng.integers(0, 2, 2048).astype(np.int32)
     tokens[:, 0] = rng.integers(0, 2, 2048)
     tokens[np.arange(2048), lengths - 1] = np.where(label == 1, tokens[:, 0], 1 - tokens[:, 0])
-    batches = tr.Batches({"tokens": tokens, "lengths": lengths, "label": label}, batch_size=128, seed=0)
+    batches = tr.Batches(
+        {"tokens": tokens, "lengths": lengths, "label": label}, batch_size=128, seed=0
+    )
     model, tx = models.LSTMClassifier(2, 10, 24), optax.adam(1e-2)
 
     @jax.jit

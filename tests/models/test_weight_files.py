@@ -31,7 +31,9 @@ def sharded(folder, **index):
 
 
 def test_dtypes_and_shapes(tmp_path):
-    arrays = {name: np.ones((2, 3), dtype) for name, dtype in _tensors.DTYPES.items() if name != "F8_E5M2"}
+    arrays = {
+        name: np.ones((2, 3), dtype) for name, dtype in _tensors.DTYPES.items() if name != "F8_E5M2"
+    }
     arrays |= {"scalar": np.array(3, np.float64), "empty": np.zeros((0, 4), np.float32)}
     _tensors.write(tmp_path / "new" / "x.safetensors", arrays, {"format": "pt"})
     read = _tensors.read(tmp_path / "new")
@@ -53,24 +55,37 @@ def test_shards(tmp_path):
 
 def test_shards_that_are_not_what_the_index_says(tmp_path):
     index = sharded(tmp_path, b="model-00001-of-00002.safetensors")
-    with pytest.raises(ValueError, match=r"places 'b' in model-00001-of-00002.safetensors, which does not contain it"):
+    with pytest.raises(
+        ValueError,
+        match=r"places 'b' in model-00001-of-00002.safetensors, which does not contain it",
+    ):
         _tensors.read(index)
     sharded(tmp_path, c="model-00001-of-00002.safetensors")
     refused(index, "places 'c' in model-00001-of-00002.safetensors, which does not contain it")
     sharded(tmp_path, a="model-00002-of-00002.safetensors", c="model-00001-of-00002.safetensors")
-    with pytest.raises(ValueError, match=r"contains 'a', but model.safetensors.index.json places it in model-00002"):
+    with pytest.raises(
+        ValueError, match=r"contains 'a', but model.safetensors.index.json places it in model-00002"
+    ):
         _tensors.read(tmp_path)
     sharded(tmp_path, c="model-00003-of-00003.safetensors")
     refused(index, "names 3 shards; model-00003-of-00003.safetensors is missing", FileNotFoundError)
-    for text in ("{", "[]", '{"weight_map": {"a": "../../secret.safetensors"}}', '{"weight_map": {"a": 3}}',
-                 '{"weight_map": 3}', '{"weight_map": ' + "[" * 100_000):
+    for text in (
+        "{",
+        "[]",
+        '{"weight_map": {"a": "../../secret.safetensors"}}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": 3}',
+        '{"weight_map": ' + "[" * 100_000,
+    ):
         index.write_text(text)
         refused(index, "is not an index of shards: ")
     index.write_text("[" + "{}," * 2000)
     refused(index, "is not an index of shards: it contains more than 1,000 lists and objects")
     with index.open("wb") as file:
         file.truncate((1 << 24) + 1)
-    refused(index, "is not an index of shards: it has 16,777,217 bytes, expected at most 16,777,216")
+    refused(
+        index, "is not an index of shards: it has 16,777,217 bytes, expected at most 16,777,216"
+    )
 
 
 def header(**tensors):
@@ -81,25 +96,35 @@ def entry(shape, begin, end, dtype="F32"):
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-@pytest.mark.parametrize(("head", "body", "length"), [
-    pytest.param(header(a=entry([4], 0, 16)), 4, None, id="beyond the file"),
-    pytest.param(header(a=entry([4], 0, 16), b=entry([4], 8, 24)), 24, None, id="overlap"),
-    pytest.param(header(a=entry([4], 4, 20)), 20, None, id="gap"),
-    pytest.param(header(a=entry([4], 0, 16)), 20, None, id="more behind"),
-    pytest.param(header(a=entry([5], 0, 16)), 16, None, id="shape and size"),
-    pytest.param(header(a=entry([1 << 62, 1 << 62], 0, 16)), 16, None, id="overflow"),
-    pytest.param(header(a=entry([-4], 0, 16)), 16, None, id="negative"),
-    pytest.param(header(a=entry([4], 0, 16, "F99")), 16, None, id="unknown dtype"),
-    pytest.param(header(a=entry([4], 0, 16))[:-1] + b',"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', 16, None,
-                 id="a key twice"),
-    pytest.param(b"{}", 0, 1 << 40, id="huge header"),
-    pytest.param(b"{}", 0, 1 << 63, id="negative header"),
-    pytest.param(b"[" * 100_000, 0, None, id="deep"),
-    pytest.param(b"\x80\x04", 0, None, id="no JSON"),
-])
+@pytest.mark.parametrize(
+    ("head", "body", "length"),
+    [
+        pytest.param(header(a=entry([4], 0, 16)), 4, None, id="beyond the file"),
+        pytest.param(header(a=entry([4], 0, 16), b=entry([4], 8, 24)), 24, None, id="overlap"),
+        pytest.param(header(a=entry([4], 4, 20)), 20, None, id="gap"),
+        pytest.param(header(a=entry([4], 0, 16)), 20, None, id="more behind"),
+        pytest.param(header(a=entry([5], 0, 16)), 16, None, id="shape and size"),
+        pytest.param(header(a=entry([1 << 62, 1 << 62], 0, 16)), 16, None, id="overflow"),
+        pytest.param(header(a=entry([-4], 0, 16)), 16, None, id="negative"),
+        pytest.param(header(a=entry([4], 0, 16, "F99")), 16, None, id="unknown dtype"),
+        pytest.param(
+            header(a=entry([4], 0, 16))[:-1]
+            + b',"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+            16,
+            None,
+            id="a key twice",
+        ),
+        pytest.param(b"{}", 0, 1 << 40, id="huge header"),
+        pytest.param(b"{}", 0, 1 << 63, id="negative header"),
+        pytest.param(b"[" * 100_000, 0, None, id="deep"),
+        pytest.param(b"\x80\x04", 0, None, id="no JSON"),
+    ],
+)
 def test_a_hostile_header_is_refused(tmp_path, head, body, length):
     file = tmp_path / "x.safetensors"
-    file.write_bytes(struct.pack("<Q", len(head) if length is None else length) + head + bytes(body))
+    file.write_bytes(
+        struct.pack("<Q", len(head) if length is None else length) + head + bytes(body)
+    )
     refused(file, "is not a complete safetensors file: ")
 
 
@@ -133,26 +158,39 @@ class Trap:
         return pathlib.Path.touch, (self.trace,)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "resnet50.pth", "last.ckpt", "weights"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "weights.pt", "resnet50.pth", "last.ckpt", "weights"]
+)
 def test_pickles_are_never_opened(tmp_path, name):
     trace, file = tmp_path / "trace", tmp_path / name
     file.write_bytes(pickle.dumps(Trap(trace)))
-    refused(file, r"is a pickle, which can run arbitrary code .*; convert it to safetensors with PyTorch: "
-            rf"import torch, safetensors.torch as s; s.save_file\(torch.load\('{name}', weights_only=True\), "
-            r"'model.safetensors'\)")
+    refused(
+        file,
+        r"is a pickle, which can run arbitrary code .*; convert it to safetensors with PyTorch: "
+        rf"import torch, safetensors.torch as s; s.save_file\(torch.load\('{name}', weights_only=True\), "
+        r"'model.safetensors'\)",
+    )
     assert not trace.exists()
 
 
 def test_folders_without_weights(tmp_path):
-    refused(tmp_path, r"contains no weights \(model.safetensors, .*\); found nothing", FileNotFoundError)
+    refused(
+        tmp_path, r"contains no weights \(model.safetensors, .*\); found nothing", FileNotFoundError
+    )
     (tmp_path / "notes.txt").write_text("")
     refused(tmp_path, "found notes.txt", FileNotFoundError)
     (tmp_path / "model.h5").write_text("HDF")
-    refused(tmp_path / "model.h5", r"is neither a safetensors file \(.*\) nor llama2.c's model.bin; convert it")
+    refused(
+        tmp_path / "model.h5",
+        r"is neither a safetensors file \(.*\) nor llama2.c's model.bin; convert it",
+    )
     refused(tmp_path / "gone", "no such file or folder", FileNotFoundError)
     for name in ("a", "b"):
         save_file({"a": A}, tmp_path / f"{name}.safetensors")
-    refused(tmp_path, r"contains 2 safetensors files \(a.safetensors, b.safetensors\) and no model.safetensors.index")
+    refused(
+        tmp_path,
+        r"contains 2 safetensors files \(a.safetensors, b.safetensors\) and no model.safetensors.index",
+    )
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors").unlink()
@@ -163,21 +201,32 @@ def test_folders_without_weights(tmp_path):
 SHARD = "model-00001-of-00003.safetensors"
 
 
-@pytest.mark.parametrize(("start", "beside", "named"), [
-    ("shards", ["model.safetensors"], "model.safetensors.index.json, model.safetensors"),
-    ("shards", ["model.bin"], "model.safetensors.index.json, model.bin"),
-    ("shards", [SHARD], f"model.safetensors.index.json, {SHARD}"),
-    ("shards", ["adapter_model.safetensors"], "index.json, adapter_model.safetensors"),
-    ("shards", ["other.safetensors.index.json"], "index.json, other.safetensors.index.json"),
-    ("shards, of which one is missing", ["model.safetensors"], "model.safetensors.index.json, model.safetensors"),
-    ("file", ["model.bin"], "model.safetensors, model.bin"), ("file", [SHARD], f"model.safetensors, {SHARD}"),
-    ("file", ["consolidated.00.safetensors"], "model.safetensors, consolidated.00.safetensors"),
-    ("file", ["consolidated.safetensors"], "model.safetensors, consolidated.safetensors"),
-    ("file", ["adapter_model.safetensors"], "load_adapter applies adapter_model.safetensors"),
-])
+@pytest.mark.parametrize(
+    ("start", "beside", "named"),
+    [
+        ("shards", ["model.safetensors"], "model.safetensors.index.json, model.safetensors"),
+        ("shards", ["model.bin"], "model.safetensors.index.json, model.bin"),
+        ("shards", [SHARD], f"model.safetensors.index.json, {SHARD}"),
+        ("shards", ["adapter_model.safetensors"], "index.json, adapter_model.safetensors"),
+        ("shards", ["other.safetensors.index.json"], "index.json, other.safetensors.index.json"),
+        (
+            "shards, of which one is missing",
+            ["model.safetensors"],
+            "model.safetensors.index.json, model.safetensors",
+        ),
+        ("file", ["model.bin"], "model.safetensors, model.bin"),
+        ("file", [SHARD], f"model.safetensors, {SHARD}"),
+        ("file", ["consolidated.00.safetensors"], "model.safetensors, consolidated.00.safetensors"),
+        ("file", ["consolidated.safetensors"], "model.safetensors, consolidated.safetensors"),
+        ("file", ["adapter_model.safetensors"], "load_adapter applies adapter_model.safetensors"),
+    ],
+)
 def test_several_sets_of_weights(start, beside, named, tmp_path):
-    (sharded if start.startswith("shards") else lambda folder: save_file({"a": A}, folder / "model.safetensors"))(
-        tmp_path)
+    (
+        sharded
+        if start.startswith("shards")
+        else lambda folder: save_file({"a": A}, folder / "model.safetensors")
+    )(tmp_path)
     if "missing" in start:
         (tmp_path / "model-00002-of-00002.safetensors").unlink()
     for name in beside:
@@ -199,10 +248,15 @@ def test_files_that_leave_no_doubt(tmp_path):
     assert _tensors.read(tmp_path).path == index
     other = tmp_path / "other"
     other.mkdir()
-    for name in "model.safetensors", "pytorch_model.bin", "model.fp16.safetensors", "optimizer.safetensors":
+    for name in (
+        "model.safetensors",
+        "pytorch_model.bin",
+        "model.fp16.safetensors",
+        "optimizer.safetensors",
+    ):
         save_file({"a": A}, other / name)
     assert _tensors.read(other).path == other / "model.safetensors"
-    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))      # an index of one file
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))  # an index of one file
     for name in "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors":
         (tmp_path / name).unlink()
     save_file({"a": A}, tmp_path / "model.safetensors")
@@ -214,7 +268,10 @@ def test_what_is_left_of_a_download(suffix, tmp_path):
     sharded(tmp_path)
     left = tmp_path / f"model-00002-of-00002.safetensors.{suffix}"
     left.write_bytes(b"")
-    refused(tmp_path, f"safetensors.{suffix} is left of a download of model-00002-of-00002.safetensors, which may not")
+    refused(
+        tmp_path,
+        f"safetensors.{suffix} is left of a download of model-00002-of-00002.safetensors, which may not",
+    )
     left.unlink()
     (tmp_path / f"notes.safetensors.{suffix}").write_bytes(b"")
     _tensors.read(tmp_path)
@@ -229,7 +286,10 @@ def test_an_adapter_is_no_model(tmp_path):
 def test_llama2c(tmp_path, tied):
     head = _llama2c.Header(8, 12, 2, 4, 2, 5, 6, tied)
     numbers = np.random.default_rng(0)
-    arrays = {name: numbers.standard_normal(shape, np.float32) for name, shape in _llama2c.shapes(head).items()}
+    arrays = {
+        name: numbers.standard_normal(shape, np.float32)
+        for name, shape in _llama2c.shapes(head).items()
+    }
     file = tmp_path / "model.bin"
     # run.c: Config, then token_embedding_table, rms_att_weight, wq, wk, wv, wo, rms_ffn_weight, w1, w2, w3, ...
     raw = struct.pack("<7i", 8, 12, 2, 4, 2, 5 if tied else -5, 6)
@@ -242,9 +302,14 @@ def test_llama2c(tmp_path, tied):
     whole = file.read_bytes()
     _llama2c.write(file, head, read)
     assert file.read_bytes() == whole
-    with pytest.raises(ValueError, match=r"'wq': expected shape \(2, 8, 8\) for a model.bin .*, got \(2, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"'wq': expected shape \(2, 8, 8\) for a model.bin .*, got \(2, 8\)"
+    ):
         _llama2c.write(file, head, arrays | {"wq": np.ones((2, 8))})
     assert file.read_bytes() == whole and len(list(tmp_path.iterdir())) == 1
     file.write_bytes(whole[:-4])
-    refused(file, r"is neither a safetensors file nor a model.bin of llama2.c, version 0 \(seven integers, then as "
-            rf"many floats as they imply; this file has {len(whole) - 4} bytes\); convert it to safetensors")
+    refused(
+        file,
+        r"is neither a safetensors file nor a model.bin of llama2.c, version 0 \(seven integers, then as "
+        rf"many floats as they imply; this file has {len(whole) - 4} bytes\); convert it to safetensors",
+    )

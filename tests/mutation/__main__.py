@@ -33,25 +33,43 @@ from .generated import Mutant, drawn
 from .redundant import redundant
 
 ROOT = Path(__file__).resolve().parents[2]
-BATCHES = 24, 200, None    # how many tests run in one process, for one fault
+BATCHES = 24, 200, None  # how many tests run in one process, for one fault
 
 
 def modules(root, package):
     """The modules of a package; "cli": those of fnet itself."""
-    return sorted((root / "fnet").glob("*.py") if package == "cli" else (root / "fnet" / package).rglob("*.py"))
+    return sorted(
+        (root / "fnet").glob("*.py")
+        if package == "cli"
+        else (root / "fnet" / package).rglob("*.py")
+    )
 
 
 def edited(fault, root=ROOT):
     """(the module of a fault, the numbers of its changed lines, its text with the fault)"""
     if isinstance(fault, Mutant):
-        path, start, after = root / fault.path, fault.line, fault.text((root / fault.path).read_text())
+        path, start, after = (
+            root / fault.path,
+            fault.line,
+            fault.text((root / fault.path).read_text()),
+        )
         return path, range(start, start + fault.before.count("\n") + 1), after
-    places = [(path, text) for path in modules(root, fault.package) if fault.before in (text := path.read_text())]
+    places = [
+        (path, text)
+        for path in modules(root, fault.package)
+        if fault.before in (text := path.read_text())
+    ]
     if len(places) != 1 or places[0][1].count(fault.before) != 1:
-        raise ValueError(f"expected {fault.before!r} once in fnet/{fault.package}; update tests/mutation/faults.py")
+        raise ValueError(
+            f"expected {fault.before!r} once in fnet/{fault.package}; update tests/mutation/faults.py"
+        )
     path, text = places[0]
-    first = text[:text.index(fault.before)].count("\n") + 1
-    return path, range(first, first + fault.before.count("\n") + 1), text.replace(fault.before, fault.after)
+    first = text[: text.index(fault.before)].count("\n") + 1
+    return (
+        path,
+        range(first, first + fault.before.count("\n") + 1),
+        text.replace(fault.before, fault.after),
+    )
 
 
 def read(folder):
@@ -62,7 +80,7 @@ def read(folder):
             test, seconds, exhaustive, lines = json.loads(text)
             modules = {name: set(numbers) for name, numbers in lines.items()}
             rows[test] = test, seconds, exhaustive, defaultdict(set, modules)
-    for path in Path(folder).glob("*.lines"):    # of processes that the tests started
+    for path in Path(folder).glob("*.lines"):  # of processes that the tests started
         for text in path.read_text().splitlines():
             test, name, number = text.split("\t")
             if test in rows:
@@ -80,7 +98,10 @@ def covering(fault, records):
     folder = f"tests/{name.partition('/')[0]}/"
     order = lambda row: (not row[0].startswith(folder), row[1])
     mine = sorted((row for row in records if row[0] in covers), key=order)
-    rest = sorted((row for row in records if row[0] not in covers and row[0].partition("::")[0] in files), key=order)
+    rest = sorted(
+        (row for row in records if row[0] not in covers and row[0].partition("::")[0] in files),
+        key=order,
+    )
     return mine + rest
 
 
@@ -110,11 +131,29 @@ def pytest(root, tests, *options, limit):
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as names:
         names.write("\n".join(tests))
         names.flush()
-        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", "-rfE",
-                   *options, f"@{names.name}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "--tb=no",
+            "-rfE",
+            *options,
+            f"@{names.name}",
+        ]
         try:
-            done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=limit,
-                                  env={**os.environ, "PYTHONPATH": str(root)})
+            done = subprocess.run(
+                command,
+                cwd=root,
+                capture_output=True,
+                text=True,
+                timeout=limit,
+                env={**os.environ, "PYTHONPATH": str(root)},
+            )
         except subprocess.TimeoutExpired:
             return "(no end)"
     if done.returncode == 0:
@@ -133,7 +172,7 @@ def detect(fault, records, root, budget):
         rows = covering(fault, records)
         for exhaustive in (False, True):
             for batch in batches([row for row in rows if row[2] == exhaustive], budget):
-                limit = 120 + 5 * sum(row[1] for row in batch)    # a fault may make a loop endless
+                limit = 120 + 5 * sum(row[1] for row in batch)  # a fault may make a loop endless
                 if (failed := pytest(root, [row[0] for row in batch], limit=limit)) is not None:
                     return failed, exhaustive, time.monotonic() - began
     finally:
@@ -143,7 +182,9 @@ def detect(fault, records, root, budget):
 
 def copied(number, folder):
     root = Path(folder) / str(number)
-    without = shutil.ignore_patterns(".git", ".venv*", ".libtpu", ".mutation", "__pycache__", "runs", ".*_cache")
+    without = shutil.ignore_patterns(
+        ".git", ".venv*", ".libtpu", ".mutation", "__pycache__", "runs", ".*_cache"
+    )
     shutil.copytree(ROOT, root, ignore=without)
     return root
 
@@ -151,21 +192,47 @@ def copied(number, folder):
 def record(folder, only_quick):
     path = os.pathsep.join([str(ROOT / "tests/mutation/processes"), str(ROOT)])
     env = {**os.environ, "FNET_LINES": str(folder), "PYTHONPATH": path}
-    return subprocess.run([sys.executable, "-m", "pytest", "-n", "auto", "-p", "tests.mutation.lines",
-                           *(["-m", "not exhaustive"] if only_quick else [])], cwd=ROOT, env=env).returncode
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n",
+            "auto",
+            "-p",
+            "tests.mutation.lines",
+            *(["-m", "not exhaustive"] if only_quick else []),
+        ],
+        cwd=ROOT,
+        env=env,
+    ).returncode
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.splitlines()[0])
-    parser.add_argument("--lines", action="store_true", help="record which lines each test runs; needs Python 3.12")
-    parser.add_argument("--redundant", action="store_true", help="list tests that make test-all could run alone")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutation", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--lines", action="store_true", help="record which lines each test runs; needs Python 3.12"
+    )
+    parser.add_argument(
+        "--redundant", action="store_true", help="list tests that make test-all could run alone"
+    )
     parser.add_argument("--folder", default=str(ROOT / ".mutation"), help="of these records")
     parser.add_argument("--only", default="", help="packages, separated by commas")
-    parser.add_argument("--quick", action="store_true", help="with --lines: record the tests of make test alone")
-    parser.add_argument("--generate", type=int, default=0, metavar="N", help="draw N mutants in place of the table")
-    parser.add_argument("--since", default="HEAD", metavar="COMMIT", help="of lines that changed since this commit")
+    parser.add_argument(
+        "--quick", action="store_true", help="with --lines: record the tests of make test alone"
+    )
+    parser.add_argument(
+        "--generate", type=int, default=0, metavar="N", help="draw N mutants in place of the table"
+    )
+    parser.add_argument(
+        "--since", default="HEAD", metavar="COMMIT", help="of lines that changed since this commit"
+    )
     parser.add_argument("modules", nargs="*", help="and of these modules and folders")
-    parser.add_argument("--seconds", type=float, default=240.0, help="of the tests for one fault, in each suite")
+    parser.add_argument(
+        "--seconds", type=float, default=240.0, help="of the tests for one fault, in each suite"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     if options.lines:
@@ -181,9 +248,16 @@ def main():
     if options.generate:
         faults = drawn(ROOT, options.generate, options.since, options.modules)
     else:
-        faults = [fault for fault in FAULTS if not options.only or fault.package in options.only.split(",")]
+        faults = [
+            fault
+            for fault in FAULTS
+            if not options.only or fault.package in options.only.split(",")
+        ]
     counts = {"quick": 0, "complete": 0}
-    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        concurrent.futures.ThreadPoolExecutor(options.jobs) as pool,
+    ):
         roots: queue.Queue = queue.Queue()
         for number in range(options.jobs):
             roots.put(copied(number, folder))
@@ -202,9 +276,14 @@ def main():
             sound = failed is not None and not failed.startswith("(fails")
             counts["quick"] += sound and not exhaustive
             counts["complete"] += sound
-            print(f"{'quick' if sound and not exhaustive else 'complete' if sound else 'MISSED':8} {seconds:5.0f} s  "
-                  f"{fault.package:10} {fault.what}: {failed or 'no test fails'}", flush=True)
-    print(f"of {len(faults)} faults the quick tests detect {counts['quick']}, all tests {counts['complete']}")
+            print(
+                f"{'quick' if sound and not exhaustive else 'complete' if sound else 'MISSED':8} {seconds:5.0f} s  "
+                f"{fault.package:10} {fault.what}: {failed or 'no test fails'}",
+                flush=True,
+            )
+    print(
+        f"of {len(faults)} faults the quick tests detect {counts['quick']}, all tests {counts['complete']}"
+    )
     return 0
 
 

@@ -14,17 +14,46 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in",
-               ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is"}
-OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//", ast.Pow: "*",
-             ast.BitAnd: "|", ast.BitOr: "&"}
-CHECKS = {"all", "any", "isinstance", "issubclass", "hasattr", "callable", "array_equal", "allclose", "bool"}
+COMPARISONS = {
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.In: "not in",
+    ast.NotIn: "in",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+}
+OPERATORS = {
+    ast.Add: "-",
+    ast.Sub: "+",
+    ast.Mult: "+",
+    ast.Div: "*",
+    ast.FloorDiv: "*",
+    ast.Mod: "//",
+    ast.Pow: "*",
+    ast.BitAnd: "|",
+    ast.BitOr: "&",
+}
+CHECKS = {
+    "all",
+    "any",
+    "isinstance",
+    "issubclass",
+    "hasattr",
+    "callable",
+    "array_equal",
+    "allclose",
+    "bool",
+}
 
 
 class Mutant(NamedTuple):
     """The text between two offsets of a module becomes `after`."""
 
-    path: str    # relative to the repository
+    path: str  # relative to the repository
     start: int
     end: int
     line: int
@@ -33,7 +62,7 @@ class Mutant(NamedTuple):
     after: str
 
     def text(self, whole: str) -> str:
-        return whole[:self.start] + self.after + whole[self.end:]
+        return whole[: self.start] + self.after + whole[self.end :]
 
     @property
     def package(self) -> str:
@@ -51,7 +80,7 @@ def mutants(path: str, whole: str) -> list[Mutant]:
     lines = whole.splitlines(keepends=True)
     starts = list(itertools.accumulate((len(line) for line in lines), initial=0))
 
-    def offset(number, column):    # ast counts bytes
+    def offset(number, column):  # ast counts bytes
         return starts[number - 1] + len(lines[number - 1].encode()[:column].decode())
 
     def span(first, last):
@@ -78,8 +107,13 @@ def _code(tree):
         node = stack.pop()
         yield node
         for name, value in ast.iter_fields(node):
-            skipped = name in ("annotation", "returns", "decorator_list", "bases", "keywords") and not isinstance(
-                node, ast.Call)
+            skipped = name in (
+                "annotation",
+                "returns",
+                "decorator_list",
+                "bases",
+                "keywords",
+            ) and not isinstance(node, ast.Call)
             if skipped or isinstance(node, (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)):
                 continue
             for child in value if isinstance(value, list) else [value]:
@@ -116,8 +150,9 @@ def _mutate(node, source, add):
         case ast.If(test=test) | ast.IfExp(test=test):
             add(test, "branch never taken", "False")
             add(test, "branch always taken", "True")
-        case ast.Call(args=[first, second, *_]) if not isinstance(first, ast.Starred) and not isinstance(
-                second, ast.Starred):
+        case ast.Call(args=[first, second, *_]) if not isinstance(
+            first, ast.Starred
+        ) and not isinstance(second, ast.Starred):
             add(first, "swapped arguments", f"{source(second)}, {source(first)}", last=second)
         case ast.Return(value=value) if _is_check(value):
             add(value, "a check that returns True", "True")
@@ -143,8 +178,13 @@ def _differs(row, whole):
 
 def changed(root: Path, since: str) -> dict[str, set[int]]:
     """The lines of fnet/ that were added or changed since a commit, {path: {line}}."""
-    done = subprocess.run(["git", "diff", "-U0", since, "--", "fnet/*.py"], cwd=root, capture_output=True, text=True,
-                          check=True)
+    done = subprocess.run(
+        ["git", "diff", "-U0", since, "--", "fnet/*.py"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     rows: dict[str, set[int]] = {}
     path = ""
     for line in done.stdout.splitlines():
@@ -158,17 +198,28 @@ def changed(root: Path, since: str) -> dict[str, set[int]]:
 
 def drawn(root: Path, number: int, since: str, names: list[str]) -> list[Mutant]:
     """`number` mutants, at most one of each line, drawn with the hash of the commit as the seed."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True
+    )
     lines = changed(root, since)
     for name in names:
         place = root / name
         for path in place.rglob("*.py") if place.is_dir() else [place]:
             lines[str(path.relative_to(root))] = set(range(1, path.read_text().count("\n") + 1))
     texts = {path: (root / path).read_text() for path in sorted(lines)}
-    candidates = [row for path, text in texts.items() for row in mutants(path, text) if row.line in lines[path]]
+    candidates = [
+        row
+        for path, text in texts.items()
+        for row in mutants(path, text)
+        if row.line in lines[path]
+    ]
     random.Random(commit.stdout.strip()).shuffle(candidates)
     rows: dict[tuple, Mutant] = {}
     for row in candidates:
-        if len(rows) < number and (row.path, row.line) not in rows and _differs(row, texts[row.path]):
+        if (
+            len(rows) < number
+            and (row.path, row.line) not in rows
+            and _differs(row, texts[row.path])
+        ):
             rows[row.path, row.line] = row
     return list(rows.values())

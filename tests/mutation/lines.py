@@ -22,7 +22,7 @@ _file = None
 def _line(code, number):
     if code.co_filename.startswith(FNET):
         _seen.add((code.co_filename, number))
-    return sys.monitoring.DISABLE    # until the next test
+    return sys.monitoring.DISABLE  # until the next test
 
 
 def pytest_configure(config):
@@ -36,7 +36,7 @@ def pytest_configure(config):
 
 
 def _used():
-    return sum(os.times()[:4])    # of this process and of those that ended
+    return sum(os.times()[:4])  # of this process and of those that ended
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -47,8 +47,13 @@ def pytest_runtest_protocol(item):
     yield
     modules = defaultdict(list)
     for path, number in sorted(_seen):
-        modules[path[len(FNET):]].append(number)
-    row = [item.nodeid, round(_used() - before, 3), bool(item.get_closest_marker("exhaustive")), modules]
+        modules[path[len(FNET) :]].append(number)
+    row = [
+        item.nodeid,
+        round(_used() - before, 3),
+        bool(item.get_closest_marker("exhaustive")),
+        modules,
+    ]
     print(json.dumps(row, separators=(",", ":")), file=_file, flush=True)
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from fnet import hardware, parallel, training
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: make pods")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: make pods"
+)
 FOLDER = pathlib.Path(__file__).parents[2] / "notebooks"
 
 
@@ -24,7 +26,9 @@ def compiled(step, state, batch, slice):
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     rows = jax.tree.leaves(batch)[0].shape[0]
     init = lambda key: jax.tree.map(jax.numpy.zeros_like, state)
-    return parallel.plan(step, init, batch, devices=f"{slice}:2x2" if rows % 4 == 0 else f"{slice}:1x1")
+    return parallel.plan(
+        step, init, batch, devices=f"{slice}:2x2" if rows % 4 == 0 else f"{slice}:1x1"
+    )
 
 
 def plans(name, slice, monkeypatch):

@@ -24,7 +24,9 @@ def gpt():
         return tr.TrainState.create(model.init(key, jnp.zeros((1, 16), jnp.int32))[0], TX)
 
     def step(state, batch, *, microbatches=1):
-        loss = lambda params, batch: model.cross_entropy(params, batch["tokens"][:, :-1], batch["tokens"][:, 1:]).mean()
+        loss = lambda params, batch: model.cross_entropy(
+            params, batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        ).mean()
         value, grads = ft.microbatch(jax.value_and_grad(loss), microbatches)(state.params, batch)
         return state.apply(TX, grads), {"loss": value}
 
@@ -33,8 +35,16 @@ def gpt():
 
 def cnn():
     """BatchNorm's statistics are over the whole microbatch, wherever it lies."""
-    model = nn.Sequential(nn.Conv(32, 3, use_bias=False), nn.BatchNorm(), jax.nn.relu, nn.MaxPool(2),
-                          nn.Conv(64, 3), jax.nn.relu, nn.GlobalAvgPool(), nn.Dense(8))
+    model = nn.Sequential(
+        nn.Conv(32, 3, use_bias=False),
+        nn.BatchNorm(),
+        jax.nn.relu,
+        nn.MaxPool(2),
+        nn.Conv(64, 3),
+        jax.nn.relu,
+        nn.GlobalAvgPool(),
+        nn.Dense(8),
+    )
     x = np.random.default_rng(0).normal(3, 1, (32, 8, 8, 3)).astype(np.float32)
 
     def init(key):
@@ -83,25 +93,37 @@ def mlp():
         return tr.TrainState.create(model.init(key, x)[0], TX)
 
     def step(state, x):
-        return state.apply(TX, jax.grad(lambda params: jnp.square(model(params, x)).mean())(state.params)), {}
+        return state.apply(
+            TX, jax.grad(lambda params: jnp.square(model(params, x)).mean())(state.params)
+        ), {}
 
     return step, init, x
 
 
-RULES = {r"blocks/attention/(query|key|value)/kernel": (None, None, "tensor"),
-         r"blocks/attention/out/kernel": (None, "tensor"), r"blocks/fc/kernel": (None, None, "tensor"),
-         r"blocks/proj/kernel": (None, "tensor")}
+RULES = {
+    r"blocks/attention/(query|key|value)/kernel": (None, None, "tensor"),
+    r"blocks/attention/out/kernel": (None, "tensor"),
+    r"blocks/fc/kernel": (None, None, "tensor"),
+    r"blocks/proj/kernel": (None, "tensor"),
+}
 TENSOR = {"mesh": {"data": -1, "tensor": 2}, "rules": RULES}
 
 
 def transformer():
     """A language model in plain JAX, of stacked blocks, its weights large beside its activations."""
     width, vocab, depth, rows, time = 128, 512, 4, 32, 32
-    shapes = {"embed": (vocab, width), "q": (depth, width, width), "o": (depth, width, width),
-              "up": (depth, width, 4 * width), "down": (depth, 4 * width, width)}
+    shapes = {
+        "embed": (vocab, width),
+        "q": (depth, width, width),
+        "o": (depth, width, width),
+        "up": (depth, width, 4 * width),
+        "down": (depth, 4 * width, width),
+    }
 
     def init(key):
-        return {"params": {name: jax.random.normal(key, shape) * 0.02 for name, shape in shapes.items()}}
+        return {
+            "params": {name: jax.random.normal(key, shape) * 0.02 for name, shape in shapes.items()}
+        }
 
     def step(state, batch):
         def loss(params):
@@ -113,8 +135,12 @@ def transformer():
                 x = x + h @ p["o"]
                 return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
 
-            x, _ = lax.scan(jax.checkpoint(block), x, {k: v for k, v in params.items() if k != "embed"})
-            return optax.softmax_cross_entropy_with_integer_labels(x @ params["embed"].T, batch[:, 1:]).mean()
+            x, _ = lax.scan(
+                jax.checkpoint(block), x, {k: v for k, v in params.items() if k != "embed"}
+            )
+            return optax.softmax_cross_entropy_with_integer_labels(
+                x @ params["embed"].T, batch[:, 1:]
+            ).mean()
 
         value, grads = jax.value_and_grad(loss)(state["params"])
         return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, value
@@ -124,6 +150,7 @@ def transformer():
 
 def narrow():
     """Weights of 512 x 512 and a batch of 64 rows: activations are the smaller of the two."""
+
     def init(key):
         return {"params": [jax.random.normal(key, (512, 512)) * 0.04 for _ in range(4)]}
 

@@ -1,6 +1,6 @@
 """One of several processes of a run: what test_two_processes.py starts. Prints what came of it as JSON.
 
-    python tests/parallel/processes.py CASE PORT PROCESS COUNT [FOLDER]
+python tests/parallel/processes.py CASE PORT PROCESS COUNT [FOLDER]
 """
 
 import json
@@ -13,7 +13,9 @@ import warnings
 CASE, PORT, ME, COUNT = sys.argv[1], *map(int, sys.argv[2:5])
 warnings.simplefilter("error")
 os.environ["JAX_PLATFORMS"] = "cpu"
-EACH = 1 if CASE == "killed" else 4      # devices; of more, gloo ends the process itself when another dies
+EACH = (
+    1 if CASE == "killed" else 4
+)  # devices; of more, gloo ends the process itself when another dies
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={EACH}"
 
 import jax  # noqa: E402
@@ -25,7 +27,7 @@ from fnet import parallel  # noqa: E402
 from fnet import training as tr  # noqa: E402
 
 X = np.random.default_rng(0).normal(size=(64, 5)).astype(np.float32)
-ROWS = 8 * COUNT      # of a batch, 8 of each process
+ROWS = 8 * COUNT  # of a batch, 8 of each process
 HANG = 2.0
 TX = optax.adam(0.02)
 
@@ -48,7 +50,11 @@ def step(state, batch):
         value, grads = jax.value_and_grad(loss)(state.params, batch)
         return state.apply(TX, grads), {"loss": value}
     value, grads = jax.value_and_grad(loss)(state["params"], batch)
-    return {"params": state["params"] - 0.1 * grads}, {"loss": value, "grads": grads, "rows": batch["weight"].sum()}
+    return {"params": state["params"] - 0.1 * grads}, {
+        "loss": value,
+        "grads": grads,
+        "rows": batch["weight"].sum(),
+    }
 
 
 def careless(state, batch):
@@ -63,11 +69,11 @@ def batches(sizes, begin=0):
         elif size == -2:
             raise OSError("the disk is gone")
         else:
-            yield {"x": X[begin:begin + size]}
+            yield {"x": X[begin : begin + size]}
             begin += size
 
 
-SIZES = {      # of each process
+SIZES = {  # of each process
     "ragged": [[8, 8, 8, 4], [5, 8]],
     "dropped": [[8, 8, 8], [8, 8, 3]],
     "unweighted": [[8, 8, 8], [8, 8]],
@@ -83,9 +89,13 @@ SIZES = {      # of each process
 def run(case):
     """Trains on what feed gives, and returns the metrics of each step and the parameters."""
     weighted = case in ("ragged", "stuck")
-    shapes = {"x": np.zeros((ROWS, 5), np.float32)} | ({"weight": np.zeros(ROWS, np.float32)} if weighted else {})
+    shapes = {"x": np.zeros((ROWS, 5), np.float32)} | (
+        {"weight": np.zeros(ROWS, np.float32)} if weighted else {}
+    )
     written = step if weighted else careless
-    plan = parallel.plan(written, init, shapes, devices=jax.devices(), strategy="zero1" if weighted else "data")
+    plan = parallel.plan(
+        written, init, shapes, devices=jax.devices(), strategy="zero1" if weighted else "data"
+    )
     state, spread = plan.init(jax.random.key(0)), plan.jit(written)
     seen, limit = [], HANG if case in ("late", "late-first", "stuck", "failed", "killed") else 60
     given = batches(SIZES[case][ME], 32 * ME % 64)
@@ -93,34 +103,52 @@ def run(case):
         assert jax.tree.map(lambda x: x.sharding, batch) == plan.batch
         state, metrics = spread(state, batch)
         if case == "stuck" and ME == 1 and len(seen) == 1:
-            time.sleep(60)                  # outside of what makes batches
+            time.sleep(60)  # outside of what makes batches
         if case == "failed" and ME == 1 and len(seen) == 1:
             raise ArithmeticError("this process's own")
         if case == "killed" and ME == 1 and len(seen) == 1:
             os.kill(os.getpid(), 9)
-        seen.append(jax.tree.map(lambda x: np.asarray(x).tolist(), metrics))      # stands here where a step hangs
+        seen.append(
+            jax.tree.map(lambda x: np.asarray(x).tolist(), metrics)
+        )  # stands here where a step hangs
     return {"seen": seen, "params": np.asarray(state["params"]).tolist()}
 
 
 def trained():
     """fit on both processes, each of which has all rows or its own; it dies after a checkpoint and goes on."""
     folder = sys.argv[5]
-    plan = parallel.plan(step, begin, {"x": X[:ROWS], "weight": np.ones(ROWS, np.float32)}, devices=jax.devices(),
-                         strategy="zero1")
-    everything = lambda i: {"x": X[ROWS * (i % 4):][:ROWS]}
-    own = lambda i: {"x": everything(i)["x"][8 * ME:][:8]}
-    measure = lambda state, batch: {"loss": tr.mean(jnp.square(batch["x"] @ state.params).sum(-1), batch["weight"])}
+    plan = parallel.plan(
+        step,
+        begin,
+        {"x": X[:ROWS], "weight": np.ones(ROWS, np.float32)},
+        devices=jax.devices(),
+        strategy="zero1",
+    )
+    everything = lambda i: {"x": X[ROWS * (i % 4) :][:ROWS]}
+    own = lambda i: {"x": everything(i)["x"][8 * ME :][:8]}
+    measure = lambda state, batch: {
+        "loss": tr.mean(jnp.square(batch["x"] @ state.params).sum(-1), batch["weight"])
+    }
     evaluate = {"all": tr.evaluator(measure, {"x": X[:21]}, batch_size=10)}
-    warnings.simplefilter("ignore", tr.ResumeWarning)    # the second call has other data on purpose
+    warnings.simplefilter("ignore", tr.ResumeWarning)  # the second call has other data on purpose
     for steps, given in ((3, everything), (6, own)):
-        state = tr.fit(step, begin(jax.random.key(0)), given, steps=steps, workdir=folder, plan=plan, evaluate=evaluate,
-                       every=3, tensorboard=False)
+        state = tr.fit(
+            step,
+            begin(jax.random.key(0)),
+            given,
+            steps=steps,
+            workdir=folder,
+            plan=plan,
+            evaluate=evaluate,
+            every=3,
+            tensorboard=False,
+        )
     return {"params": np.asarray(state.params).tolist(), "loss": evaluate["all"](state)["loss"]}
 
 
 def main():
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_disable_most_optimizations", True)      # programs are small
+    jax.config.update("jax_disable_most_optimizations", True)  # programs are small
     for _ in range(2):
         parallel.initialize(f"127.0.0.1:{PORT}", COUNT, ME, initialization_timeout=60)
     assert jax.process_count() == COUNT and len(jax.devices()) == EACH * COUNT

@@ -7,8 +7,9 @@ import pytest
 
 from fnet.parallel import _compile
 
-STATS = types.SimpleNamespace(argument_size_in_bytes=8, output_size_in_bytes=8, alias_size_in_bytes=4,
-                              temp_size_in_bytes=2)
+STATS = types.SimpleNamespace(
+    argument_size_in_bytes=8, output_size_in_bytes=8, alias_size_in_bytes=4, temp_size_in_bytes=2
+)
 HLO = jax.jit(lambda x: x + 1).lower(1.0).compile().as_text()
 
 
@@ -30,20 +31,33 @@ def test_a_program():
     assert (found.arguments, found.peak, found.ledger.sent) == (8, 14, 0)
 
 
-@pytest.mark.parametrize("as_text", [lambda: None, raising(jax.errors.JaxRuntimeError("INTERNAL: too large"))])
+@pytest.mark.parametrize(
+    "as_text", [lambda: None, raising(jax.errors.JaxRuntimeError("INTERNAL: too large"))]
+)
 def test_a_program_that_is_not_printed_has_no_ledger(as_text):
     assert _compile.compiled(step(as_text=as_text), None, None) == _compile.Compiled(8, 14, None)
 
 
 def test_too_little_memory():
-    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory, 17G of 15.75G hbm. Over by 1G.\nmore")
+    error = jax.errors.JaxRuntimeError(
+        "RESOURCE_EXHAUSTED: Ran out of memory, 17G of 15.75G hbm. Over by 1G.\nmore"
+    )
     found = _compile.compiled(step(raising(error)), None, None)
-    assert found.peak is None and found.said == "RESOURCE_EXHAUSTED: Ran out of memory, 17G of 15.75G hbm"
+    assert (
+        found.peak is None
+        and found.said == "RESOURCE_EXHAUSTED: Ran out of memory, 17G of 15.75G hbm"
+    )
 
 
-@pytest.mark.parametrize("options", [
-    {"compile": raising(jax.errors.JaxRuntimeError("INVALID_ARGUMENT: mine"))}, {"compile": raising(KeyError("mine"))},
-    {"as_text": raising(KeyError("mine"))}, {"as_text": raising(MemoryError("mine"))}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compile": raising(jax.errors.JaxRuntimeError("INVALID_ARGUMENT: mine"))},
+        {"compile": raising(KeyError("mine"))},
+        {"as_text": raising(KeyError("mine"))},
+        {"as_text": raising(MemoryError("mine"))},
+    ],
+)
 def test_other_errors_are_raised(options):
     with pytest.raises((jax.errors.JaxRuntimeError, KeyError, MemoryError), match="mine"):
         _compile.compiled(step(**options), None, None)

@@ -8,8 +8,9 @@ from fnet.parallel._estimate import Split, estimate
 
 def test_replicated_parameters_of_a_split_optimizer_are_gathered():
     """ZeRO-1: the old and the new parameters are whole at the same time."""
+
     def step(p, m, x):
-        m = 0.9 * m + jax.grad(lambda p: ((x @ p)**2).sum())(p)
+        m = 0.9 * m + jax.grad(lambda p: ((x @ p) ** 2).sum())(p)
         return p - m, m
 
     closed = jax.make_jaxpr(step)(jnp.zeros((64, 64)), jnp.zeros((64, 64)), jnp.zeros((8, 64)))
@@ -17,5 +18,8 @@ def test_replicated_parameters_of_a_split_optimizer_are_gathered():
     parameters, others = 64 * 64 * 4, 64 * 64 * 4 // 8 + 64 * 4
     found = estimate(closed, splits, {"data": 8}, whole=True)
     assert found.peak == parameters + others + 2 * parameters
-    assert [(t.collective, t.bytes) for t in found.ledger.transfers][-1] == ("all-gather", parameters)
+    assert [(t.collective, t.bytes) for t in found.ledger.transfers][-1] == (
+        "all-gather",
+        parameters,
+    )
     assert estimate(closed, splits, {"data": 8}).peak < parameters + others + parameters

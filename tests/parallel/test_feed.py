@@ -1,5 +1,4 @@
-"""feed on one process: every batch of the plan's shape, a ragged epoch's loss, errors. Several: test_two_processes.py.
-"""
+"""feed on one process: every batch of the plan's shape, a ragged epoch's loss, errors. Several: test_two_processes.py."""
 
 import re
 
@@ -13,7 +12,11 @@ from fnet import parallel
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(44, 6)).astype(np.float32), RNG.normal(size=44).astype(np.float32)
-SHAPES = {"x": np.zeros((16, 6), np.float32), "y": np.zeros(16, np.float32), "weight": np.zeros(16, np.float32)}
+SHAPES = {
+    "x": np.zeros((16, 6), np.float32),
+    "y": np.zeros(16, np.float32),
+    "weight": np.zeros(16, np.float32),
+}
 
 
 def init(key):
@@ -33,12 +36,14 @@ def step(state, batch):
 
 def careless(state, batch):
     """Without weights."""
-    return step(state, {"weight": jnp.ones(batch["y"].shape), **{name: batch[name] for name in ("x", "y")}})
+    return step(
+        state, {"weight": jnp.ones(batch["y"].shape), **{name: batch[name] for name in ("x", "y")}}
+    )
 
 
 def epoch(size=16):
     for begin in range(0, len(X), size):
-        yield {"x": X[begin:begin + size], "y": Y[begin:begin + size]}
+        yield {"x": X[begin : begin + size], "y": Y[begin : begin + size]}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +53,9 @@ def plan():
 
 @pytest.fixture(scope="module")
 def without():
-    return parallel.plan(careless, init, {name: SHAPES[name] for name in ("x", "y")}, strategy="data")
+    return parallel.plan(
+        careless, init, {name: SHAPES[name] for name in ("x", "y")}, strategy="data"
+    )
 
 
 def test_a_ragged_epoch_has_the_loss_of_one_device(plan):
@@ -69,7 +76,7 @@ def test_a_ragged_epoch_has_the_loss_of_one_device(plan):
 
 def test_padding_is_the_last_row_and_weights_are_kept(plan):
     given = {"x": X[:5], "y": Y[:5], "weight": np.array([1, 0.5, 2, 0, 1], np.float32)}
-    batch, = parallel.feed([given], plan)
+    (batch,) = parallel.feed([given], plan)
     np.testing.assert_array_equal(batch["weight"], [1, 0.5, 2, 0, 1] + [0] * 11)
     np.testing.assert_array_equal(batch["x"][:5], X[:5])
     np.testing.assert_array_equal(batch["x"][5:], np.tile(X[4], (11, 1)))
@@ -77,7 +84,10 @@ def test_padding_is_the_last_row_and_weights_are_kept(plan):
 
 def test_short_batches_are_left_out(plan, without):
     short = [{"x": X[:5], "y": Y[:5]}, *epoch()]
-    assert [batch["y"].shape for batch in parallel.feed(short, without, drop_remainder=True)] == [(16,), (16,)]
+    assert [batch["y"].shape for batch in parallel.feed(short, without, drop_remainder=True)] == [
+        (16,),
+        (16,),
+    ]
     assert len(list(parallel.feed(short, plan, drop_remainder=True))) == 2
     assert len(list(parallel.feed(short, plan))) == 4
 
@@ -89,14 +99,19 @@ def test_without_weights_full_batches_need_none(without):
 
 def test_leaves_without_rows():
     def noisy(state, batch):
-        return state, {"noise": jax.random.normal(batch["key"], batch["x"].shape).mean() * batch["scale"]}
+        return state, {
+            "noise": jax.random.normal(batch["key"], batch["x"].shape).mean() * batch["scale"]
+        }
 
     shapes = {"x": np.zeros(16, np.float32), "key": jax.random.key(0), "scale": np.float32(2)}
     plan = parallel.plan(noisy, lambda key: {"params": jnp.zeros(3)}, shapes, strategy="data")
     given = {"x": Y[:16], "key": jax.random.key(7), "scale": np.float32(3)}
-    batch, = parallel.feed([given], plan)
+    (batch,) = parallel.feed([given], plan)
     assert batch["key"].sharding.is_fully_replicated and batch["scale"].sharding.is_fully_replicated
-    assert batch["scale"] == 3 and (jax.random.key_data(batch["key"]) == jax.random.key_data(given["key"])).all()
+    assert (
+        batch["scale"] == 3
+        and (jax.random.key_data(batch["key"]) == jax.random.key_data(given["key"])).all()
+    )
 
 
 @pytest.mark.parametrize("offset", range(0, 64, 16))
@@ -104,7 +119,7 @@ def test_arrays_may_be_filled_again(without, offset):
     """A CPU's device shares memory with NumPy where it is aligned."""
     raw = np.zeros(16 * 7 * 4 + 128, np.uint8)
     begin = -raw.ctypes.data % 64 + offset
-    x = raw[begin:begin + 16 * 6 * 4].view(np.float32).reshape(16, 6)
+    x = raw[begin : begin + 16 * 6 * 4].view(np.float32).reshape(16, 6)
 
     def same_one():
         for i in range(3):
@@ -112,31 +127,54 @@ def test_arrays_may_be_filled_again(without, offset):
             yield {"x": x, "y": np.full(16, i, np.float32)}
 
     got = list(parallel.feed(same_one(), without))
-    assert [float(batch["x"].min()) for batch in got] == [float(batch["x"].max()) for batch in got] == [0, 1, 2]
+    assert (
+        [float(batch["x"].min()) for batch in got]
+        == [float(batch["x"].max()) for batch in got]
+        == [0, 1, 2]
+    )
 
 
 def test_one_process_has_no_thread_and_asks_for_one_batch_at_a_time(plan, monkeypatch):
-    monkeypatch.setattr("threading.Thread.start", lambda thread: pytest.fail(f"a thread: {thread.name}"))
+    monkeypatch.setattr(
+        "threading.Thread.start", lambda thread: pytest.fail(f"a thread: {thread.name}")
+    )
     asked = []
     feed = parallel.feed((asked.append(i) or batch for i, batch in enumerate(epoch())), plan)
     assert asked == [] and next(feed) and asked == [0] and next(feed) and asked == [0, 1]
 
 
-CHOICES = ("so it cannot be padded; weight the loss by batch['weight'], float32 [rows], in step and plan; or "
-           "omit short batches with drop_remainder=True; or use a number of rows and devices that every batch fills")
+CHOICES = (
+    "so it cannot be padded; weight the loss by batch['weight'], float32 [rows], in step and plan; or "
+    "omit short batches with drop_remainder=True; or use a number of rows and devices that every batch fills"
+)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda b: {**b, "x": X[:17], "y": Y[:17]}, "feed: batch['x'] of shape (17, 6) has 17 rows, but this process's "
-     "share of the plan's 16 is 16; pass 16 rows, or plan for more"),
-    (lambda b: {**b, "y": Y[:15]}, "feed: batch['y'] has 15 rows and batch['x'] has 16; all leaves of a batch must "
-     "have the same number of rows"),
-    (lambda b: {**b, "x": X[:16, :5]}, "feed: expected batch['x'] to be float32[16, 6] from this process, as "
-     "in the plan; got float32[16, 5]"),
-    (lambda b: {**b, "x": X[:16].astype(np.int32)}, "as in the plan; got int32[16, 6]"),
-    (lambda b: {"x": b["x"]}, "expected batch['weight'], batch['x'], batch['y'] as in the plan; got batch['x']"),
-    (lambda b: None, "as in the plan; got nothing"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda b: {**b, "x": X[:17], "y": Y[:17]},
+            "feed: batch['x'] of shape (17, 6) has 17 rows, but this process's "
+            "share of the plan's 16 is 16; pass 16 rows, or plan for more",
+        ),
+        (
+            lambda b: {**b, "y": Y[:15]},
+            "feed: batch['y'] has 15 rows and batch['x'] has 16; all leaves of a batch must "
+            "have the same number of rows",
+        ),
+        (
+            lambda b: {**b, "x": X[:16, :5]},
+            "feed: expected batch['x'] to be float32[16, 6] from this process, as "
+            "in the plan; got float32[16, 5]",
+        ),
+        (lambda b: {**b, "x": X[:16].astype(np.int32)}, "as in the plan; got int32[16, 6]"),
+        (
+            lambda b: {"x": b["x"]},
+            "expected batch['weight'], batch['x'], batch['y'] as in the plan; got batch['x']",
+        ),
+        (lambda b: None, "as in the plan; got nothing"),
+    ],
+)
 def test_errors_of_batches(plan, change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         list(parallel.feed([change({"x": X[:16], "y": Y[:16]})], plan))
@@ -145,33 +183,52 @@ def test_errors_of_batches(plan, change, message):
 @pytest.mark.parametrize("value", [2**31, -(2**40)])
 def test_integers_that_do_not_fit_into_32_bits(value):
     step = lambda state, batch: (state, {"n": batch["time"].max()})
-    plan = parallel.plan(step, lambda key: {"w": jnp.ones(3)}, {"time": np.zeros(16, np.int64)}, strategy="data")
+    plan = parallel.plan(
+        step, lambda key: {"w": jnp.ones(3)}, {"time": np.zeros(16, np.int64)}, strategy="data"
+    )
     fine, wrong = np.arange(16), np.where(np.arange(16) == 7, value, 0)
     assert [int(batch["time"].max()) for batch in parallel.feed([{"time": fine}], plan)] == [15]
-    with pytest.raises(ValueError, match=rf"batch\['time'\] holds {value}, which does not fit into 32 bits"):
+    with pytest.raises(
+        ValueError, match=rf"batch\['time'\] holds {value}, which does not fit into 32 bits"
+    ):
         list(parallel.feed([{"time": fine}, {"time": wrong}], plan))
 
 
 def test_short_without_weights(without):
-    with pytest.raises(ValueError, match=re.escape(
+    with pytest.raises(
+        ValueError,
+        match=re.escape(
             "feed: batch 2 has 12 rows here, fewer than this process's share of 16, and the plan's batch has no "
-            "'weight', " + CHOICES)):
+            "'weight', " + CHOICES
+        ),
+    ):
         list(parallel.feed(epoch(), without))
     unread = parallel.plan(careless, init, SHAPES, strategy="data")
-    with pytest.raises(ValueError, match=re.escape("and the step does not read batch['weight'], " + CHOICES)):
+    with pytest.raises(
+        ValueError, match=re.escape("and the step does not read batch['weight'], " + CHOICES)
+    ):
         list(parallel.feed(epoch(), unread))
     assert len(list(parallel.feed(epoch(), unread, drop_remainder=True))) == 2
 
 
 def test_errors_of_arguments(plan):
-    with pytest.raises(TypeError, match=r"feed: batches must be iterable, e.g. a list or a generator such as "
-                                        r"\(batches\(i\) for i in range\(steps\)\); got function"):
+    with pytest.raises(
+        TypeError,
+        match=r"feed: batches must be iterable, e.g. a list or a generator such as "
+        r"\(batches\(i\) for i in range\(steps\)\); got function",
+    ):
         parallel.feed(lambda i: i, plan)
     with pytest.raises(ValueError, match="feed: timeout must be > 0 seconds; got 0"):
         parallel.feed([], plan, timeout=0)
-    heavy = parallel.plan(lambda s, b: (s, b["weight"].sum()), init, {"weight": np.zeros((16, 2), np.float32)},
-                          strategy="data")
-    with pytest.raises(ValueError, match=re.escape("float32 [rows]; in the plan it is float32[16, 2]")):
+    heavy = parallel.plan(
+        lambda s, b: (s, b["weight"].sum()),
+        init,
+        {"weight": np.zeros((16, 2), np.float32)},
+        strategy="data",
+    )
+    with pytest.raises(
+        ValueError, match=re.escape("float32 [rows]; in the plan it is float32[16, 2]")
+    ):
         parallel.feed([], heavy)
 
 
@@ -185,6 +242,9 @@ class Elsewhere:
 
 
 def test_a_plan_for_chips_elsewhere(plan):
-    with pytest.raises(ValueError, match="feed: this plan is for 8 x .*, which are not attached; use devices='local' "
-                                         r"or jax\.devices\(\) to run it"):
+    with pytest.raises(
+        ValueError,
+        match="feed: this plan is for 8 x .*, which are not attached; use devices='local' "
+        r"or jax\.devices\(\) to run it",
+    ):
         parallel.feed([], Elsewhere(plan))

@@ -39,7 +39,7 @@ def by_hand(kernel, batch):
     """A loop that adds a weight's gradient up itself, and something else beside it."""
     x, _ = batch
 
-    def turn(carried, slice_):    # [batch, features]
+    def turn(carried, slice_):  # [batch, features]
         total, count, last = carried
         return (total + slice_.T @ slice_, count + 1, last * 0.5 + slice_.mean(0)), None
 
@@ -52,7 +52,11 @@ CASES = {"chunked": chunked, "lowered": lowered, "transposed": transposed, "by_h
 
 
 def compiled(step, where):
-    return jax.jit(step, in_shardings=(where, ROWS), out_shardings=where).lower(KERNEL, (X, LABELS)).compile()
+    return (
+        jax.jit(step, in_shardings=(where, ROWS), out_shardings=where)
+        .lower(KERNEL, (X, LABELS))
+        .compile()
+    )
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -61,25 +65,39 @@ def test_one_sum_over_the_chips(name, split):
     step = jax.grad(CASES[name])
     where = NamedSharding(MESH, P(None, "data")) if split else WHOLE
     late = compiled(pin(step, MESH, "data", activations=split), where)
-    sums = [each for each in parallel.ledger(late).transfers if each.collective in ("all-reduce", "reduce-scatter")
-            and each.bytes >= 4 * KERNEL.size // N // 2]
+    sums = [
+        each
+        for each in parallel.ledger(late).transfers
+        if each.collective in ("all-reduce", "reduce-scatter")
+        and each.bytes >= 4 * KERNEL.size // N // 2
+    ]
     assert sums and all(each.times == 1 for each in sums), sums
     placed = jax.device_put((KERNEL, (X, LABELS)), (where, (ROWS, ROWS)))
     want = jax.jit(step)(KERNEL, (X, LABELS))
-    np.testing.assert_allclose(late(*placed), want, rtol=1e-4 if name != "lowered" else 2e-2,
-                               atol=1e-5 * np.abs(want).max() if name != "lowered" else 2e-2 * np.abs(want).max())
+    np.testing.assert_allclose(
+        late(*placed),
+        want,
+        rtol=1e-4 if name != "lowered" else 2e-2,
+        atol=1e-5 * np.abs(want).max() if name != "lowered" else 2e-2 * np.abs(want).max(),
+    )
 
 
 def test_without_it_each_turn_sums():
     plain = parallel.ledger(compiled(jax.grad(chunked), WHOLE))
     late = parallel.ledger(compiled(pin(jax.grad(chunked), MESH, "data", activations=False), WHOLE))
-    assert max(each.times for each in plain.transfers) == 6    # as many as chunks
+    assert max(each.times for each in plain.transfers) == 6  # as many as chunks
     assert late.sent < 0.3 * plain.sent, (late.sent, plain.sent)
 
 
 def test_a_weight_of_all_turns_is_gathered_once():
-    found = parallel.ledger(compiled(pin(jax.grad(chunked), MESH, "data"), NamedSharding(MESH, P(None, "data"))))
-    gathered = [each for each in found.transfers if each.collective == "all-gather" and each.bytes >= 4 * KERNEL.size]
+    found = parallel.ledger(
+        compiled(pin(jax.grad(chunked), MESH, "data"), NamedSharding(MESH, P(None, "data")))
+    )
+    gathered = [
+        each
+        for each in found.transfers
+        if each.collective == "all-gather" and each.bytes >= 4 * KERNEL.size
+    ]
     assert gathered and all(each.times == 1 for each in gathered), gathered
 
 
@@ -113,7 +131,11 @@ def doubled(kernel, x):
 
 
 def handed_out(kernel, x):
-    return lax.scan(lambda total, rows: (total + rows.T @ rows, total), jnp.ones((32, 32)), jnp.swapaxes(x, 0, 1))
+    return lax.scan(
+        lambda total, rows: (total + rows.T @ rows, total),
+        jnp.ones((32, 32)),
+        jnp.swapaxes(x, 0, 1),
+    )
 
 
 def cut_off(kernel, x):
@@ -126,5 +148,9 @@ def cut_off(kernel, x):
 @pytest.mark.parametrize("f", [doubled, handed_out, cut_off])
 def test_what_is_no_sum_keeps_its_numbers(f):
     """A carry that is added to itself, one that leaves before it is added to, and sums that are cut to integers."""
-    for got, want in zip(jax.tree.leaves(jax.jit(pin(f, MESH, "data"))(KERNEL, X)), jax.tree.leaves(f(KERNEL, X))):
-        assert (np.abs(got - want) > 1e-4 * np.abs(want).max()).mean() < 0.01    # a sum may fall on a border
+    for got, want in zip(
+        jax.tree.leaves(jax.jit(pin(f, MESH, "data"))(KERNEL, X)), jax.tree.leaves(f(KERNEL, X))
+    ):
+        assert (
+            np.abs(got - want) > 1e-4 * np.abs(want).max()
+        ).mean() < 0.01  # a sum may fall on a border

@@ -23,11 +23,31 @@ def compiled(f, *args, **options):
 SINGLE = {
     "psum": (lambda x: lax.psum(x, "d"), "all-reduce", 64, 2 * 7 / 8 * 64),
     "all_gather": (lambda x: lax.all_gather(x, "d", tiled=True)[:16], "all-gather", 512, 7 * 64),
-    "psum_scatter": (lambda x: jnp.tile(lax.psum_scatter(x, "d", tiled=True), 8), "reduce-scatter", 8, 7 * 8),
-    "all_to_all": (lambda x: lax.all_to_all(x.reshape(8, 2), "d", 0, 0).reshape(-1), "all-to-all", 64, 7 / 8 * 64),
+    "psum_scatter": (
+        lambda x: jnp.tile(lax.psum_scatter(x, "d", tiled=True), 8),
+        "reduce-scatter",
+        8,
+        7 * 8,
+    ),
+    "all_to_all": (
+        lambda x: lax.all_to_all(x.reshape(8, 2), "d", 0, 0).reshape(-1),
+        "all-to-all",
+        64,
+        7 / 8 * 64,
+    ),
     "ppermute": (lambda x: lax.ppermute(x, "d", RING), "collective-permute", 64, 64),
-    "int8": (lambda x: lax.ppermute(x.astype(jnp.int8), "d", RING).astype(x.dtype), "collective-permute", 16, 16),
-    "groups": (lambda x: lax.psum(x, "d", axis_index_groups=[[0, 1], [2, 3], [4, 5], [6, 7]]), "all-reduce", 64, 64),
+    "int8": (
+        lambda x: lax.ppermute(x.astype(jnp.int8), "d", RING).astype(x.dtype),
+        "collective-permute",
+        16,
+        16,
+    ),
+    "groups": (
+        lambda x: lax.psum(x, "d", axis_index_groups=[[0, 1], [2, 3], [4, 5], [6, 7]]),
+        "all-reduce",
+        64,
+        64,
+    ),
 }
 
 
@@ -60,11 +80,18 @@ def test_scopes_are_those_of_both_passes():
         return jnp.square(h).mean()
 
     rows, whole = NamedSharding(MESH, P("d")), NamedSharding(MESH, P())
-    step = jax.jit(jax.grad(loss), out_shardings=whole).lower(
-        jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=whole),
-        jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=rows)).compile()
+    step = (
+        jax.jit(jax.grad(loss), out_shardings=whole)
+        .lower(
+            jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=whole),
+            jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=rows),
+        )
+        .compile()
+    )
     found = parallel.ledger(step)
-    assert [(t.collective, t.scope, t.bytes) for t in found.transfers] == [("all-reduce", "block", 64)]
+    assert [(t.collective, t.scope, t.bytes) for t in found.transfers] == [
+        ("all-reduce", "block", 64)
+    ]
     assert str(found).splitlines()[0] == "0.000 MiB sent by each chip in a step"
     assert "all-reduce      1     0.000  block" in str(found)
     assert parallel.ledger(step.as_text()) == found
@@ -98,21 +125,38 @@ ENTRY %main (x: f32[2]) -> f32[8] {
 def test_collectives_that_are_started():
     found = parallel.ledger(STARTED)
     assert [(t.collective, t.bytes, t.group, t.scope) for t in found.transfers] == [
-        ("all-gather", 32, 4, ""), ("collective-permute", 6, 4, ""), ("all-gather", 32, 2, ""),
-        ("all-reduce", 8, 4, "block"), ("all-reduce", 8, 4, ""), ("all-reduce", 4, 4, "")]
+        ("all-gather", 32, 4, ""),
+        ("collective-permute", 6, 4, ""),
+        ("all-gather", 32, 2, ""),
+        ("all-reduce", 8, 4, "block"),
+        ("all-reduce", 8, 4, ""),
+        ("all-reduce", 4, 4, ""),
+    ]
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="ledger: expected the HLO of a compiled program; got text that begins with"):
+    with pytest.raises(
+        ValueError,
+        match="ledger: expected the HLO of a compiled program; got text that begins with",
+    ):
         parallel.ledger("module @jit_f {\n}")
 
 
-@pytest.mark.parametrize(("groups", "size"), [
-    ("{{0,1},{2,3}}", 2), ("[4,2]<=[8]", 2), ("mesh['data'=4,'tensor'=2] {'tensor'}", 2),
-    ("mesh['data'=4,'tensor'=2] {'data','tensor'}", 8), ("mesh['axis_0'=8] {'axis_0':(1)4}", 4)])
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("{{0,1},{2,3}}", 2),
+        ("[4,2]<=[8]", 2),
+        ("mesh['data'=4,'tensor'=2] {'tensor'}", 2),
+        ("mesh['data'=4,'tensor'=2] {'data','tensor'}", 8),
+        ("mesh['axis_0'=8] {'axis_0':(1)4}", 4),
+    ],
+)
 def test_groups_as_xla_writes_them(groups, size):
-    text = ("HloModule m, num_partitions=8\n\nENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8] parameter(0)\n"
-            f"  ROOT %y = f32[8] all-reduce(%x), channel_id=1, replica_groups={groups}, to_apply=%add\n}}\n")
+    text = (
+        "HloModule m, num_partitions=8\n\nENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8] parameter(0)\n"
+        f"  ROOT %y = f32[8] all-reduce(%x), channel_id=1, replica_groups={groups}, to_apply=%add\n}}\n"
+    )
     (transfer,) = parallel.ledger(text).transfers
     assert transfer.group == size
 
@@ -155,5 +199,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 def test_tpus_programs():
     """A transfer begun before a loop and carried on inside is one, lengths of loops stand in their conditions, and an
     all-reduce that is cut up is a reduce-scatter."""
-    found = {each.collective: (each.bytes, each.times) for each in parallel.ledger(PIECES).transfers}
+    found = {
+        each.collective: (each.bytes, each.times) for each in parallel.ledger(PIECES).transfers
+    }
     assert found == {"all-gather": (128, 1), "all-reduce": (16, 6), "reduce-scatter": (64, 1)}

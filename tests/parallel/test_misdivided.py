@@ -25,8 +25,8 @@ FINDINGS = pathlib.Path(__file__).parents[2] / "findings"
 
 
 def mesh(*shape):
-    devices = np.array(jax.devices()[:int(np.prod(shape))]).reshape(shape)
-    return Mesh(devices, ("a", "b")[:len(shape)], axis_types=(AxisType.Auto,) * len(shape))
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return Mesh(devices, ("a", "b")[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
 
 
 @pytest.mark.quick_cases(2)
@@ -38,7 +38,9 @@ def test_jaxlib_still_needs_the_row(row):
     program = script.read_text().partition("<<'PYTHON'\n")[2].partition("\nPYTHON")[0]
     with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(io.StringIO()) as said:
         exec(compile(program, str(script), "exec"), {})
-    assert not ended.value.code, f"set `repaired` of {row.name!r} in fnet/jaxpr/_misdivided.py:\n{said.getvalue()}"
+    assert not ended.value.code, (
+        f"set `repaired` of {row.name!r} in fnet/jaxpr/_misdivided.py:\n{said.getvalue()}"
+    )
 
 
 def test_a_repaired_row_does_not_apply(monkeypatch):
@@ -46,17 +48,26 @@ def test_a_repaired_row_does_not_apply(monkeypatch):
     for version, applies in (((0, 12, 0), True), ((0, 13, 0), False), ((0, 14, 1), False)):
         monkeypatch.setattr(misdivided, "VERSION", version)
         assert row.applies(mesh(2, 2)) == applies
-        assert misdivided.SPLIT_IMAGE.applies(mesh(2, 2))    # newer jaxlibs, too, as long as none is known to be right
+        assert misdivided.SPLIT_IMAGE.applies(
+            mesh(2, 2)
+        )  # newer jaxlibs, too, as long as none is known to be right
 
 
 def test_meshes_to_which_a_row_applies():
-    for sizes, one, two in (((8,), True, False), ((4, 2), True, True), ((4, 1), True, False), ((1, 1), False, False)):
-        each = AbstractMesh(sizes, ("a", "b")[:len(sizes)], axis_types=(AxisType.Auto,) * len(sizes))
+    for sizes, one, two in (
+        ((8,), True, False),
+        ((4, 2), True, True),
+        ((4, 1), True, False),
+        ((1, 1), False, False),
+    ):
+        each = AbstractMesh(
+            sizes, ("a", "b")[: len(sizes)], axis_types=(AxisType.Auto,) * len(sizes)
+        )
         assert (misdivided.MAX_POOL.applies(each), misdivided.GROUPED.applies(each)) == (one, two)
     assert not misdivided.MAX_POOL.applies(None)
 
 
-CASES = {    # layer, shape of the input
+CASES = {  # layer, shape of the input
     "1d": (nn.Conv(8, 4), (8, 16, 8)),
     "2d": (nn.Conv(8, 3), (8, 8, 8, 8)),
     "even window": (nn.Conv(8, 4), (8, 8, 8, 8)),
@@ -82,7 +93,10 @@ def shardings(shape, mesh):
     """All shardings that divide an array: each axis of the mesh splits one axis of the array, or none."""
     found = []
     for places in itertools.product((None, *range(len(shape))), repeat=len(mesh.shape)):
-        split = [tuple(name for name, place in zip(mesh.shape, places) if place == i) for i in range(len(shape))]
+        split = [
+            tuple(name for name, place in zip(mesh.shape, places) if place == i)
+            for i in range(len(shape))
+        ]
         parts = [int(np.prod([mesh.shape[name] for name in names])) for names in split]
         if all(size % part == 0 for size, part in zip(shape, parts)):
             found.append(NamedSharding(mesh, P(*(names or None for names in split))))
@@ -92,10 +106,14 @@ def shardings(shape, mesh):
 def prepared(name):
     """(outputs and gradients of a layer, as a function of params, input and cotangent; these; the right results)."""
     layer, shape = CASES[name]
-    draw = lambda shape: np.random.default_rng(len(shape)).integers(-3, 4, shape).astype(np.float32)    # sums are exact
+    draw = lambda shape: (
+        np.random.default_rng(len(shape)).integers(-3, 4, shape).astype(np.float32)
+    )  # sums are exact
     x = np.random.default_rng(0).permutation(int(np.prod(shape))).reshape(shape).astype(np.float32)
     x = x if isinstance(layer, nn.MaxPool) else x % 7 - 3
-    params = jax.tree.map(lambda leaf: draw(leaf.shape), layer.init(jax.random.key(0), jnp.asarray(x))[0])
+    params = jax.tree.map(
+        lambda leaf: draw(leaf.shape), layer.init(jax.random.key(0), jnp.asarray(x))[0]
+    )
     cotangent = 36 * draw(jax.eval_shape(layer, params, x).shape)
 
     def run(params, x, cotangent):
@@ -130,9 +148,15 @@ def test_layers_on_drawn_shardings(sizes):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "sizes"), [
-    (name, sizes) for sizes in [(2, 2), (2, 4), (4,), (8,)] for name, (layer, _) in CASES.items()
-    if len(sizes) == 2 or isinstance(layer, nn.MaxPool)])    # one axis is enough for the error of max pooling alone
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        (name, sizes)
+        for sizes in [(2, 2), (2, 4), (4,), (8,)]
+        for name, (layer, _) in CASES.items()
+        if len(sizes) == 2 or isinstance(layer, nn.MaxPool)
+    ],
+)  # one axis is enough for the error of max pooling alone
 def test_layers_on_each_sharding_of_each_argument(name, sizes):
     """Each sharding of each argument, beside drawn shardings of the others."""
     each, draw = mesh(*sizes), random.Random(f"{name} {sizes}")
@@ -140,10 +164,13 @@ def test_layers_on_each_sharding_of_each_argument(name, sizes):
     leaves, structure = jax.tree.flatten(prepared(name)[1])
     for i, leaf in enumerate(leaves):
         for place in shardings(leaf.shape, each):
-            places = [place if j == i else draw.choice(shardings(x.shape, each)) for j, x in enumerate(leaves)]
+            places = [
+                place if j == i else draw.choice(shardings(x.shape, each))
+                for j, x in enumerate(leaves)
+            ]
             drawn.append((name, jax.tree.unflatten(structure, places)))
     for start in range(0, len(drawn), 40):
-        check(drawn[start:start + 40])
+        check(drawn[start : start + 40])
 
 
 def constraints(f, *args):
@@ -152,7 +179,10 @@ def constraints(f, *args):
 
 
 def test_one_device_and_one_axis_get_no_constraints():
-    layer, x = nn.Sequential(nn.Conv(8, 3), nn.DepthwiseConv(3), nn.MaxPool(2)), jnp.ones((8, 8, 8, 8))
+    layer, x = (
+        nn.Sequential(nn.Conv(8, 3), nn.DepthwiseConv(3), nn.MaxPool(2)),
+        jnp.ones((8, 8, 8, 8)),
+    )
     params = layer.init(jax.random.key(0), x)[0]
     assert not constraints(layer, params, x)
     assert not constraints(layer, params, jax.device_put(x, NamedSharding(mesh(8), P("a"))))
@@ -194,7 +224,11 @@ def test_several_kernels_for_one_input(name):
     draw = lambda leaf: random.Random(name).choice(shardings(leaf.shape, each))
     args = params, x, cotangent
     got = jax.jit(run)(*jax.tree.map(jax.device_put, args, jax.tree.map(draw, args)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), got, jax.jit(run)(*args))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4),
+        got,
+        jax.jit(run)(*args),
+    )
 
 
 def test_inside_shard_map_nothing_is_constrained():
@@ -214,7 +248,9 @@ def test_the_batch_and_the_channels_stay_split():
     y = jax.jit(conv)({"kernel": kernel}, x)
     assert y.sharding.is_equivalent_to(NamedSharding(each, P("a", None, None, "b")), 4)
     y = jax.jit(depthwise)(depthwise.init(jax.random.key(0), x)[0], x)
-    assert y.sharding.is_equivalent_to(NamedSharding(each, P(("a", "b"))), 4)    # each device has its own rows
+    assert y.sharding.is_equivalent_to(
+        NamedSharding(each, P(("a", "b"))), 4
+    )  # each device has its own rows
 
 
 def planned(step, init, batch, **options):
@@ -224,11 +260,15 @@ def planned(step, init, batch, **options):
 
 @pytest.mark.parametrize("sizes", [{"data": 4, "tensor": 2}, {"data": 8}])
 def test_a_planned_step_and_what_its_plan_says(sizes):
-    model = nn.Sequential(nn.Conv(16, 3), nn.MaxPool(3, 2, padding=1), nn.DepthwiseConv(3), nn.GlobalAvgPool())
+    model = nn.Sequential(
+        nn.Conv(16, 3), nn.MaxPool(3, 2, padding=1), nn.DepthwiseConv(3), nn.GlobalAvgPool()
+    )
     x = np.random.default_rng(0).normal(size=(16, 8, 8, 4)).astype(np.float32)
 
     def step(params, x):
-        value, gradients = jax.value_and_grad(lambda params: jnp.square(model(params, x) - 1).mean())(params)
+        value, gradients = jax.value_and_grad(
+            lambda params: jnp.square(model(params, x) - 1).mean()
+        )(params)
         return gradients, {"loss": value}
 
     init = lambda key: model.init(key, x[:1])[0]
@@ -236,17 +276,19 @@ def test_a_planned_step_and_what_its_plan_says(sizes):
     want = jax.jit(step)(init(jax.random.key(0)), x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
     held = {row.name: each.nbytes for each in plan.avoided for row in each.rows}
-    row = 2 * 8 * 8 * 16 + 4 * 4 * 16    # input, gradient and cotangent
+    row = 2 * 8 * 8 * 16 + 4 * 4 * 16  # input, gradient and cotangent
     pooled = row * 4 * 16 // sizes["data"]
     assert held["overlapping_max_pool_gradient"] == pooled
     assert ("grouped_convolution_gradient" in held) == (len(sizes) == 2)
     if len(sizes) == 2:
-        assert held["grouped_convolution_gradient"] == 3 * 3 * 16 * 4    # the kernel
-    assert (f"not left to XLA (overlapping_max_pool_gradient): the gradient of max pooling with overlapping windows, "
-            f"wrong where an image axis is split: 1 equation, {pooled:,} bytes held unsplit by each chip"
-            ) in plan.explain()
-    assert ("not left to XLA (split_image_convolution, split_kernel_convolution): " in plan.explain()) == (
-        len(sizes) == 2)
+        assert held["grouped_convolution_gradient"] == 3 * 3 * 16 * 4  # the kernel
+    assert (
+        f"not left to XLA (overlapping_max_pool_gradient): the gradient of max pooling with overlapping windows, "
+        f"wrong where an image axis is split: 1 equation, {pooled:,} bytes held unsplit by each chip"
+    ) in plan.explain()
+    assert (
+        "not left to XLA (split_image_convolution, split_kernel_convolution): " in plan.explain()
+    ) == (len(sizes) == 2)
 
 
 def test_rows_that_the_chips_cannot_share():
@@ -256,21 +298,30 @@ def test_rows_that_the_chips_cannot_share():
 
     def step(kernel, x):
         def loss(kernel):
-            rows = jnp.concatenate([x[:2], x])    # 10 rows
-            y = lax.conv_general_dilated(rows, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
-                                         feature_group_count=8)
+            rows = jnp.concatenate([x[:2], x])  # 10 rows
+            y = lax.conv_general_dilated(
+                rows,
+                kernel,
+                (1, 1),
+                "SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                feature_group_count=8,
+            )
             return jnp.square(y).sum()
 
         return jax.grad(loss)(kernel), {}
 
-    plan, (got, _) = planned(step, lambda key: jnp.asarray(kernel), x, mesh={"data": 4, "tensor": 2}, strategy="data")
+    plan, (got, _) = planned(
+        step, lambda key: jnp.asarray(kernel), x, mesh={"data": 4, "tensor": 2}, strategy="data"
+    )
     np.testing.assert_array_equal(got, jax.jit(step)(kernel, x)[0])
     (grouped,) = [each for each in plan.avoided if each.rows == (misdivided.GROUPED,)]
-    assert grouped.nbytes == 2 * 10 * 4 * 4 * 8 * 4    # input and cotangent
+    assert grouped.nbytes == 2 * 10 * 4 * 4 * 8 * 4  # input and cotangent
 
 
 def test_a_strided_slice_over_split_features():
     """Without the constraint, elements of the gradient are at other indices."""
+
     def step(w, x):
         return jax.grad(lambda w: (w[1::2] * x.mean(0)).sum())(w), {}
 
@@ -283,26 +334,50 @@ def test_a_strided_slice_over_split_features():
 
 
 @pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("scanned", [
-    lambda x: jnp.cumprod(x, 0), lax.cummax, lambda x: lax.cumlogsumexp(x, reverse=True),
-    lambda x: lax.associative_scan(jnp.multiply, x),
-    lambda x: lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (x, 1 - x))[1],
-], ids=["cumprod", "cummax", "cumlogsumexp", "products", "recurrence"])
+@pytest.mark.parametrize(
+    "scanned",
+    [
+        lambda x: jnp.cumprod(x, 0),
+        lax.cummax,
+        lambda x: lax.cumlogsumexp(x, reverse=True),
+        lambda x: lax.associative_scan(jnp.multiply, x),
+        lambda x: lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (x, 1 - x))[
+            1
+        ],
+    ],
+    ids=["cumprod", "cummax", "cumlogsumexp", "products", "recurrence"],
+)
 @pytest.mark.parametrize("size", [8, 12])
 def test_gradients_of_scans_over_a_split_axis(scanned, size):
     """Without the plan, XLA returns other gradients of products and recurrences."""
+
     def step(state, batch):
         y, transpose = jax.vjp(scanned, state["params"]["x"])
-        return {**state, "params": {"x": y}}, {"gradient": transpose(state["cotangent"])[0] + 0 * batch.sum()}
+        return {**state, "params": {"x": y}}, {
+            "gradient": transpose(state["cotangent"])[0] + 0 * batch.sum()
+        }
 
     draw = np.random.default_rng(size)
-    x = (2.0 ** draw.integers(-1, 2, (size, 4)) * draw.choice([-1, 1], (size, 4))).astype(np.float32)
+    x = (2.0 ** draw.integers(-1, 2, (size, 4)) * draw.choice([-1, 1], (size, 4))).astype(
+        np.float32
+    )
     batch = np.ones((4, 2), np.float32)
     cotangent = np.broadcast_to(draw.permutation(size)[:, None] + 1, x.shape).astype(np.float32)
     init = lambda key: {"params": {"x": jnp.asarray(x)}, "cotangent": jnp.asarray(cotangent)}
-    plan, got = planned(step, init, batch, strategy="data", mesh={"data": 2, "tensor": 2}, rules={"x": ("tensor",)},
-                        devices=jax.devices()[:4])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, jax.jit(step)(init(None), batch))
+    plan, got = planned(
+        step,
+        init,
+        batch,
+        strategy="data",
+        mesh={"data": 2, "tensor": 2},
+        rules={"x": ("tensor",)},
+        devices=jax.devices()[:4],
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
+        got,
+        jax.jit(step)(init(None), batch),
+    )
     assert plan.state["params"]["x"].spec == P("tensor")
     held = [each for each in plan.avoided if each.rows == (misdivided.NEGATIVE,)]
     assert held and not any(each.nbytes for each in held)

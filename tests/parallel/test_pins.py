@@ -25,9 +25,12 @@ ROWS, WHOLE = NamedSharding(MESH, P("data")), NamedSharding(MESH, P())
 
 def fsdp(tree):
     """Every array with a large axis is split along its last axis that 8 divides; those of a scan are not first ones."""
+
     def where(x):
         axes = [i for i, size in enumerate(x.shape) if size % N == 0]
-        return NamedSharding(MESH, P(*[None] * axes[-1], "data")) if axes and x.size >= 512 else WHOLE
+        return (
+            NamedSharding(MESH, P(*[None] * axes[-1], "data")) if axes and x.size >= 512 else WHOLE
+        )
 
     return jax.tree.map(where, tree)
 
@@ -35,7 +38,7 @@ def fsdp(tree):
 def gradient(loss):
     def step(params, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
-        return grads, value    # as they are: an update would hide their errors
+        return grads, value  # as they are: an update would hide their errors
 
     return step
 
@@ -56,8 +59,16 @@ def gpt(rows=16, time=16, width=32, depth=2, vocab=64, **options):
 
 
 def cnn():
-    model = nn.Sequential(nn.Conv(16, 3), nn.BatchNorm(), jax.nn.relu, nn.MaxPool(2), nn.Conv(32, 3), jax.nn.relu,
-                          nn.GlobalAvgPool(), nn.Dense(8))
+    model = nn.Sequential(
+        nn.Conv(16, 3),
+        nn.BatchNorm(),
+        jax.nn.relu,
+        nn.MaxPool(2),
+        nn.Conv(32, 3),
+        jax.nn.relu,
+        nn.GlobalAvgPool(),
+        nn.Dense(8),
+    )
     x = jax.random.normal(jax.random.key(1), (16, 8, 8, 3))
     params, state = model.init(jax.random.key(0), x)
 
@@ -87,16 +98,27 @@ def lstm():
 
 
 CASES = {
-    "gpt": gpt, "gpt unrolled": functools.partial(gpt, stacked=False),
+    "gpt": gpt,
+    "gpt unrolled": functools.partial(gpt, stacked=False),
     "gpt in bfloat16": lambda: (lambda s, p, b: (ft.autocast(s, "bfloat16"), p, b))(*gpt()),
-    "cnn": cnn, "flax": flax, "lstm": lstm,
+    "cnn": cnn,
+    "flax": flax,
+    "lstm": lstm,
     "microbatches": lambda: (lambda s, p, b: (gradient_microbatched(), p, b))(*cnn()),
 }
 
 
 def gradient_microbatched():
-    model = nn.Sequential(nn.Conv(16, 3), nn.BatchNorm(), jax.nn.relu, nn.MaxPool(2), nn.Conv(32, 3), jax.nn.relu,
-                          nn.GlobalAvgPool(), nn.Dense(8))
+    model = nn.Sequential(
+        nn.Conv(16, 3),
+        nn.BatchNorm(),
+        jax.nn.relu,
+        nn.MaxPool(2),
+        nn.Conv(32, 3),
+        jax.nn.relu,
+        nn.GlobalAvgPool(),
+        nn.Dense(8),
+    )
     _, state = model.init(jax.random.key(0), jnp.ones((2, 8, 8, 3)))
     loss = lambda params, x: jnp.square(model(params, x, state=state)[0]).mean()
 
@@ -110,8 +132,12 @@ def gradient_microbatched():
 def spread(step, params, batch, place):
     shardings = place(params)
     batch_sharding = jax.tree.map(lambda _: ROWS, batch)
-    jitted = jax.jit(step, in_shardings=(shardings, batch_sharding), out_shardings=(shardings, WHOLE))
-    return jitted.lower(params, batch).compile({"xla_backend_optimization_level": 0})    # it runs once
+    jitted = jax.jit(
+        step, in_shardings=(shardings, batch_sharding), out_shardings=(shardings, WHOLE)
+    )
+    return jitted.lower(params, batch).compile(
+        {"xla_backend_optimization_level": 0}
+    )  # it runs once
 
 
 def error(got, want):
@@ -136,8 +162,13 @@ def test_numbers_on_eight_chips_are_those_of_one(name):
 def transformer(hand=lambda x: x):
     """A language model of stacked blocks, with its activations passed through `hand`."""
     width, vocab, depth, time, rows = 128, 512, 4, 32, 32
-    shapes = {"embed": (vocab, width), "q": (depth, width, width), "o": (depth, width, width),
-              "up": (depth, width, 4 * width), "down": (depth, 4 * width, width)}
+    shapes = {
+        "embed": (vocab, width),
+        "q": (depth, width, width),
+        "o": (depth, width, width),
+        "up": (depth, width, 4 * width),
+        "down": (depth, 4 * width, width),
+    }
 
     def loss(params, t):
         x = hand(params["embed"][t[:, :-1]])
@@ -159,9 +190,13 @@ def transformer(hand=lambda x: x):
 @pytest.mark.exhaustive
 def test_pins_gather_weights_as_pins_by_hand_do():
     def by_hand(x):
-        return lax.with_sharding_constraint(x, NamedSharding(MESH, P("data", *[P.UNCONSTRAINED] * (x.ndim - 1))))
+        return lax.with_sharding_constraint(
+            x, NamedSharding(MESH, P("data", *[P.UNCONSTRAINED] * (x.ndim - 1)))
+        )
 
     step, params, batch = transformer()
-    plain, pinned, hand = (parallel.ledger(spread(f, params, batch, fsdp)).sent
-                           for f in (step, pin(step, MESH), transformer(by_hand)[0]))
+    plain, pinned, hand = (
+        parallel.ledger(spread(f, params, batch, fsdp)).sent
+        for f in (step, pin(step, MESH), transformer(by_hand)[0])
+    )
     assert pinned <= 1.05 * hand and pinned < 0.6 * plain, (plain, pinned, hand)

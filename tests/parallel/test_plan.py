@@ -14,7 +14,7 @@ from fnet import models, parallel
 from fnet import transforms as ft
 from fnet.parallel import _compile, _planner
 
-pytestmark = pytest.mark.usefixtures("quickly")    # programs run a few times
+pytestmark = pytest.mark.usefixtures("quickly")  # programs run a few times
 CASES = {"gpt": gpt, "cnn": cnn, "flax": flax}
 
 
@@ -34,12 +34,26 @@ def on_one_device(name):
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize(("name", "strategy", "options"), [
-    *(("gpt", strategy, {}) for strategy in ("zero1", "fsdp+pins")), ("gpt", "fsdp+pins", TENSOR),
-    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (    # parts of the others
-        ("gpt", "data", {}), ("gpt", "fsdp", {}), ("gpt", "zero1+microbatches=2", {}), ("flax", "zero1+remat", {}))),
-    ("gpt", "fsdp+pins+remat+microbatches=2", TENSOR), ("gpt", "fsdp+pins", {"mesh": {"slice": 2, "data": 4}}),
-    ("cnn", "fsdp+pins+remat", {}), ("flax", "fsdp+pins", {})])
+@pytest.mark.parametrize(
+    ("name", "strategy", "options"),
+    [
+        *(("gpt", strategy, {}) for strategy in ("zero1", "fsdp+pins")),
+        ("gpt", "fsdp+pins", TENSOR),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (  # parts of the others
+                ("gpt", "data", {}),
+                ("gpt", "fsdp", {}),
+                ("gpt", "zero1+microbatches=2", {}),
+                ("flax", "zero1+remat", {}),
+            )
+        ),
+        ("gpt", "fsdp+pins+remat+microbatches=2", TENSOR),
+        ("gpt", "fsdp+pins", {"mesh": {"slice": 2, "data": 4}}),
+        ("cnn", "fsdp+pins+remat", {}),
+        ("flax", "fsdp+pins", {}),
+    ],
+)
 def test_eight_devices_have_the_numbers_of_one(name, strategy, options):
     step, init, batch = CASES[name]()
     plan = parallel.plan(step, init, batch, strategy=strategy, compile=False, **options)
@@ -54,7 +68,11 @@ def test_eight_devices_have_the_numbers_of_one(name, strategy, options):
     assert error((state, metrics), wanted) <= 1e-5
     assert jax.tree.map(lambda x: x.sharding, state) == plan.state
     split = [x for x in jax.tree.leaves(state) if not x.sharding.is_fully_replicated]
-    model = [x for x in jax.tree.leaves(getattr(state, "params", state)) if not x.sharding.is_fully_replicated]
+    model = [
+        x
+        for x in jax.tree.leaves(getattr(state, "params", state))
+        if not x.sharding.is_fully_replicated
+    ]
     if not options.get("rules"):
         assert bool(split) == (not strategy.startswith("data"))
         assert not strategy.startswith("zero1") or name == "flax" or not model
@@ -65,12 +83,18 @@ def test_eight_devices_have_the_numbers_of_one(name, strategy, options):
 def test_tensor_parallelism_splits_what_its_rules_name():
     step, init, batch = gpt()
     plan = parallel.plan(step, init, batch, strategy="fsdp", compile=False, **TENSOR)
-    specs = {jax.tree_util.keystr(path): tuple(where.spec) for path, where in jax.tree.leaves_with_path(plan.state)}
+    specs = {
+        jax.tree_util.keystr(path): tuple(where.spec)
+        for path, where in jax.tree.leaves_with_path(plan.state)
+    }
     assert specs[".params['blocks']['fc']['kernel']"] == (None, "data", "tensor")
     assert specs[".params['blocks']['proj']['kernel']"] == (None, "tensor", "data")
-    sent = {transfer.scope: transfer for transfer in plan.chosen.estimate.ledger.transfers
-            if transfer.collective == "all-reduce" and transfer.group == 2}
-    assert {"blocks/proj", "blocks/attention/out"} <= set(sent)    # the sum of a layer's halves
+    sent = {
+        transfer.scope: transfer
+        for transfer in plan.chosen.estimate.ledger.transfers
+        if transfer.collective == "all-reduce" and transfer.group == 2
+    }
+    assert {"blocks/proj", "blocks/attention/out"} <= set(sent)  # the sum of a layer's halves
     data = parallel.plan(step, init, batch, strategy="data", **TENSOR)
     (compiled,) = data.candidates
     wide = [each for each in compiled.ledger.transfers if each.group == 2 and each.scope in sent]
@@ -87,41 +111,65 @@ def test_grouped_convolutions_beside_another_axis(groups, strategy, cast):
 
     def step(state, batch):
         def loss(kernel):
-            y = lax.conv_general_dilated(batch, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
-                                         feature_group_count=groups)
+            y = lax.conv_general_dilated(
+                batch,
+                kernel,
+                (1, 1),
+                "SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                feature_group_count=groups,
+            )
             return jnp.square(y.astype(jnp.float32)).mean()
 
         value, gradient = jax.value_and_grad(ft.autocast(loss, "bfloat16") if cast else loss)(state)
         return state - gradient, {"loss": value}
 
     batch = jax.random.normal(jax.random.key(1), (8, 6, 6, 8))
-    plan = parallel.plan(step, lambda key: kernel, batch, strategy=strategy, mesh=TENSOR["mesh"], compile=False)
-    want, got = jax.jit(step)(kernel, batch)[0], plan.jit(step)(plan.init(jax.random.key(0)), batch)[0]
+    plan = parallel.plan(
+        step, lambda key: kernel, batch, strategy=strategy, mesh=TENSOR["mesh"], compile=False
+    )
+    want, got = (
+        jax.jit(step)(kernel, batch)[0],
+        plan.jit(step)(plan.init(jax.random.key(0)), batch)[0],
+    )
     near = 1e-2 if cast else 1e-5
     np.testing.assert_allclose(got, want, rtol=0, atol=near * float(jnp.abs(want - kernel).max()))
 
 
 def test_logical_axes_make_rules():
-    model = models.GPT(64, 64, 2, 2, context=16)    # as gpt()'s
+    model = models.GPT(64, 64, 2, 2, context=16)  # as gpt()'s
     spec = model.spec(jnp.zeros((1, 16), jnp.int32))[0]
     rules = parallel.rules(spec, {"mlp": "tensor"})
     assert rules and all("tensor" in axes for axes in rules.values())
     step, init, batch = gpt()
-    plan = parallel.plan(step, init, batch, strategy="data", compile=False, mesh=TENSOR["mesh"], rules=rules)
+    plan = parallel.plan(
+        step, init, batch, strategy="data", compile=False, mesh=TENSOR["mesh"], rules=rules
+    )
     assert "tensor" in plan.state.params["blocks"]["fc"]["kernel"].spec
-    with pytest.raises(ValueError, match=re.escape("rules: no parameter has an axis named 'head'; there are ")):
+    with pytest.raises(
+        ValueError, match=re.escape("rules: no parameter has an axis named 'head'; there are ")
+    ):
         parallel.rules(spec, {"head": "tensor"})
 
 
 @pytest.mark.parametrize(("make", "pins"), [(transformer, True), (narrow, False)])
 def test_pins_where_they_send_less(make, pins):
     plan = parallel.plan(*make(), strategy="fsdp")
-    assert plan.pins == pins and {each.strategy for each in plan.candidates} == {"fsdp", "fsdp+pins"}
+    assert plan.pins == pins and {each.strategy for each in plan.candidates} == {
+        "fsdp",
+        "fsdp+pins",
+    }
     sent = {each.strategy: each.ledger.sent for each in plan.candidates}
-    assert sent["fsdp+pins"] < 0.6 * sent["fsdp"] if pins else sent["fsdp"] < 0.5 * sent["fsdp+pins"], sent
+    assert (
+        sent["fsdp+pins"] < 0.6 * sent["fsdp"] if pins else sent["fsdp"] < 0.5 * sent["fsdp+pins"]
+    ), sent
     text = plan.explain()
     for each in plan.candidates:
-        assert re.search(rf"^{re.escape(each.strategy)} .* {each.ledger.sent / 2 ** 20:,.2f} compiled  ", text, re.M)
+        assert re.search(
+            rf"^{re.escape(each.strategy)} .* {each.ledger.sent / 2**20:,.2f} compiled  ",
+            text,
+            re.M,
+        )
     assert re.search(r"sends \d\.\d\d times as much", text)
 
 
@@ -143,7 +191,9 @@ def test_least_is_sent_of_what_fits(monkeypatch):
     assert plan.strategy == "data" and not plan.pins and peaks["data"] == max(peaks.values())
     lines = plan.explain().splitlines()
     assert re.match(r"8 x .*: data, every chip holds the whole state", lines[0])
-    assert "chosen: it sends least of those that fit" in next(line for line in lines if line.startswith("data "))
+    assert "chosen: it sends least of those that fit" in next(
+        line for line in lines if line.startswith("data ")
+    )
     limited(monkeypatch, (peaks["data"] - 1) / _planner.ROOM)
     tight = parallel.plan(step, init, batch)
     assert tight.strategy != "data" and "remat" not in tight.strategy
@@ -169,14 +219,18 @@ def test_rungs_are_climbed_where_nothing_fits(monkeypatch):
     limited(monkeypatch, least(planned()) / _planner.ROOM - 1)
     plan = planned()
     assert plan.options.remat and plan.options.microbatches == 1
-    assert all(each.verdict.startswith("rejected") for each in plan.candidates if not each.options.remat)
+    assert all(
+        each.verdict.startswith("rejected") for each in plan.candidates if not each.options.remat
+    )
     limited(monkeypatch, least(plan) / _planner.ROOM - 1)
     plan = planned()
     assert plan.options.remat and f"+microbatches={plan.options.microbatches}" in plan.explain()
     assert plan.chosen.ledger.sent
     limited(monkeypatch, 1024)
-    said = (r"plan: nothing fits into .* GiB on each of 8 x .*; .* needs least, .* GiB \(estimated\); use a "
-            r"smaller batch, .* or more devices\. Its largest arrays \(estimated\): .* at \w+\.py:\d+ \(")
+    said = (
+        r"plan: nothing fits into .* GiB on each of 8 x .*; .* needs least, .* GiB \(estimated\); use a "
+        r"smaller batch, .* or more devices\. Its largest arrays \(estimated\): .* at \w+\.py:\d+ \("
+    )
     with pytest.raises(ValueError, match=said):
         planned()
 
@@ -184,15 +238,28 @@ def test_rungs_are_climbed_where_nothing_fits(monkeypatch):
 def test_what_is_split_and_what_is_not():
     step, init, batch = gpt()
     plan = parallel.plan(step, init, batch, strategy="fsdp+pins")
-    specs = {jax.tree_util.keystr(path): tuple(where.spec) for path, where in jax.tree.leaves_with_path(plan.state)}
+    specs = {
+        jax.tree_util.keystr(path): tuple(where.spec)
+        for path, where in jax.tree.leaves_with_path(plan.state)
+    }
     up = ".params['blocks']['fc']['kernel']"
-    assert specs[up] == (None, None, "data")    # [depth, width, 4 width], whose first axis a scan goes over
-    trace = next(name for name in specs if name.endswith("['blocks']['fc']['kernel']") and name != up)
-    assert specs[trace] == specs[up]            # the momentum
+    assert specs[up] == (
+        None,
+        None,
+        "data",
+    )  # [depth, width, 4 width], whose first axis a scan goes over
+    trace = next(
+        name for name in specs if name.endswith("['blocks']['fc']['kernel']") and name != up
+    )
+    assert specs[trace] == specs[up]  # the momentum
     whole = {path: why for path, _, why in plan.replicated}
     assert whole[".step"] == "small" and "replicated: .step [] (small)" in plan.explain()
-    odd = parallel.plan(lambda s, b: ((s[0] * b.mean(),), 0.0), lambda key: (jnp.ones((81, 81)),), jnp.ones(8),
-                        strategy="fsdp")
+    odd = parallel.plan(
+        lambda s, b: ((s[0] * b.mean(),), 0.0),
+        lambda key: (jnp.ones((81, 81)),),
+        jnp.ones(8),
+        strategy="fsdp",
+    )
     assert odd.replicated == (("[0]", (81, 81), "no axis of [81, 81] is a multiple of 8"),)
 
 
@@ -224,8 +291,13 @@ def test_what_the_compiler_refuses_is_rejected(monkeypatch):
 
 
 def test_a_step_that_reads_nothing():
-    plan = parallel.plan(lambda state, batch: (state, {}), lambda key: {"a": jnp.ones(3)}, np.ones((8, 2)),
-                         devices="h100:8", compile=False)
+    plan = parallel.plan(
+        lambda state, batch: (state, {}),
+        lambda key: {"a": jnp.ones(3)},
+        np.ones((8, 2)),
+        devices="h100:8",
+        compile=False,
+    )
     assert "inf" not in plan.explain()
 
 
@@ -234,8 +306,18 @@ def test_an_axis_that_no_rule_names():
     step, init, batch = narrow()
     plan = parallel.plan(step, init, batch, mesh={"tensor": 4}, compile=False, strategy="data")
     assert dict(plan.mesh.shape) == {"data": 2, "tensor": 4}
-    assert "no rule uses the mesh axis tensor, so the 4 devices along it do the same work" in plan.explain()
-    named = parallel.plan(step, init, batch, mesh={"tensor": 4}, rules={".": (None, "tensor")}, compile=False,
-                          strategy="data")
+    assert (
+        "no rule uses the mesh axis tensor, so the 4 devices along it do the same work"
+        in plan.explain()
+    )
+    named = parallel.plan(
+        step,
+        init,
+        batch,
+        mesh={"tensor": 4},
+        rules={".": (None, "tensor")},
+        compile=False,
+        strategy="data",
+    )
     assert "no rule uses" not in named.explain()
     assert named.chosen.time.compute == pytest.approx(plan.chosen.time.compute / 4)

@@ -24,10 +24,16 @@ def gpt(axis_name):
 
 def cnn(axis_name):
     """BatchNorm's statistics are over all devices."""
-    model = nn.Sequential(nn.Conv(8, 3), nn.BatchNorm(axis_name=axis_name), jnp.tanh, nn.GlobalAvgPool(), nn.Dense(4))
+    model = nn.Sequential(
+        nn.Conv(8, 3), nn.BatchNorm(axis_name=axis_name), jnp.tanh, nn.GlobalAvgPool(), nn.Dense(4)
+    )
     x = RNG.normal(3, 1, (16, 8, 8, 3)).astype(np.float32)
     params, state = model.init(jax.random.key(0), x[:1])
-    return lambda params, x: jnp.square(model(params, x, state=state, train=True)[0] - 1).mean(), params, x
+    return (
+        lambda params, x: jnp.square(model(params, x, state=state, train=True)[0] - 1).mean(),
+        params,
+        x,
+    )
 
 
 def flax(axis_name):
@@ -38,13 +44,21 @@ def flax(axis_name):
             return x + linen.Dense(16)(linen.gelu(linen.Dense(32)(x)))
 
     x = RNG.normal(size=(16, 8, 16)).astype(np.float32)
-    return lambda params, x: jnp.square(Block().apply(params, x)).mean(), Block().init(jax.random.key(0), x[:1]), x
+    return (
+        lambda params, x: jnp.square(Block().apply(params, x)).mean(),
+        Block().init(jax.random.key(0), x[:1]),
+        x,
+    )
 
 
-CASES = {"gpt": (gpt, lambda f: f), "gpt, microbatch": (gpt, lambda f: ft.microbatch(f, 2)),
-         "gpt, rematerialize": (gpt, ft.rematerialize), "cnn": (cnn, lambda f: f),
-         "cnn, rematerialize": (cnn, ft.rematerialize),
-         "flax, both": (flax, lambda f: ft.rematerialize(ft.microbatch(f, 2)))}
+CASES = {
+    "gpt": (gpt, lambda f: f),
+    "gpt, microbatch": (gpt, lambda f: ft.microbatch(f, 2)),
+    "gpt, rematerialize": (gpt, ft.rematerialize),
+    "cnn": (cnn, lambda f: f),
+    "cnn, rematerialize": (cnn, ft.rematerialize),
+    "flax, both": (flax, lambda f: ft.rematerialize(ft.microbatch(f, 2))),
+}
 
 
 @pytest.mark.quick_cases(1)
@@ -52,8 +66,12 @@ CASES = {"gpt": (gpt, lambda f: f), "gpt, microbatch": (gpt, lambda f: ft.microb
 def test_the_gradient_of_one_device(name):
     make, change = CASES[name]
     loss, params, batch = make("chips")
-    step = ft.pmap(lambda params, batch: lax.pmean(change(ft.value_and_grad(loss))(params, batch), "chips"),
-                   axis_name="chips", in_axes=(None, 0), out_axes=None)
+    step = ft.pmap(
+        lambda params, batch: lax.pmean(change(ft.value_and_grad(loss))(params, batch), "chips"),
+        axis_name="chips",
+        in_axes=(None, 0),
+        out_axes=None,
+    )
     value, grads = step(params, ft.shard(batch))
     alone, params, _ = make(None)
     want_value, want = jax.jit(ft.value_and_grad(alone))(params, batch)

@@ -1,5 +1,4 @@
-"""A state that was spread over eight devices goes on on other meshes with the same bits, and is born with those of one.
-"""
+"""A state that was spread over eight devices goes on on other meshes with the same bits, and is born with those of one."""
 
 import functools
 
@@ -24,7 +23,11 @@ X = np.random.default_rng(0).normal(size=(32, 40)).astype(np.float32)
 def init(key):
     """Moments, statistics, a moving average, a key, and a number of weak type, which yields to others."""
     params, state = MODEL.init(key, X[:1])
-    rest = {"norm": state, "key": jax.random.fold_in(key, 1), "weak": jnp.broadcast_to(jnp.asarray(1.0), (64, 128))}
+    rest = {
+        "norm": state,
+        "key": jax.random.fold_in(key, 1),
+        "weak": jnp.broadcast_to(jnp.asarray(1.0), (64, 128)),
+    }
     return tr.TrainState.create(params, TX, state=rest, ema=0.9)
 
 
@@ -40,7 +43,7 @@ def step(state, batch):
     return state.apply(TX, grads, state={**state.state, "key": key, "norm": norm}), {"loss": value}
 
 
-pytestmark = pytest.mark.usefixtures("quickly")    # programs run a few times
+pytestmark = pytest.mark.usefixtures("quickly")  # programs run a few times
 
 
 @functools.cache
@@ -50,10 +53,16 @@ def planned(count, strategy="fsdp"):
 
 def two_axes(state):
     """Shardings over 2 x 4 devices, both axes of what both divide."""
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    mesh = Mesh(
+        np.array(jax.devices()).reshape(2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2
+    )
 
     def place(x):
-        spec = P("data", "tensor") if len(x.shape) == 2 and x.shape[0] % 2 == x.shape[1] % 4 == 0 else P()
+        spec = (
+            P("data", "tensor")
+            if len(x.shape) == 2 and x.shape[0] % 2 == x.shape[1] % 4 == 0
+            else P()
+        )
         return NamedSharding(mesh, spec)
 
     return jax.tree.map(place, state)
@@ -83,8 +92,12 @@ def saved(tmp_path_factory):
 
 
 def host(state):
-    return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-                                             else x), state)
+    return jax.tree.map(
+        lambda x: np.asarray(
+            jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        ),
+        state,
+    )
 
 
 @pytest.mark.quick_cases(1)
@@ -97,7 +110,9 @@ def test_eight_devices_go_on_on_others(saved, name, kind):
     if kind == "arrays":
         target = jax.jit(init, out_shardings=places)(jax.random.key(3))
     else:
-        target = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
+        target = jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
+        )
     state = tr.Checkpoints(folder).restore(target)
     same(host(state), want)
     assert jax.tree.map(lambda x: x.sharding, state) == places
@@ -108,7 +123,7 @@ def test_eight_devices_go_on_on_others(saved, name, kind):
 def test_it_goes_on_under_the_new_plan(saved):
     folder, _ = saved
     ends = []
-    for count in (8, 4, 1):      # of which 8 went before, too
+    for count in (8, 4, 1):  # of which 8 went before, too
         plan = planned(count, "data" if count == 1 else "fsdp")
         state = tr.Checkpoints(folder).restore(plan.init(jax.random.key(3)))
         ends.append(plan.jit(step)(state, X)[1]["loss"])

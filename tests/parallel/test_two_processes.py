@@ -27,8 +27,16 @@ def pair(case, port, *more, count=2, limit=60):
     command = [sys.executable, str(SCRIPT), case, str(port)]
     dropped = "XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION"
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
-    every = [subprocess.Popen([*command, str(i), str(count), *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                              text=True, env=environment) for i in range(count)]
+    every = [
+        subprocess.Popen(
+            [*command, str(i), str(count), *more],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for i in range(count)
+    ]
     ends = []
     for process in every:
         try:
@@ -37,7 +45,10 @@ def pair(case, port, *more, count=2, limit=60):
             process.kill()
             out, err = process.communicate()
         ends.append((process.returncode, out, err, time.monotonic() - began))
-    assert -9 not in [code for code, *_ in ends] or case == "killed", (f"not ended within {limit} s", ends)
+    assert -9 not in [code for code, *_ in ends] or case == "killed", (
+        f"not ended within {limit} s",
+        ends,
+    )
     return ends
 
 
@@ -49,10 +60,12 @@ def plain(seen):
     for counts in seen:
         parts = []
         for i, count in enumerate(counts):
-            parts.append(x[rows[i][0]:rows[i][0] + count])
+            parts.append(x[rows[i][0] : rows[i][0] + count])
             rows[i][0] += count
         batch = np.concatenate(parts)
-        value, grads = jax.value_and_grad(lambda w, b: jnp.square(jnp.tanh(b @ w).sum(-1) - 1).mean())(params, batch)
+        value, grads = jax.value_and_grad(
+            lambda w, b: jnp.square(jnp.tanh(b @ w).sum(-1) - 1).mean()
+        )(params, batch)
         params = params - 0.1 * grads
         yield {"loss": value, "grads": grads, "rows": jnp.float32(len(batch))}, params
 
@@ -75,9 +88,11 @@ def test_uneven_rows_have_the_gradient_of_one_process(free_port):
     agrees(said[0]["ragged"], [[8, 5], [8, 8], [8, 0], [4, 0]])
     agrees(said[0]["dropped"], [[8, 8], [8, 8]])
     for each in said:
-        assert re.match(r"feed: process 1 \(.+\) has no more batches after 2, but others have; the plan's batch has no "
-                        r"'weight', so its rows cannot be padded; weight the loss by batch\['weight'\], ",
-                        each["unweighted"])
+        assert re.match(
+            r"feed: process 1 \(.+\) has no more batches after 2, but others have; the plan's batch has no "
+            r"'weight', so its rows cannot be padded; weight the loss by batch\['weight'\], ",
+            each["unweighted"],
+        )
 
 
 def test_fit_on_two_processes(free_port, tmp_path):
@@ -92,13 +107,15 @@ def test_fit_on_two_processes(free_port, tmp_path):
     tx = optax.adam(0.02)
     moments = tx.init(params)
     for i in range(6):
-        batch = x[16 * (i % 4):][:16]
+        batch = x[16 * (i % 4) :][:16]
         grads = jax.grad(lambda w, b: jnp.square(jnp.tanh(b @ w).sum(-1) - 1).mean())(params, batch)
         with jax.numpy_dtype_promotion("standard"):
             updates, moments = tx.update(grads, moments, params)
         params = optax.apply_updates(params, updates)
     np.testing.assert_allclose(said[0]["params"], params, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(said[0]["loss"], np.square(x[:21] @ np.asarray(params)).sum(-1).mean(), rtol=1e-4)
+    np.testing.assert_allclose(
+        said[0]["loss"], np.square(x[:21] @ np.asarray(params)).sum(-1).mean(), rtol=1e-4
+    )
 
 
 # Batches are exchanged ahead of the steps, so the number of the last exchanged batch varies if a process ends or hangs.
@@ -106,14 +123,26 @@ LATE = r"feed: process %d \(.+\) did not come within 2 s, at batch %s, so the ot
 OWN = r"feed: process %d \(.+\), this one, had no batch of its own within 2 s, at batch 2, so the others stop waiting"
 
 
-ENDS = {    # what the first process says, and the second
-    "late": (LATE % (1, 2), OWN % 1),                                      # its batches do not come
-    "late-first": (OWN % 0, r"feed: process 0 \(.+\) (did not come|had no batch of its own) within 2 s, at batch 2"),
+ENDS = {  # what the first process says, and the second
+    "late": (LATE % (1, 2), OWN % 1),  # its batches do not come
+    "late-first": (
+        OWN % 0,
+        r"feed: process 0 \(.+\) (did not come|had no batch of its own) within 2 s, at batch 2",
+    ),
     "stuck": (LATE % (1, r"\d") + r".*this process was blocked in a step", None),
-    "broken": (r"feed: process 1 \(.+\) failed to create batch 1: OSError: the disk", "OSError: the disk is gon"),
-    "failed": (r"feed: process 1 \(.+\) has ended with ArithmeticError: this process's own, at batch \d, .*\(this "
-               "process was blocked in a step", "ArithmeticError: this process's own"),
-    "killed": (r"feed: process 1 \(.+\) did not come, at batch \d", None),      # after the error of the step itself
+    "broken": (
+        r"feed: process 1 \(.+\) failed to create batch 1: OSError: the disk",
+        "OSError: the disk is gon",
+    ),
+    "failed": (
+        r"feed: process 1 \(.+\) has ended with ArithmeticError: this process's own, at batch \d, .*\(this "
+        "process was blocked in a step",
+        "ArithmeticError: this process's own",
+    ),
+    "killed": (
+        r"feed: process 1 \(.+\) did not come, at batch \d",
+        None,
+    ),  # after the error of the step itself
 }
 
 
@@ -124,6 +153,6 @@ def test_all_end_and_say_who(free_port, case):
     ends = pair(case, free_port, count=3 if case == "late" else 2)
     for (code, _, err, seconds), message in zip(ends, (first, second, first)):
         assert code != 0 and seconds < 40, (code, err[-1000:], seconds)
-        if message is not None:      # of the one that sleeps, JAX ends the process
+        if message is not None:  # of the one that sleeps, JAX ends the process
             assert re.search(message, err), err[-2000:]
     assert ends[0][0] == 1, ends[0][2][-1000:]

@@ -25,14 +25,21 @@ class Arguments:
     def __init__(self, program: Program, args: tuple):
         marked = []
         for i, arg in enumerate(args):
-            number = not isinstance(arg, bool) and isinstance(arg, (int, float, complex))    # not a leaf of a module
-            marked += [(i, i not in program.static and (is_array(x) or is_ref(x) or number))
-                       for x in jax.tree.leaves(arg)]
+            number = not isinstance(arg, bool) and isinstance(
+                arg, (int, float, complex)
+            )  # not a leaf of a module
+            marked += [
+                (i, i not in program.static and (is_array(x) or is_ref(x) or number))
+                for x in jax.tree.leaves(arg)
+            ]
         self.leaves, self.structure = jax.tree.flatten(args)
         self.traced = [n for n, (_, traced) in enumerate(marked) if traced]
         inexact = lambda x: not is_ref(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-        self.wrt = [k for k, n in enumerate(self.traced)
-                    if marked[n][0] in program.wrt and inexact(self.leaves[n])]
+        self.wrt = [
+            k
+            for k, n in enumerate(self.traced)
+            if marked[n][0] in program.wrt and inexact(self.leaves[n])
+        ]
 
     @property
     def arrays(self) -> tuple:
@@ -40,11 +47,13 @@ class Arguments:
 
     def flat(self, f: Callable) -> Callable:
         """f as a function of the traced leaves; its results without leaves that are no arrays."""
+
         def call(*arrays):
             leaves = list(self.leaves)
             for n, x in zip(self.traced, arrays):
                 leaves[n] = x
             return arrays_of(f(*jax.tree.unflatten(self.structure, leaves)))
+
         return call
 
     def gradient(self, f: Callable) -> Callable:
@@ -55,7 +64,11 @@ class Arguments:
 
 def arrays_of(tree) -> list:
     """The leaves that a jitted function can return."""
-    leaves = [x for x in jax.tree.leaves(tree) if is_array(x) or isinstance(x, (bool, int, float, complex))]
+    leaves = [
+        x
+        for x in jax.tree.leaves(tree)
+        if is_array(x) or isinstance(x, (bool, int, float, complex))
+    ]
     return [x for x in leaves if getattr(x, "dtype", None) != jax.dtypes.float0]
 
 
@@ -90,15 +103,20 @@ def _stacked(x, y):
     if is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jnp.stack([x, y])
     dtype = jnp.result_type(x)
-    return jax.device_put(np.stack([np.asarray(x, dtype), np.asarray(y, dtype)]))    # compiles nothing
+    return jax.device_put(
+        np.stack([np.asarray(x, dtype), np.asarray(y, dtype)])
+    )  # compiles nothing
 
 
 def _changed(x):
     if not is_array(x):
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.clone(jax.vmap(lambda k: jax.random.fold_in(k, 1))(x.ravel()).reshape(x.shape)
-                                if x.ndim else jax.random.fold_in(x, 1))
+        return jax.random.clone(
+            jax.vmap(lambda k: jax.random.fold_in(k, 1))(x.ravel()).reshape(x.shape)
+            if x.ndim
+            else jax.random.fold_in(x, 1)
+        )
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     y = (np.asarray(x) * np.asarray(0.9, x.dtype)).astype(x.dtype)

@@ -21,19 +21,22 @@ from .program import Program
 
 NOT = lambda primitive, scope, inputs, equation: NotImplemented
 WRAP = {
-    "plain": lambda program: lambda f: f,    # tests the table itself
+    "plain": lambda program: lambda f: f,  # tests the table itself
     "rewrite": lambda program: lambda f: ft.rewrite(f, NOT),
     "autocast": lambda program: lambda f: ft.autocast(f, "bfloat16"),
     "autocast32": lambda program: lambda f: ft.autocast(f, "bfloat16", rules=program.rules),
     "autocast16": lambda program: lambda f: ft.autocast(f, "float16"),
     "tune": lambda program: lambda f: ft.tune(f, "cpu"),
-    "microbatch": lambda program: lambda f: ft.microbatch(
-        f, program.slices, argnums=program.batched, weight=program.weight, carry=()),
+    "microbatch": lambda program: (
+        lambda f: ft.microbatch(
+            f, program.slices, argnums=program.batched, weight=program.weight, carry=()
+        )
+    ),
     "rematerialize": lambda program: ft.rematerialize,
     "intervene": lambda program: _identities,
 }
 LOW = ("autocast", "autocast16")
-LIMITS = {    # what plain JAX says -> why the check means nothing
+LIMITS = {  # what plain JAX says -> why the check means nothing
     "the platform for the specified backend": "JAX lowers callbacks for attached platforms alone",
     "MLIR translation rule for primitive": "plain JAX has no form of a primitive for the platform",
     "'NoneType' object has no attribute 'build_": "plain JAX needs the GPU plugin to lower it",
@@ -43,12 +46,14 @@ LIMITS = {    # what plain JAX says -> why the check means nothing
 
 def _identities(f):
     """f with all its sites captured, and replaced by their own values."""
+
     def g(*args, **kwargs):
         program = _capture._Program(f, args, kwargs)
         sites = [site for site in program.level.sites if not site.obstacle]
         changed = [site for site in sites if not site.differentiated and not site.custom]
         same = dict.fromkeys(changed, lambda leaves, indices: leaves)
         return program.run(jaxpr.Inspector(program.level, sites, same))[0]
+
     return jaxpr.wraps(f)(g)
 
 
@@ -69,8 +74,12 @@ class Comparison:
             return False
         if check == "gradient inside" and program.inner:
             return False
-        if check == "gradient inside" and transform == "microbatch" and {*program.wrt} & {*program.batched}:
-            return False    # it averages results, and the gradients of the rows of a batch are not to be averaged
+        if (
+            check == "gradient inside"
+            and transform == "microbatch"
+            and {*program.wrt} & {*program.batched}
+        ):
+            return False  # it averages results, and the gradients of the rows of a batch are not to be averaged
         if check == "vmap":
             return bool(self._plain.arguments.arrays)
         return bool(program.wrt) or not check.startswith("gradient")
@@ -110,7 +119,9 @@ class Comparison:
 def settings(program: Program):
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.numpy_dtype_promotion(program.promotion))
-        stack.enter_context(jax.numpy_rank_promotion("raise" if program.promotion == "strict" else "allow"))
+        stack.enter_context(
+            jax.numpy_rank_promotion("raise" if program.promotion == "strict" else "allow")
+        )
         if program.x64:
             stack.enter_context(jax.enable_x64(True))
         yield
@@ -132,6 +143,7 @@ def _refuses(check: Callable, error: str, *, optional: bool) -> str:
 
 # The checks: functions of the plain forms, the transformed forms and the transform.
 
+
 def _compare(plain, transform, check, f, g, args):
     """Runs both, each on arguments of its own, and compares results, events and mutated arguments."""
     program, low = plain.program, transform in LOW
@@ -143,10 +155,12 @@ def _compare(plain, transform, check, f, g, args):
     got, events = run(g, *mine)
     same_structure(got, want)
     # Leaves that are nearly zero, such as the gradient of a bias before a softmax, are compared with the others.
-    floor = max((largest(x) for x in jax.tree.leaves(want)), default=0.) * (0.1 if low else 0.01)
+    floor = max((largest(x) for x in jax.tree.leaves(want)), default=0.0) * (0.1 if low else 0.01)
     for (path, x), y, bound in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), coarse):
         same_leaf(jax.tree_util.keystr(path), y, x, program.tolerance, bound, floor)
-    if not (transform == "tune" and check == "value"):    # tune compiles, which may choose other shardings
+    if not (
+        transform == "tune" and check == "value"
+    ):  # tune compiles, which may choose other shardings
         for y, x in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
             same_sharding(y, x)
     same_arguments(mine, reference, program.tolerance, low)
@@ -165,15 +179,30 @@ def _value(plain, mine, transform):
     if hasattr(g, "lower") and all(map(is_array, jax.tree.leaves(program.args()))):
         same, _ = run(g.lower(*program.args()).compile(), *program.args())
         for y, x in zip(jax.tree.leaves(same), jax.tree.leaves(got)):
-            same_leaf("compiled by .lower", y, x, program.tolerance or 1e-3 if transform in LOW else 1e-5, None)
+            same_leaf(
+                "compiled by .lower",
+                y,
+                x,
+                program.tolerance or 1e-3 if transform in LOW else 1e-5,
+                None,
+            )
 
 
 def _again(plain, mine, transform):
     program = plain.program
     run(mine.function, *program.args())
     for n in range(len(others(program))):
-        _compare(plain, transform, ("again", n), plain.function, mine.function, lambda n=n: others(program)[n])
-    _compare(plain, transform, "value", plain.function, mine.function, program.args)    # and as in the beginning
+        _compare(
+            plain,
+            transform,
+            ("again", n),
+            plain.function,
+            mine.function,
+            lambda n=n: others(program)[n],
+        )
+    _compare(
+        plain, transform, "value", plain.function, mine.function, program.args
+    )  # and as in the beginning
 
 
 def _arrays(program) -> tuple:
@@ -189,12 +218,15 @@ def _vmap(plain, mine, transform):
 
 
 def _gradient_outside(plain, mine, transform):
-    _compare(plain, transform, "gradient", plain.gradient, mine.gradient, lambda: _arrays(plain.program))
+    _compare(
+        plain, transform, "gradient", plain.gradient, mine.gradient, lambda: _arrays(plain.program)
+    )
 
 
 def _gradient_inside(plain, mine, transform):
     program, arguments = plain.program, mine.arguments
-    if transform == "microbatch":    # which needs the program's own arguments
+    if transform == "microbatch":  # which needs the program's own arguments
+
         def gradient(*args):
             own = Arguments(program, args)
             return own.gradient(program.f)(*own.arrays)
@@ -203,7 +235,7 @@ def _gradient_inside(plain, mine, transform):
         _compare(plain, transform, "gradient of arguments", f, g, lambda: _arrays(program))
         return
     g = mine.wrap(arguments.gradient(plain.function))
-    g = g if transform == "tune" else jax.jit(g)    # tune compiles by itself
+    g = g if transform == "tune" else jax.jit(g)  # tune compiles by itself
     _compare(plain, transform, "gradient", plain.gradient, g, lambda: _arrays(program))
 
 
@@ -230,8 +262,18 @@ def _lowering(platform):
     def check(plain, mine, transform):
         plain.once(platform, lambda: lower(plain))
         lower(mine)
+
     return check
 
 
-CHECKS = {"value": _value, "again": _again, "jit": _jit, "vmap": _vmap, "gradient": _gradient_outside,
-          "gradient inside": _gradient_inside, "leaks": _leaks, "cuda": _lowering("cuda"), "tpu": _lowering("tpu")}
+CHECKS = {
+    "value": _value,
+    "again": _again,
+    "jit": _jit,
+    "vmap": _vmap,
+    "gradient": _gradient_outside,
+    "gradient inside": _gradient_inside,
+    "leaks": _leaks,
+    "cuda": _lowering("cuda"),
+    "tpu": _lowering("tpu"),
+}

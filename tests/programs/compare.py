@@ -25,24 +25,34 @@ def same_arguments(mine, reference, tolerance, low):
         if is_ref(y):
             x, y = x[...], y[...]
         if is_array(y) and not (isinstance(y, jax.Array) and y.is_deleted()):
-            same_leaf(f"argument {jax.tree_util.keystr(path)} afterwards", x, y, 0.1 if low else tolerance, None)
+            same_leaf(
+                f"argument {jax.tree_util.keystr(path)} afterwards",
+                x,
+                y,
+                0.1 if low else tolerance,
+                None,
+            )
 
 
 def same_sharding(got, want):
-    if isinstance(got, jax.Array) and isinstance(want, jax.Array) and len(want.sharding.device_set) > 1 and (
-            not got.sharding.is_equivalent_to(want.sharding, want.ndim)):
+    if (
+        isinstance(got, jax.Array)
+        and isinstance(want, jax.Array)
+        and len(want.sharding.device_set) > 1
+        and (not got.sharding.is_equivalent_to(want.sharding, want.ndim))
+    ):
         raise Differs(f"sharding: expected {want.sharding}, got {got.sharding}")
 
 
 def largest(x) -> float:
     """The largest finite absolute value of a floating-point array; 0 for anything else."""
     if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
-        return 0.
+        return 0.0
     x = np.abs(_wide(x))
-    return float(x[np.isfinite(x)].max(initial=0.))
+    return float(x[np.isfinite(x)].max(initial=0.0))
 
 
-def same_leaf(where, got, want, tolerance, coarse, floor=0.):
+def same_leaf(where, got, want, tolerance, coarse, floor=0.0):
     """One leaf of a result: kind, dtype, shape, weak type and values.
 
     Args:
@@ -69,7 +79,9 @@ def same_leaf(where, got, want, tolerance, coarse, floor=0.):
             raise Differs(f"{where}: expected {_short(y)}, got {_short(x)}")
         return
     finite = np.isfinite(y)
-    if not np.array_equal(np.isfinite(x), finite) or not np.array_equal(x[~finite], y[~finite], equal_nan=True):
+    if not np.array_equal(np.isfinite(x), finite) or not np.array_equal(
+        x[~finite], y[~finite], equal_nan=True
+    ):
         if z is None or np.array_equal(np.isfinite(z), finite):
             raise Differs(f"{where}: expected {_short(y)}, got {_short(x)}")
         return
@@ -83,7 +95,9 @@ def same_leaf(where, got, want, tolerance, coarse, floor=0.):
         same = np.isfinite(z) & finite
         bound = coarse[1] + 4 * (np.abs(z[same] - y[same]).max(initial=0) / scale)
     if not error <= bound:
-        raise Differs(f"{where}: expected {_short(y)}, got {_short(x)} (relative error {error:.1e}, bound {bound:.1e})")
+        raise Differs(
+            f"{where}: expected {_short(y)}, got {_short(x)} (relative error {error:.1e}, bound {bound:.1e})"
+        )
 
 
 def _bound(want, tolerance) -> float:

@@ -68,27 +68,31 @@ def scan_of_checkpointed_cond(c, xs):
     def body(c, x):
         c = lax.cond(x[0] > 0, lambda: jnp.sin(c) * x, lambda: c)
         return c, c.sum()
+
     return lax.scan(body, c, xs)
 
 
 @topic(m23, wrt=(), core=True)
 def while_in_scan(xs):
     def body(c, x):
-        more = lambda s: (s[0] < 4) & (jnp.abs(s[1]).sum() < 100.)
+        more = lambda s: (s[0] < 4) & (jnp.abs(s[1]).sum() < 100.0)
         n, y = lax.while_loop(more, lambda s: (s[0] + 1, s[1] * 2), (0, x))
         return c + y, n
+
     return lax.scan(body, jnp.zeros(3), xs)
 
 
 @topic(x3, wrt=())
 def while_with_captured_values(x):
     y, k = jnp.cos(x), x.sum()
-    return lax.while_loop(lambda s: s[0] < jnp.abs(k) + 3, lambda s: (s[0] + 1., s[1] * y), (0., x))
+    return lax.while_loop(
+        lambda s: s[0] < jnp.abs(k) + 3, lambda s: (s[0] + 1.0, s[1] * y), (0.0, x)
+    )
 
 
 @topic(x3, wrt=())
 def jvp_through_while(x):
-    f = lambda x: lax.while_loop(lambda s: s.sum() < 50., lambda s: s * s + 1., x)
+    f = lambda x: lax.while_loop(lambda s: s.sum() < 50.0, lambda s: s * s + 1.0, x)
     return jax.jvp(f, (x,), (jnp.ones(3),))
 
 
@@ -109,14 +113,21 @@ def map_with_batches(xs):
 
 @topic(normal(5, 2))
 def associative_scan(x):
-    return lax.associative_scan(lambda a, b: a * 0.5 + b, x), lax.associative_scan(jnp.maximum, x, reverse=True)
+    return lax.associative_scan(lambda a, b: a * 0.5 + b, x), lax.associative_scan(
+        jnp.maximum, x, reverse=True
+    )
 
 
 @topic(x3, normal(4, 3))
 def scan_carries_a_tree(c, xs):
     carry = {"a": c, "n": jnp.int32(0), "none": None, "pair": (c[0], c > 0)}
+
     def body(s, x):
-        return {"a": s["a"] + x, "n": s["n"] + 1, "none": None, "pair": (s["a"].sum(), x > 0)}, (s["n"], s["pair"][1])
+        return {"a": s["a"] + x, "n": s["n"] + 1, "none": None, "pair": (s["a"].sum(), x > 0)}, (
+            s["n"],
+            s["pair"][1],
+        )
+
     return lax.scan(body, carry, xs)
 
 
@@ -140,7 +151,11 @@ def jit_in_jit_called_twice(x):
 
 @topic(x3)
 def jit_with_static_arguments(x):
-    f = jax.jit(lambda x, n, mode: x ** n if mode == "power" else x * n, static_argnums=1, static_argnames="mode")
+    f = jax.jit(
+        lambda x, n, mode: x**n if mode == "power" else x * n,
+        static_argnums=1,
+        static_argnames="mode",
+    )
     return f(x, 3, mode="power") + f(x, 2, mode="times")
 
 
@@ -180,14 +195,20 @@ def jit_recursion(x):
 @topic(x3)
 def nested_functions_close_over_tracers(x):
     y = jnp.sin(x)
-    return lax.cond(y.sum() > 0, lambda: lax.fori_loop(0, 2, lambda i, s: s * y + x, x), jax.jit(lambda: x - y))
+    return lax.cond(
+        y.sum() > 0, lambda: lax.fori_loop(0, 2, lambda i, s: s * y + x, x), jax.jit(lambda: x - y)
+    )
 
 
 @topic(x3)
 def partial_and_bound_method(x):
     class Scale:
-        def __init__(self, s): self.s = s
-        def apply(self, x): return x * self.s
+        def __init__(self, s):
+            self.s = s
+
+        def apply(self, x):
+            return x * self.s
+
     return functools.partial(jnp.power, x)(2) + jax.jit(Scale(x[0]).apply)(x)
 
 
@@ -199,19 +220,27 @@ def named_call_and_scope(x):
 
 @topic(m23)
 def vmap_with_axis_name(x):
-    return jax.vmap(lambda x: x / lax.psum(x, "i") + lax.axis_index("i").astype(jnp.float32), axis_name="i")(x)
+    return jax.vmap(
+        lambda x: x / lax.psum(x, "i") + lax.axis_index("i").astype(jnp.float32), axis_name="i"
+    )(x)
 
 
 @topic(m23)
 def vmap_in_and_out_axes(x):
-    return jax.vmap(lambda x, s: (jnp.sin(x) * s, s), in_axes=(1, None), out_axes=(-1, None))(x, x[0, 0])
+    return jax.vmap(lambda x, s: (jnp.sin(x) * s, s), in_axes=(1, None), out_axes=(-1, None))(
+        x, x[0, 0]
+    )
 
 
 @topic(m23)
 def vmap_with_spmd_axis_name(x):
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    mesh = jax.make_mesh(
+        (1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1]
+    )
     spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return jax.vmap(lambda x: lax.with_sharding_constraint(jnp.sin(x), spec), spmd_axis_name="data")(x)
+    return jax.vmap(
+        lambda x: lax.with_sharding_constraint(jnp.sin(x), spec), spmd_axis_name="data"
+    )(x)
 
 
 @topic(x3)
@@ -239,43 +268,50 @@ def compile_time_constants(x):
 
 @topic(x3)
 def unused_arguments_and_dead_code(x):
-    jnp.linalg.inv(jnp.outer(x, x))    # singular: NaN, and unused
+    jnp.linalg.inv(jnp.outer(x, x))  # singular: NaN, and unused
     return x * 2
 
 
 @topic(integers(5), normal(5), wrt=(1,))
 def scan_over_integers_and_booleans(i, x):
-    return lax.scan(lambda c, s: (c + jnp.where(s[0] > 2, s[1], 0.), s[0] > 2), 0., (i, x))
+    return lax.scan(lambda c, s: (c + jnp.where(s[0] > 2, s[1], 0.0), s[0] > 2), 0.0, (i, x))
 
 
 @topic(normal(4, 4), normal(8, 4), batched=(1,), core=True)
 def microbatched_scan_over_layers(w, x):
     h, _ = lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)
-    return jnp.mean(h ** 2)
+    return jnp.mean(h**2)
 
 
-@topic(normal(3, 6, 6), normal(2, 5, 6), tolerance=1e-4,
-       excluded={("autocast", "*"): "rounding decides which branch is taken"})
+@topic(
+    normal(3, 6, 6),
+    normal(2, 5, 6),
+    tolerance=1e-4,
+    excluded={("autocast", "*"): "rounding decides which branch is taken"},
+)
 def vmapped_products_cond_remat_transposed(ws, x):
     def body(h, w):
         y = jax.vmap(jax.vmap(lambda r: w @ r))(h)
         y = jax.nn.relu(y) + jax.nn.silu(y)
         y = lax.cond(y[0, 0, 0] > 0, lambda y: y * 2, lambda y: -y, y)
-        y = jax.jit(lambda y: y + jnp.exp(-y ** 2))(y)
+        y = jax.jit(lambda y: y + jnp.exp(-(y**2)))(y)
         y = jax.checkpoint(lambda y: jnp.sin(y).transpose(1, 0, 2))(y).transpose(1, 0, 2)
         return y, y.transpose(2, 1, 0)
+
     h, ys = lax.scan(body, x, ws)
-    return jnp.mean(h ** 2) + jnp.mean(ys[..., 0, 0])
+    return jnp.mean(h**2) + jnp.mean(ys[..., 0, 0])
 
 
 @topic(x3, normal(3, 3), wrt=(0, 1))
 def nested_jit_with_static_and_donated_arguments(x, w):
     @functools.partial(jax.jit, static_argnums=(1,), static_argnames=("mode",), donate_argnums=(0,))
-    def inner(h, n, w, *, mode="sin", scale=1.):
+    def inner(h, n, w, *, mode="sin", scale=1.0):
         return getattr(jnp, mode)(h @ w) * n * scale
+
     @functools.partial(jax.jit, static_argnames="n")
     def outer(x, w, *, n):
-        return inner(x * 2, n, w, mode="cos", scale=0.5) + inner(x + 1., 2 * n, w)
+        return inner(x * 2, n, w, mode="cos", scale=0.5) + inner(x + 1.0, 2 * n, w)
+
     return outer(x, w, n=3), outer(x, w.T, n=2)
 
 
@@ -288,16 +324,38 @@ def fori_loop_with_both_bounds_traced(i, n, x, w):
 
 @topic(x3, normal(3, 3), wrt=(0, 1))
 def switch_with_indices_out_of_range(x, w):
-    branches = [lambda x: x @ w, lambda x: jnp.sin(x), lambda x: x * 2.]
+    branches = [lambda x: x @ w, lambda x: jnp.sin(x), lambda x: x * 2.0]
     pick = lambda i: lax.switch(i, branches, x)
-    return [pick(jnp.int32(-7)), pick(jnp.uint8(200)), pick(jnp.int8(1)), jax.vmap(pick)(jnp.array([-1, 1, 5])),
-            lax.select_n(jnp.array([0, 2, 1]), x, x * 2, x @ w)]
+    return [
+        pick(jnp.int32(-7)),
+        pick(jnp.uint8(200)),
+        pick(jnp.int8(1)),
+        jax.vmap(pick)(jnp.array([-1, 1, 5])),
+        lax.select_n(jnp.array([0, 2, 1]), x, x * 2, x @ w),
+    ]
 
 
 @topic(x3, normal(3, 3), wrt=(0, 1))
 def scopes_with_odd_names(x, w):
-    for name in ("a/b", "jvp(f)", "transpose(x)", "rematted_computation", "checkpoint", "while", "body", "a b", "é",
-                 "vmap(g)/h", "[0]", "f#1", "x.y", "(", ")", "a)b(", "transpose(jvp(q))"):
+    for name in (
+        "a/b",
+        "jvp(f)",
+        "transpose(x)",
+        "rematted_computation",
+        "checkpoint",
+        "while",
+        "body",
+        "a b",
+        "é",
+        "vmap(g)/h",
+        "[0]",
+        "f#1",
+        "x.y",
+        "(",
+        ")",
+        "a)b(",
+        "transpose(jvp(q))",
+    ):
         with jax.named_scope(name):
             x = jnp.tanh(x @ w)
     return jax.vmap(lambda a: jax.named_call(lambda a: a @ w, name="vmap(x")(a))(jnp.stack([x, x]))
@@ -307,8 +365,14 @@ def scopes_with_odd_names(x, w):
 def scan_inside_batched_while_inside_cond(xs, w):
     def one(x):
         def body(s):
-            h, ys = lax.scan(lambda h, _: (jnp.tanh(h @ w), h.max()), s[1], None, length=2, unroll=True)
+            h, ys = lax.scan(
+                lambda h, _: (jnp.tanh(h @ w), h.max()), s[1], None, length=2, unroll=True
+            )
             return s[0] + 1, h + ys.sum()
-        n, h = lax.while_loop(lambda s: (s[0] < 3) & (s[1].sum() < 4.), body, (jnp.int32(0), lax.stop_gradient(x)))
+
+        n, h = lax.while_loop(
+            lambda s: (s[0] < 3) & (s[1].sum() < 4.0), body, (jnp.int32(0), lax.stop_gradient(x))
+        )
         return lax.cond(n > 1, lambda: x @ w + lax.stop_gradient(h), lambda: x), n
+
     return jax.vmap(one)(xs)

@@ -12,7 +12,15 @@ c4 = normal(4, dtype="complex64")
 
 @topic(c4)
 def complex_arithmetic(z):
-    return z * jnp.conj(z), jnp.abs(z), jnp.exp(z), jnp.angle(z), z.real, lax.complex(z.imag, z.real), z @ z
+    return (
+        z * jnp.conj(z),
+        jnp.abs(z),
+        jnp.exp(z),
+        jnp.angle(z),
+        z.real,
+        lax.complex(z.imag, z.real),
+        z @ z,
+    )
 
 
 @topic(c4, float32=False, core=True)
@@ -38,12 +46,12 @@ def complex_linear_algebra(a):
 
 @topic(c4, wrt=(), float32=False)
 def holomorphic_gradient(z):
-    return jax.vmap(jax.grad(lambda z: z ** 3, holomorphic=True))(z)
+    return jax.vmap(jax.grad(lambda z: z**3, holomorphic=True))(z)
 
 
 @topic(normal(4, dtype="float64"), x64=True, float32=False)
 def float64(x):
-    return jnp.sin(x) @ x, lax.scan(lambda c, x: (c + x, c), jnp.float64(0.), x)
+    return jnp.sin(x) @ x, lax.scan(lambda c, x: (c + x, c), jnp.float64(0.0), x)
 
 
 @topic(normal(4, 4, dtype="float64"), normal(4), wrt=(0, 1), x64=True, core=True)
@@ -63,7 +71,7 @@ def complex128(z):
 
 @topic(normal(3), x64=True)
 def float32_arguments_under_x64(x):
-    return x * 2, x.sum().astype(jnp.float64), jnp.arange(3), jnp.linspace(0., 1., 3)
+    return x * 2, x.sum().astype(jnp.float64), jnp.arange(3), jnp.linspace(0.0, 1.0, 3)
 
 
 @topic(normal(4).astype("float16"), float32=False)
@@ -109,12 +117,31 @@ def uint4_and_int4(i):
 
 @topic(integers(4), wrt=(), float32=False, core=True)
 def integers_alone(i):
-    return i * 2 + 1, i % 3, i // 2, i << 1, i & 3, ~i, jnp.sort(i), lax.population_count(i), lax.clz(i), i == 2
+    return (
+        i * 2 + 1,
+        i % 3,
+        i // 2,
+        i << 1,
+        i & 3,
+        ~i,
+        jnp.sort(i),
+        lax.population_count(i),
+        lax.clz(i),
+        i == 2,
+    )
 
 
 @topic(normal(4) > 0, wrt=(), float32=False)
 def booleans_alone(b):
-    return ~b, b & jnp.roll(b, 1), jnp.any(b), jnp.all(b), jnp.where(b, 1, 0), jnp.nonzero(b, size=2), jnp.cumsum(b)
+    return (
+        ~b,
+        b & jnp.roll(b, 1),
+        jnp.any(b),
+        jnp.all(b),
+        jnp.where(b, 1, 0),
+        jnp.nonzero(b, size=2),
+        jnp.cumsum(b),
+    )
 
 
 @topic(normal(4), wrt=())
@@ -130,19 +157,44 @@ def bitcasts(x):
 
 @topic(normal(4), promotion="standard", core=True)
 def weak_types(x):
-    return x * 2, jnp.sin(1.0), jnp.where(x > 0, 1.0, 0.0), jnp.full((2,), 3), x.astype(jnp.bfloat16) * 2.0, 2 ** x
+    return (
+        x * 2,
+        jnp.sin(1.0),
+        jnp.where(x > 0, 1.0, 0.0),
+        jnp.full((2,), 3),
+        x.astype(jnp.bfloat16) * 2.0,
+        2**x,
+    )
 
 
 @topic(normal(4), promotion="standard")
 def weak_types_in_loops_and_branches(x):
     n = lax.fori_loop(0, 3, lambda i, s: s * 2, 1.0)
-    return lax.cond(x[0] > 0, lambda: 1.0, lambda: 2.0), n, lax.scan(lambda c, _: (c + 1, c), 0, None, length=2)
+    return (
+        lax.cond(x[0] > 0, lambda: 1.0, lambda: 2.0),
+        n,
+        lax.scan(lambda c, _: (c + 1, c), 0, None, length=2),
+    )
 
 
-@topic(integers(5, high=100, dtype="int8"), integers(5, high=200, dtype="uint8"), wrt=(), float32=False)
+@topic(
+    integers(5, high=100, dtype="int8"), integers(5, high=200, dtype="uint8"), wrt=(), float32=False
+)
 def integers_that_wrap(i, u):
-    return (i * i, u + u, i.sum(), jnp.cumsum(u), jnp.prod(i), i << 3, u >> 1, jnp.mean(i > 3, dtype=jnp.bfloat16), ~i,
-            jnp.dot(i, i), jnp.dot(u, u, preferred_element_type=jnp.uint32), lax.clz(u))
+    return (
+        i * i,
+        u + u,
+        i.sum(),
+        jnp.cumsum(u),
+        jnp.prod(i),
+        i << 3,
+        u >> 1,
+        jnp.mean(i > 3, dtype=jnp.bfloat16),
+        ~i,
+        jnp.dot(i, i),
+        jnp.dot(u, u, preferred_element_type=jnp.uint32),
+        lax.clz(u),
+    )
 
 
 @topic(normal(4, 3), normal(3, 3), wrt=(0, 1))
@@ -152,8 +204,15 @@ def products_with_algorithms_and_types(x, w):
     b = lax.dot_general(x, w, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
     c = jnp.einsum("bi,ij,bj->b", x, w, x, precision="highest", preferred_element_type=jnp.float32)
     d = lax.dot(x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32)
-    return (a, jnp.cos(b), c, d, jnp.linalg.multi_dot([x, w, w.T]), jnp.vecdot(x, x @ w),
-            lax.batch_matmul(x[None], w[None]))
+    return (
+        a,
+        jnp.cos(b),
+        c,
+        d,
+        jnp.linalg.multi_dot([x, w, w.T]),
+        jnp.vecdot(x, x @ w),
+        lax.batch_matmul(x[None], w[None]),
+    )
 
 
 @topic(normal(3, dtype="complex64"), normal(3, 3, dtype="complex64"), normal(3, 3), wrt=(0, 1, 2))
@@ -161,4 +220,5 @@ def complex_and_real_products_in_scan(z, a, w):
     def body(z, _):
         z = jnp.tanh(a @ z * 0.3) + lax.complex(z.real @ w, z.imag @ w) * 0.1
         return z, (jnp.abs(z), jnp.angle(z), lax.conj(z))
+
     return lax.scan(jax.checkpoint(body), z, None, length=3)

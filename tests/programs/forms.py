@@ -66,14 +66,18 @@ class Plain(Forms):
 
     def reference(self, key, f: Callable, args: Callable) -> tuple:
         """(the result of f, its events, its arguments after the call)"""
+
         def make():
             arguments = args()
             return *run(f, *arguments), arguments
+
         return self.once(key, make)
 
     def rounded(self, key, f: Callable, args: Callable) -> list:
         """The leaves of the result for arguments rounded to bfloat16."""
-        return self.once((key, "rounded"), lambda: jax.tree.leaves(run(f, *jax.tree.map(rounded, args()))[0]))
+        return self.once(
+            (key, "rounded"), lambda: jax.tree.leaves(run(f, *jax.tree.map(rounded, args()))[0])
+        )
 
 
 def run(call: Callable, *args) -> tuple:

@@ -31,7 +31,11 @@ def qr(a):
 @topic(pd, b4, core=True)
 def cholesky_and_solves(a, b):
     c = jnp.linalg.cholesky(a)
-    return c, jsp.linalg.cho_solve((c, True), b), jsp.linalg.solve_triangular(c, b, lower=True, trans=1)
+    return (
+        c,
+        jsp.linalg.cho_solve((c, True), b),
+        jsp.linalg.solve_triangular(c, b, lower=True, trans=1),
+    )
 
 
 @topic(pd, b4)
@@ -55,7 +59,11 @@ def least_squares(a, b):
     return jnp.linalg.lstsq(a, b)[0]
 
 
-@topic(normal(3, 3), wrt=(), excluded={("*", "cuda"): "JAX has it for CPUs", ("*", "tpu"): "JAX has it for CPUs"})
+@topic(
+    normal(3, 3),
+    wrt=(),
+    excluded={("*", "cuda"): "JAX has it for CPUs", ("*", "tpu"): "JAX has it for CPUs"},
+)
 def eig_of_a_general_matrix(a):
     return jnp.sort(jnp.abs(jnp.linalg.eigvals(a)))
 
@@ -67,7 +75,9 @@ def conjugate_gradients(a, b):
 
 @topic(pd, b4)
 def gmres_and_bicgstab(a, b):
-    return jsp.sparse.linalg.gmres(lambda x: a @ x, b, tol=1e-6)[0], jsp.sparse.linalg.bicgstab(a, b, tol=1e-6)[0]
+    return jsp.sparse.linalg.gmres(lambda x: a @ x, b, tol=1e-6)[0], jsp.sparse.linalg.bicgstab(
+        a, b, tol=1e-6
+    )[0]
 
 
 @topic(normal(5), normal(5, 1))
@@ -88,20 +98,29 @@ def schur_and_hessenberg(a):
 @topic(normal(3))
 def kron_outer_cross_and_trace(x):
     a = jnp.outer(x, x)
-    return (jnp.kron(a, a), jnp.cross(x, jnp.sin(x)), jnp.trace(a), jnp.tensordot(a, a, 2),
-            jnp.linalg.multi_dot([a, a, a]))
+    return (
+        jnp.kron(a, a),
+        jnp.cross(x, jnp.sin(x)),
+        jnp.trace(a),
+        jnp.tensordot(a, a, 2),
+        jnp.linalg.multi_dot([a, a, a]),
+    )
 
 
-@topic(normal(2), wrt=())    # JAX has no reverse derivative of its loop
+@topic(normal(2), wrt=())  # JAX has no reverse derivative of its loop
 def minimize_bfgs(x):
-    f = lambda x: jnp.sum((x - 1.) ** 2 * jnp.array([1., 3.]))
+    f = lambda x: jnp.sum((x - 1.0) ** 2 * jnp.array([1.0, 3.0]))
     return optimize.minimize(f, x, method="BFGS").x
 
 
 @topic(normal(3))
 def statistics(x):
-    return (jsp.stats.norm.logpdf(x), jsp.stats.multivariate_normal.logpdf(x, jnp.zeros(3), jnp.eye(3)),
-            jsp.stats.t.logpdf(x, jnp.float32(3.)), jsp.special.logsumexp(x, b=jnp.ones(3)))
+    return (
+        jsp.stats.norm.logpdf(x),
+        jsp.stats.multivariate_normal.logpdf(x, jnp.zeros(3), jnp.eye(3)),
+        jsp.stats.t.logpdf(x, jnp.float32(3.0)),
+        jsp.special.logsumexp(x, b=jnp.ones(3)),
+    )
 
 
 @topic(positive_definite(3, dtype="complex64"), normal(3, dtype="complex64"), wrt=(0, 1), low=0.1)

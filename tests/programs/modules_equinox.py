@@ -38,6 +38,7 @@ def filter_jit_of_transformed_step(transform, model, x, y):
     def step(model, x, y):
         grads = eqx.filter_grad(_loss)(model, x, y)
         return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
+
     return step(model, x, y)
 
 
@@ -56,15 +57,30 @@ def gru(cell, xs):
     return jax.lax.scan(lambda h, x: (cell(x, h), None), jnp.zeros(3), xs)[0]
 
 
-@topic(Made(lambda: eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="batch", mode="batch")), x, wrt=())
+@topic(
+    Made(lambda: eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="batch", mode="batch")),
+    x,
+    wrt=(),
+)
 def batch_norm_with_state(model_and_state, x):
     model, state = model_and_state
     return jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
 
 
-@topic(Made(lambda: eqx.nn.Sequential([
-    eqx.nn.Conv2d(2, 3, 3, key=jax.random.key(0)), eqx.nn.Lambda(jax.nn.relu), eqx.nn.MaxPool2d(2, 2),
-    eqx.nn.Lambda(jnp.ravel), eqx.nn.Linear(12, 2, key=jax.random.key(1))])), normal(3, 2, 6, 6))
+@topic(
+    Made(
+        lambda: eqx.nn.Sequential(
+            [
+                eqx.nn.Conv2d(2, 3, 3, key=jax.random.key(0)),
+                eqx.nn.Lambda(jax.nn.relu),
+                eqx.nn.MaxPool2d(2, 2),
+                eqx.nn.Lambda(jnp.ravel),
+                eqx.nn.Linear(12, 2, key=jax.random.key(1)),
+            ]
+        )
+    ),
+    normal(3, 2, 6, 6),
+)
 def convolutional_network(model, x):
     return jax.vmap(model)(x).sum(0)
 
@@ -82,14 +98,24 @@ def embedding(model, i):
 
 @topic(normal(3), core=True)
 def checkpointed_while_loop(x):
-    return internal.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, jnp.sin(c[1]) * 1.1), (0, x), max_steps=8,
-                               kind="checkpointed")[1].sum()
+    return internal.while_loop(
+        lambda c: c[0] < 5,
+        lambda c: (c[0] + 1, jnp.sin(c[1]) * 1.1),
+        (0, x),
+        max_steps=8,
+        kind="checkpointed",
+    )[1].sum()
 
 
 @topic(normal(3))
 def bounded_while_loop(x):
-    return internal.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, jnp.sin(c[1]) * 1.1), (0, x), max_steps=8,
-                               kind="bounded")[1].sum()
+    return internal.while_loop(
+        lambda c: c[0] < 5,
+        lambda c: (c[0] + 1, jnp.sin(c[1]) * 1.1),
+        (0, x),
+        max_steps=8,
+        kind="bounded",
+    )[1].sum()
 
 
 @topic(normal(3), excluded={("*", "cuda"): _ERROR, ("*", "tpu"): _ERROR})
@@ -97,9 +123,10 @@ def error_if_and_filter_custom_vjp(x):
     @eqx.filter_custom_vjp
     def f(x, scale):
         return jnp.sin(x) * scale
+
     f.def_fwd(lambda perturbed, x, scale: (f(x, scale), (x, scale)))
     f.def_bwd(lambda saved, g, perturbed, x, scale: 2 * g * jnp.cos(saved[0]) * saved[1])
-    return f(eqx.error_if(x, x.sum() > 1e6, "too large"), 3.)
+    return f(eqx.error_if(x, x.sum() > 1e6, "too large"), 3.0)
 
 
 @topic(normal(3), wrt=())
@@ -123,14 +150,21 @@ def ensemble_by_filter_vmap_in_filter_jit(transform, model, x, y):
     @eqx.filter_jit
     def losses(keys):
         models = eqx.filter_vmap(lambda k: eqx.nn.MLP(4, 2, 8, 2, key=k))(keys)
-        return eqx.filter_vmap(transform(_loss), in_axes=(eqx.if_array(0), None, None))(models, x, y)
-    return losses(jax.random.split(jax.random.key(1), 3)), eqx.filter_jit(transform(_loss))(model, x, y)
+        return eqx.filter_vmap(transform(_loss), in_axes=(eqx.if_array(0), None, None))(
+            models, x, y
+        )
+
+    return losses(jax.random.split(jax.random.key(1), 3)), eqx.filter_jit(transform(_loss))(
+        model, x, y
+    )
 
 
 @topic(mlp, x, y)
 def filter_checkpoint_and_scan_over_stacked_layers(model, x, y):
     h = eqx.filter_checkpoint(lambda m, x: jax.vmap(m)(x))(model, x)
-    layers = eqx.filter_vmap(lambda k: eqx.nn.Linear(2, 2, key=k))(jax.random.split(jax.random.key(1), 3))
+    layers = eqx.filter_vmap(lambda k: eqx.nn.Linear(2, 2, key=k))(
+        jax.random.split(jax.random.key(1), 3)
+    )
     arrays, static = eqx.partition(layers, eqx.is_array)
     step = lambda h, layer: (jnp.tanh(jax.vmap(eqx.combine(layer, static))(h)), None)
     return jnp.mean((jax.lax.scan(step, h, arrays)[0] - y) ** 2)
@@ -148,19 +182,28 @@ def custom_rules_hessian_and_shared(model, x):
     def f(inputs, scale):
         model, x = inputs
         return jnp.sum(jax.vmap(model)(x) ** 2) * scale
+
     f.def_fwd(lambda perturbed, inputs, scale: (f(inputs, scale), None))
+
     def bwd(saved, g, perturbed, inputs, scale):
         grads = eqx.filter_grad(lambda inputs: jnp.sum(jax.vmap(inputs[0])(inputs[1])))(inputs)
         return jax.tree.map(lambda a: a * g * scale, grads)
+
     f.def_bwd(bwd)
+
     @eqx.filter_custom_jvp
     def h(x):
         return jnp.sin(x)
+
     @h.def_jvp
     def _(primals, tangents):
-        return h(*primals), 3. * tangents[0]
-    return eqx.filter_grad(f)((model, x), 2.), jax.grad(lambda x: h(x).sum())(x), eqx.filter_hessian(
-        lambda b: model(b).sum())(x[0])
+        return h(*primals), 3.0 * tangents[0]
+
+    return (
+        eqx.filter_grad(f)((model, x), 2.0),
+        jax.grad(lambda x: h(x).sum())(x),
+        eqx.filter_hessian(lambda b: model(b).sum())(x[0]),
+    )
 
 
 @topic(Made(lambda: eqx.nn.LSTMCell(4, 3, key=jax.random.key(0))), normal(5, 4), wrt=(0, 1))
@@ -168,13 +211,16 @@ def lstm_scan_checkpointed(cell, xs):
     def f(carry, x):
         carry = cell(x, carry)
         return carry, carry[0]
+
     return internal.scan(f, (jnp.zeros(3), jnp.zeros(3)), xs, kind="checkpointed", checkpoints=2)
 
 
 def _tied():
     embed = eqx.nn.Embedding(7, 4, key=jax.random.key(0))
     linear = eqx.nn.Linear(4, 7, use_bias=False, key=jax.random.key(1))
-    return eqx.nn.Shared((embed, linear), where=lambda pair: pair[1].weight, get=lambda pair: pair[0].weight)
+    return eqx.nn.Shared(
+        (embed, linear), where=lambda pair: pair[1].weight, get=lambda pair: pair[0].weight
+    )
 
 
 @topic(Made(_tied), integers(5, high=7))

@@ -11,7 +11,9 @@ from .program import Made, Topic, integers, key, normal
 
 topic = Topic("flax", promotion="standard")
 x, y = normal(8, 4), normal(8, 3)
-_adam = optax.adam(1e-2)    # one object, because it is a static attribute of an optimizer, by which JAX compares calls
+_adam = optax.adam(
+    1e-2
+)  # one object, because it is a static attribute of an optimizer, by which JAX compares calls
 
 
 class Network(nnx.Module):
@@ -40,6 +42,7 @@ def _with_optimizer(**options):
     def make():
         model = Network(**options)
         return {"model": model, "optimizer": nnx.Optimizer(model, _adam, wrt=nnx.Param)}
+
     return Made(make)
 
 
@@ -66,7 +69,9 @@ def nnx_grad_of_transformed_loss(transform, model, x, y):
 @topic(Made(Network), normal(2, 8, 4), normal(2, 8, 3), wrt=(), inner=True, core=True)
 def nnx_module_read_by_transformed_loss_in_scan(transform, model, xs, ys):
     loss = transform(_loss)
-    return jax.lax.scan(lambda total, batch: (total + loss(model, *batch), None), jnp.float32(0), (xs, ys))[0]
+    return jax.lax.scan(
+        lambda total, batch: (total + loss(model, *batch), None), jnp.float32(0), (xs, ys)
+    )[0]
 
 
 @topic(Made(functools.partial(Network, rate=0.5)), x, y, wrt=())
@@ -79,18 +84,35 @@ def nnx_step_in_place(state, x, y):
     return _step(state["model"], state["optimizer"], x, y)
 
 
-@topic(_with_optimizer(norm=True), x, y, wrt=(), inner=True, core=True,
-       excluded={("autocast", "*"): "the first steps of adaptive optimizers divide gradients by themselves"})
+@topic(
+    _with_optimizer(norm=True),
+    x,
+    y,
+    wrt=(),
+    inner=True,
+    core=True,
+    excluded={
+        ("autocast", "*"): "the first steps of adaptive optimizers divide gradients by themselves"
+    },
+)
 def nnx_jit_of_transformed_step(transform, state, x, y):
     step = nnx.jit(transform(_step))
-    return step(state["model"], state["optimizer"], x, y), step(state["model"], state["optimizer"], x, y)
+    return step(state["model"], state["optimizer"], x, y), step(
+        state["model"], state["optimizer"], x, y
+    )
 
 
 _NOT_JAX_JIT = "expected a plain function or the result of jax.jit"
 
 
-@topic(_with_optimizer(), x, y, wrt=(), inner=True,
-       refused={("tune", "value"): _NOT_JAX_JIT, ("tune", "again"): _NOT_JAX_JIT})
+@topic(
+    _with_optimizer(),
+    x,
+    y,
+    wrt=(),
+    inner=True,
+    refused={("tune", "value"): _NOT_JAX_JIT, ("tune", "again"): _NOT_JAX_JIT},
+)
 def transformed_nnx_jit(transform, state, x, y):
     return transform(nnx.jit(_step))(state["model"], state["optimizer"], x, y)
 
@@ -107,7 +129,11 @@ def nnx_vmap_scan_and_remat(model, x):
     return h + nnx.remat(lambda m, x: m(x))(model, x)
 
 
-@topic(Made(lambda: nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))), normal(1, 5, 4), wrt=())
+@topic(
+    Made(lambda: nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))),
+    normal(1, 5, 4),
+    wrt=(),
+)
 def nnx_attention(model, x):
     return model(x, mask=nnx.make_causal_mask(jnp.ones((1, 5))))
 
@@ -119,7 +145,9 @@ class Linen(linen.Module):
         return linen.Dense(3)(linen.BatchNorm(use_running_average=not train)(x))
 
 
-@topic(Made(lambda: Linen().init(jax.random.key(0), jnp.ones((8, 4)))), x, y, batched=(1, 2), core=True)
+@topic(
+    Made(lambda: Linen().init(jax.random.key(0), jnp.ones((8, 4)))), x, y, batched=(1, 2), core=True
+)
 def linen_loss(variables, x, y):
     return jnp.mean((Linen().apply(variables, x) - y) ** 2)
 
@@ -133,8 +161,12 @@ class LinenScan(linen.Module):
     @linen.compact
     def __call__(self, x):
         block = linen.remat(linen.Dense)
-        layers = linen.scan(lambda block, h, _: (jnp.tanh(block(h)), None), variable_axes={"params": 0},
-                            split_rngs={"params": True}, length=3)
+        layers = linen.scan(
+            lambda block, h, _: (jnp.tanh(block(h)), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=3,
+        )
         return layers(block(4), x, None)[0]
 
 
@@ -148,8 +180,11 @@ def linen_init(k, x):
     return LinenScan().init(k, x)
 
 
-@topic(Made(lambda: linen.RNN(linen.LSTMCell(3)).init(jax.random.key(0), jnp.ones((2, 5, 4)))), normal(2, 5, 4),
-       integers(2, high=5))
+@topic(
+    Made(lambda: linen.RNN(linen.LSTMCell(3)).init(jax.random.key(0), jnp.ones((2, 5, 4)))),
+    normal(2, 5, 4),
+    integers(2, high=5),
+)
 def linen_lstm_with_lengths(variables, x, lengths):
     return linen.RNN(linen.LSTMCell(3)).apply(variables, x, seq_lengths=lengths)
 
@@ -176,8 +211,13 @@ def nnx_rngs_counts_and_shared_variables(model, x):
     return model(model(x)), model.count[...]
 
 
-@topic(Made(Recurrent), x, wrt=(), inner=True,
-       excluded={("autocast", "*"): "rounding the arguments gives the layers separate biases"})
+@topic(
+    Made(Recurrent),
+    x,
+    wrt=(),
+    inner=True,
+    excluded={("autocast", "*"): "rounding the arguments gives the layers separate biases"},
+)
 def nnx_rngs_in_transformed_loss(transform, model, x):
     loss = transform(lambda model, x: jnp.mean(model(x) ** 2))
     first = nnx.value_and_grad(loss)(model, x)
@@ -213,6 +253,7 @@ def _stacked():
     @nnx.vmap(in_axes=(0,), out_axes=0)
     def create(rngs):
         return _Block(rngs)
+
     return create(nnx.Rngs(0, dropout=1))
 
 
@@ -221,12 +262,16 @@ def nnx_scan_over_stacked_modules(model, x):
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
     def forward(block, x):
         return block(x)
+
     def loss(model, x):
         return jnp.mean(forward(model, x) ** 2)
+
     return nnx.value_and_grad(loss)(model, x), model.calls[...], model.norm.mean[...]
 
 
-@topic(Made(_stacked), normal(3, 8, 4), wrt=(), inner=True, tolerance=1e-4)    # a bias before BatchNorm: rounding alone
+@topic(
+    Made(_stacked), normal(3, 8, 4), wrt=(), inner=True, tolerance=1e-4
+)  # a bias before BatchNorm: rounding alone
 def nnx_vmap_of_transformed_step(transform, model, xs):
     step = transform(lambda block, x: nnx.grad(lambda b: jnp.mean(b(x) ** 2))(block))
     grads = nnx.vmap(step, in_axes=(0, 0))(model, xs)
@@ -253,6 +298,8 @@ def _sowing():
 @topic(Made(_sowing), normal(8, 4), wrt=())
 def nnx_lora_with_sown_values_and_optimizer(state, x):
     model, optimizer = state["model"], state["optimizer"]
-    loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2), argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+    loss, grads = nnx.value_and_grad(
+        lambda m: jnp.mean(m(x) ** 2), argnums=nnx.DiffState(0, nnx.LoRAParam)
+    )(model)
     optimizer.update(model, grads)
     return loss, nnx.pop(model, nnx.Intermediate), optimizer.step[...]

@@ -15,7 +15,11 @@ def _mlp(x):
 
 
 def _params(f, *args, state=False):
-    return Made(lambda: (hk.transform_with_state if state else hk.transform)(f).init(jax.random.PRNGKey(0), *args))
+    return Made(
+        lambda: (hk.transform_with_state if state else hk.transform)(f).init(
+            jax.random.PRNGKey(0), *args
+        )
+    )
 
 
 @topic(_params(_mlp, x), x, y, batched=(1, 2))
@@ -59,7 +63,7 @@ def lstm(params, x):
 
 
 def _remat(x):
-    cell = hk.Linear(4, name="cell")    # not in the loop, which JAX may trace more than once
+    cell = hk.Linear(4, name="cell")  # not in the loop, which JAX may trace more than once
     return hk.remat(hk.Linear(4))(hk.scan(lambda c, x: (c + cell(x), c), x[0], x)[1])
 
 
@@ -78,7 +82,7 @@ def conv_pool_and_layer_norm(params, x):
 
 
 def _attention(x):
-    return hk.MultiHeadAttention(2, 4, w_init=hk.initializers.VarianceScaling(1.))(x, x, x)
+    return hk.MultiHeadAttention(2, 4, w_init=hk.initializers.VarianceScaling(1.0))(x, x, x)
 
 
 @topic(_params(_attention, normal(5, 8)), normal(5, 8))
@@ -117,6 +121,7 @@ def layer_stack_and_deep_lstm(params, x):
 def _with_custom_getter(x):
     def getter(next_getter, value, context):
         return value.astype(jnp.bfloat16) if context.name == "w" else value
+
     with hk.custom_getter(getter):
         h = hk.Linear(4)(x.astype(jnp.bfloat16))
     h = hk.switch(jnp.int32(2), [lambda h: h, lambda h: -h], h)

@@ -12,10 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-TRANSFORMS = ("rewrite", "autocast", "autocast32", "autocast16", "tune", "microbatch", "rematerialize",
-              "intervene")
+TRANSFORMS = (
+    "rewrite",
+    "autocast",
+    "autocast32",
+    "autocast16",
+    "tune",
+    "microbatch",
+    "rematerialize",
+    "intervene",
+)
 CHECKS = ("value", "again", "jit", "vmap", "gradient", "gradient inside", "leaks", "cuda", "tpu")
-EVENTS: list = []    # what host callbacks and Python side effects of a program have recorded
+EVENTS: list = []  # what host callbacks and Python side effects of a program have recorded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +97,10 @@ class Program:
 class Topic(list):
     """The programs of one topic; called with arguments, a decorator that adds one.
 
-        topic = Topic("control_flow")
+    topic = Topic("control_flow")
 
-        @topic(normal(3), core=True)
-        def cond(x): ...
+    @topic(normal(3), core=True)
+    def cond(x): ...
     """
 
     def __init__(self, name: str, **options):
@@ -103,22 +111,32 @@ class Topic(list):
         def decorate(f):
             self.add(f.__name__.strip("_"), f, *args, **options)
             return f
+
         return decorate
 
     def add(self, name, f, *args, **options):
         """Adds a function that has no name of its own."""
         options = {**self.options, **options}
         others = options.pop("others", None)
-        self.append(Program(f"{self.name}/{name}", f, lambda: tuple(map(made, args)),
-                            others and (lambda: [tuple(map(made, o)) for o in others]), **options))
+        self.append(
+            Program(
+                f"{self.name}/{name}",
+                f,
+                lambda: tuple(map(made, args)),
+                others and (lambda: [tuple(map(made, o)) for o in others]),
+                **options,
+            )
+        )
 
 
 def made(arg: Any) -> Any:
     """An argument: `Made` leaves are called, NumPy arrays become JAX arrays, everything else stays."""
+
     def leaf(x):
         if isinstance(x, Made):
             return x()
         return jnp.array(x) if isinstance(x, np.ndarray) else x
+
     return jax.tree.map(leaf, arg, is_leaf=lambda x: isinstance(x, Made))
 
 

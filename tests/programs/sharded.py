@@ -63,14 +63,19 @@ def shard_map_gradient_inside(x, w):
     @functools.partial(jax.shard_map, mesh=mesh(), in_specs=(P("data"), P()), out_specs=P())
     def step(x, w):
         return jax.grad(lambda w: lax.pmean(jnp.mean((x @ w) ** 2), "data"))(w)
+
     return step(x, w)
 
 
 @topic(normal(16, 16), normal(16, 16), wrt=(), tolerance=1e-4, core=True)
 def shard_map_gradient_of_shared_weights(x, w):
     """Inside, the rows vary over the mesh and the weights do not."""
+
     def step(x, w):
-        return jax.value_and_grad(lambda w: lax.pmean(jnp.sum(jnp.sin(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)), "data"))(w)
+        return jax.value_and_grad(
+            lambda w: lax.pmean(jnp.sum(jnp.sin(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)), "data")
+        )(w)
+
     return jax.shard_map(step, mesh=mesh(), in_specs=(P("data"), P()), out_specs=P())(x, w)
 
 
@@ -78,21 +83,35 @@ def shard_map_gradient_of_shared_weights(x, w):
 def transformed_function_in_shard_maps_of_two_meshes(transform, x, w):
     f = transform(lambda x, w: jnp.tanh(x @ w))
     places = mesh(), jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
-    return [jax.shard_map(f, mesh=place, in_specs=(P(place.axis_names[0]), P()), out_specs=P(place.axis_names[0]))(x, w)
-            for place in places]
+    return [
+        jax.shard_map(
+            f, mesh=place, in_specs=(P(place.axis_names[0]), P()), out_specs=P(place.axis_names[0])
+        )(x, w)
+        for place in places
+    ]
 
 
 @topic(x83)
 def shard_map_over_one_axis_in_scan(x):
-    f = jax.shard_map(lambda c: jnp.tanh(c + lax.pmean(c, "data")), mesh=mesh(), in_specs=P("data"),
-                      out_specs=P("data"), axis_names={"data"})
+    f = jax.shard_map(
+        lambda c: jnp.tanh(c + lax.pmean(c, "data")),
+        mesh=mesh(),
+        in_specs=P("data"),
+        out_specs=P("data"),
+        axis_names={"data"},
+    )
     return jax.jit(lambda x: lax.scan(lambda c, _: (f(c), None), x, None, length=3)[0])(x)
 
 
 @topic(x83)
 def shard_map_without_checks(x):
-    return jax.shard_map(lambda x: lax.all_gather(x, "data", tiled=True).sum(0), mesh=mesh(), in_specs=P("data"),
-                         out_specs=P(), check_vma=False)(x)
+    return jax.shard_map(
+        lambda x: lax.all_gather(x, "data", tiled=True).sum(0),
+        mesh=mesh(),
+        in_specs=P("data"),
+        out_specs=P(),
+        check_vma=False,
+    )(x)
 
 
 @topic(x83, w34, wrt=(0, 1), core=True)
@@ -114,17 +133,33 @@ def sharded_results(x, w):
 @topic(x83)
 def jit_with_shardings(x):
     s = NamedSharding(mesh(), P("data"))
-    return jax.jit(lambda x: (jnp.sin(x), x.sum()), in_shardings=s, out_shardings=(s, NamedSharding(mesh(), P())))(x)
+    return jax.jit(
+        lambda x: (jnp.sin(x), x.sum()),
+        in_shardings=s,
+        out_shardings=(s, NamedSharding(mesh(), P())),
+    )(x)
 
 
-@topic(sharded(x83, "data", explicit=True), sharded(w34, None, "model", explicit=True),
-       excluded={("*", "vmap"): "jnp.stack of explicitly sharded arguments"})
+@topic(
+    sharded(x83, "data", explicit=True),
+    sharded(w34, None, "model", explicit=True),
+    excluded={("*", "vmap"): "jnp.stack of explicitly sharded arguments"},
+)
 def explicit_sharding(x, w):
-    with jax.set_mesh(mesh(True)) if not isinstance(x, jax.core.Tracer) else jax.named_scope("traced"):
+    with (
+        jax.set_mesh(mesh(True))
+        if not isinstance(x, jax.core.Tracer)
+        else jax.named_scope("traced")
+    ):
         return jnp.tanh(x @ w)
 
 
-@topic(x83, excluded={("tune", "again"): "as under jax.jit, the compiler chooses the sharding of the result"})
+@topic(
+    x83,
+    excluded={
+        ("tune", "again"): "as under jax.jit, the compiler chooses the sharding of the result"
+    },
+)
 def device_put(x):
     return jax.device_put(x, NamedSharding(mesh(), P("data"))) * 2
 

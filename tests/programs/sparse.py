@@ -24,7 +24,7 @@ def bcoo_times_matrix_differentiated_by_its_values(a, x):
 
 @topic(bcoo, wrt=())
 def bcoo_results(a):
-    return a * 2., a.T, a.sum(0)
+    return a * 2.0, a.T, a.sum(0)
 
 
 @topic(normal(4, 4), wrt=())
@@ -35,7 +35,7 @@ def bcoo_from_dense(x):
 
 @topic(normal(4, 4), normal(4), wrt=(1,))
 def sparsify(a, x):
-    return sparse.sparsify(lambda a, x: a @ x * 2.)(sparse.BCOO.fromdense(a, nse=16), x)
+    return sparse.sparsify(lambda a, x: a @ x * 2.0)(sparse.BCOO.fromdense(a, nse=16), x)
 
 
 @topic(Made(lambda: sparse.BCSR.fromdense(jnp.asarray(dense))), normal(4), wrt=(1,))
@@ -43,8 +43,12 @@ def bcsr_times_vector(a, x):
     return a @ x
 
 
-@topic(Made(lambda: sparse.CSR.fromdense(jnp.asarray(dense))), normal(4), wrt=(1,),
-       excluded={("*", "vmap"): "JAX cannot batch it"})
+@topic(
+    Made(lambda: sparse.CSR.fromdense(jnp.asarray(dense))),
+    normal(4),
+    wrt=(1,),
+    excluded={("*", "vmap"): "JAX cannot batch it"},
+)
 def csr_times_vector(a, x):
     return a @ x
 
@@ -59,9 +63,20 @@ def bcoo_in_scan(a, x):
     return jax.lax.scan(lambda c, _: (jnp.tanh(a @ c), c), x, None, length=3)
 
 
-@topic(Made(lambda: sparse.BCOO.fromdense(jnp.asarray(normal(4, 3)))), normal(3, 2), normal(2, 4), wrt=(0, 1, 2),
-       excluded={("*", "vmap"): "JAX batches the indices"})
+@topic(
+    Made(lambda: sparse.BCOO.fromdense(jnp.asarray(normal(4, 3)))),
+    normal(3, 2),
+    normal(2, 4),
+    wrt=(0, 1, 2),
+    excluded={("*", "vmap"): "JAX batches the indices"},
+)
 def bcoo_sums_transposes_and_products(a, x, y):
     b = a.T
     c = sparse.bcoo_reduce_sum(a, axes=(0,))
-    return jnp.tanh(a @ x), y @ a, (b @ (a @ x)), c.todense(), sparse.bcoo_multiply_dense(a, jnp.ones((4, 3)))
+    return (
+        jnp.tanh(a @ x),
+        y @ a,
+        (b @ (a @ x)),
+        c.todense(),
+        sparse.bcoo_multiply_dense(a, jnp.ones((4, 3))),
+    )

@@ -15,7 +15,9 @@ from .program import Made, Topic, integers, key, normal
 topic = Topic("structure")
 x3 = normal(3)
 Pair = collections.namedtuple("Pair", ["first", "second"])
-NOTHING = {("autocast32", "*"): "a program without operations, and a rule that matches nothing is an error"}
+NOTHING = {
+    ("autocast32", "*"): "a program without operations, and a rule that matches nothing is an error"
+}
 NUMBERS = {("tune", "*"): "tune traces numbers, by contract"}
 
 
@@ -39,7 +41,13 @@ def empty_product(x, w):
 
 @topic(normal(2, 0, 3))
 def empty_axes(x):
-    return jnp.max(x, axis=2), x.transpose(1, 0, 2), jnp.sort(x, axis=1), jnp.pad(x, 1), x.reshape(0)
+    return (
+        jnp.max(x, axis=2),
+        x.transpose(1, 0, 2),
+        jnp.sort(x, axis=1),
+        jnp.pad(x, 1),
+        x.reshape(0),
+    )
 
 
 @topic(normal(0, 5, 5, 2), normal(3, 3, 2, 4))
@@ -55,7 +63,12 @@ def empty_batch_through_scan_of_checkpoint(w, x):
 
 @topic(normal(0), integers(0))
 def empty_gather_and_scatter(x, i):
-    return jnp.ones(3)[i] * x, jnp.zeros(3).at[i].add(x), jax.ops.segment_sum(x, i, 2), lax.top_k(x, 0)
+    return (
+        jnp.ones(3)[i] * x,
+        jnp.zeros(3).at[i].add(x),
+        jax.ops.segment_sum(x, i, 2),
+        lax.top_k(x, 0),
+    )
 
 
 @topic(normal())
@@ -70,7 +83,7 @@ def no_arguments_no_arrays():
 
 @topic(wrt=())
 def no_arguments():
-    return jnp.arange(3.) * 2, jnp.eye(2)
+    return jnp.arange(3.0) * 2, jnp.eye(2)
 
 
 @topic("name", wrt=(), float32=False)
@@ -80,8 +93,13 @@ def only_strings(s):
 
 @topic(x3)
 def results_of_every_structure(x):
-    return {"pair": Pair(x, None), "list": [x * 2, ()], "none": None, "tuple": (x[0], {"b": x, "a": -x}),
-            "ordered": collections.OrderedDict(z=x, a=x)}
+    return {
+        "pair": Pair(x, None),
+        "list": [x * 2, ()],
+        "none": None,
+        "tuple": (x[0], {"b": x, "a": -x}),
+        "ordered": collections.OrderedDict(z=x, a=x),
+    }
 
 
 @topic(x3, core=True)
@@ -92,7 +110,9 @@ def results_are_inputs_duplicated(x):
 
 @topic(State(normal(), {"w": normal(3)}), core=True)
 def dataclass_in_and_out(state):
-    return dataclasses.replace(state, step=state.step + 1, params={"w": state.params["w"] * state.step})
+    return dataclasses.replace(
+        state, step=state.step + 1, params={"w": state.params["w"] * state.step}
+    )
 
 
 @topic({"b": normal(2), "a": [normal(3), None, ()]}, wrt=(0,))
@@ -110,7 +130,7 @@ def callable_or_none_argument(x, f):
     return x if f is None else f(x)
 
 
-@topic(x3, 2., others=[(x3, jnp.sin), (x3, 3.)], static=(1,), promotion="standard")
+@topic(x3, 2.0, others=[(x3, jnp.sin), (x3, 3.0)], static=(1,), promotion="standard")
 def callable_or_number_argument(x, f):
     return f(x) if callable(f) else x * f
 
@@ -120,8 +140,12 @@ def none_then_string_argument(x, mode):
     return x if mode is None else x * 2
 
 
-@topic({"a": normal(1)}, others=[({"a": normal(1), "flag": 1.},), ({"a": normal(1)},)], promotion="standard",
-       excluded=NOTHING)
+@topic(
+    {"a": normal(1)},
+    others=[({"a": normal(1), "flag": 1.0},), ({"a": normal(1)},)],
+    promotion="standard",
+    excluded=NOTHING,
+)
 def result_with_a_string_at_times(d):
     return {"y": d["a"], **({"note": "big"} if "flag" in d else {})}
 
@@ -175,17 +199,17 @@ def captured_jax_array_of_the_outside(x):
 @functools.cache
 def _constant():
     with jax.ensure_compile_time_eval():
-        return jnp.arange(3.)
+        return jnp.arange(3.0)
 
 
 @topic(x3)
-def keyword_and_default_arguments(x, *, scale=2., shift=(1., 2.)):
+def keyword_and_default_arguments(x, *, scale=2.0, shift=(1.0, 2.0)):
     return x * scale + shift[0]
 
 
 @topic(x3, normal(3, seed=1), normal(3, seed=2), wrt=(0, 2))
 def variable_arguments(*xs):
-    return sum(x * (i + 1.) for i, x in enumerate(xs))
+    return sum(x * (i + 1.0) for i, x in enumerate(xs))
 
 
 @topic(functools.partial(jnp.multiply, np.float32(2)), x3, wrt=(1,))
@@ -198,8 +222,13 @@ def partial_that_is_a_tree(f, x):
     return f(x), jax.tree_util.Partial(f.func, x)
 
 
-@topic(x3, types.SimpleNamespace(width=3, rate=0.5), wrt=(0,), static=(1,),
-       refused={("tune", "value"): "nor hashable", ("tune", "again"): "nor hashable"})
+@topic(
+    x3,
+    types.SimpleNamespace(width=3, rate=0.5),
+    wrt=(0,),
+    static=(1,),
+    refused={("tune", "value"): "nor hashable", ("tune", "again"): "nor hashable"},
+)
 def configuration_without_a_hash(x, config):
     return x * config.rate
 
@@ -211,7 +240,7 @@ def shape_argument(spec, x):
 
 @topic({1: normal(2), 0: normal(2, seed=1)})
 def dict_with_integer_keys(d):
-    return {k + 1: v * (k + 1.) for k, v in d.items()}
+    return {k + 1: v * (k + 1.0) for k, v in d.items()}
 
 
 @topic(x3, wrt=(), excluded=NOTHING)
@@ -222,12 +251,21 @@ def shapes_and_types_as_results(x):
 @topic(x3, wrt=())
 def made_jaxpr_inside(x):
     closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(x)
-    return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, x) if hasattr(jax.core, "eval_jaxpr") else [jnp.sin(x) * 2]
+    return (
+        jax.core.eval_jaxpr(closed.jaxpr, closed.consts, x)
+        if hasattr(jax.core, "eval_jaxpr")
+        else [jnp.sin(x) * 2]
+    )
 
 
 @topic(normal(8, 3), wrt=(), batched=(0,))
 def microbatched_counts_and_means(x):
-    return {"mean": x.mean(), "positive": (x > 0).sum(), "none": None, "low": x.mean().astype(jnp.bfloat16)}
+    return {
+        "mean": x.mean(),
+        "positive": (x > 0).sum(),
+        "none": None,
+        "low": x.mean().astype(jnp.bfloat16),
+    }
 
 
 _b = {"x": np.float32([1, 2, 3, 4]), "w": np.float32([0, 2, 0, 2])}
@@ -252,7 +290,10 @@ def microbatched_linear_regression(w, x, y):
 @topic(normal(3), {"x": normal(6, 3), "y": normal(6)}, batched=(1,), slices=3)
 def microbatched_tree_with_auxiliary_results(w, batch):
     error = batch["x"] @ w - batch["y"]
-    return jnp.mean(error ** 2), {"mae": jnp.mean(jnp.abs(error)), "n": jnp.int32(1) * (error > 0).sum()}
+    return jnp.mean(error**2), {
+        "mae": jnp.mean(jnp.abs(error)),
+        "n": jnp.int32(1) * (error > 0).sum(),
+    }
 
 
 @topic(normal(3), normal(8, 3), batched=(1,))
@@ -265,36 +306,71 @@ def key_among_results_and_static(k, x):
     return k, x, "done"
 
 
-@topic({"w": normal(3, 3), "none": None, "empty": {}, "list": [], "t": (None, {"b": x3})}, x3, wrt=(0, 1))
+@topic(
+    {"w": normal(3, 3), "none": None, "empty": {}, "list": [], "t": (None, {"b": x3})},
+    x3,
+    wrt=(0, 1),
+)
 def none_leaves_and_empty_containers(params, x):
     def body(c, _):
         return {**c, "h": jnp.tanh(c["h"] @ params["w"])}, {"none": None, "empty": ()}
+
     c, ys = lax.scan(body, {"h": x, "none": None, "empty": {}}, None, length=2)
-    z = lax.cond(x[0] > -9., lambda p: {"p": p, "n": None}, lambda p: {"p": p, "n": None}, params["t"])
+    z = lax.cond(
+        x[0] > -9.0, lambda p: {"p": p, "n": None}, lambda p: {"p": p, "n": None}, params["t"]
+    )
     return c, ys, z, {}, [], None, types.SimpleNamespace
 
 
 @topic(x3, normal(3, 3), wrt=(), inner=True)
 def keyword_only_and_default_arguments(transform, x, w):
-    def f(x, /, w=None, *rest, mode, scale=2., flag=False, **more):
-        h = (x if w is None else x @ w) * scale + sum(more.values(), 0.)
+    def f(x, /, w=None, *rest, mode, scale=2.0, flag=False, **more):
+        h = (x if w is None else x @ w) * scale + sum(more.values(), 0.0)
         return {"y": getattr(jnp, mode)(h), "mode": mode, "flag": flag, "n": len(rest)}
+
     g = transform(f)
-    return [g(x, mode="sin"), g(x, w, mode="cos", flag=True), g(x, w, x, x, mode="tanh", scale=0.5, extra=x),
-            g(x, w=w, mode="exp", b=1., a=x), jax.grad(lambda x: g(x, w=w, mode="sin")["y"].sum())(x)]
+    return [
+        g(x, mode="sin"),
+        g(x, w, mode="cos", flag=True),
+        g(x, w, x, x, mode="tanh", scale=0.5, extra=x),
+        g(x, w=w, mode="exp", b=1.0, a=x),
+        jax.grad(lambda x: g(x, w=w, mode="sin")["y"].sum())(x),
+    ]
 
 
-@topic({"a": x3}, None, wrt=(),
-       others=[({"a": x3, "b": x3}, normal(3, 3)), ({"a": None}, normal(3, 3)), ({}, None), ({"a": x3}, None)],
-       excluded={("*", "vmap"): "the second call has another structure", **dict.fromkeys(
-           [("autocast", "again"), ("autocast32", "again")], "one call has no operations of float32")})
+@topic(
+    {"a": x3},
+    None,
+    wrt=(),
+    others=[
+        ({"a": x3, "b": x3}, normal(3, 3)),
+        ({"a": None}, normal(3, 3)),
+        ({}, None),
+        ({"a": x3}, None),
+    ],
+    excluded={
+        ("*", "vmap"): "the second call has another structure",
+        **dict.fromkeys(
+            [("autocast", "again"), ("autocast32", "again")],
+            "one call has no operations of float32",
+        ),
+    },
+)
 def calls_with_other_structures(d, w):
     total = sum((v.sum() for v in d.values() if v is not None), jnp.float32(0))
-    return {k: None if v is None else v * 2 for k, v in d.items()}, total if w is None else total * (w @ w)
+    return {
+        k: None if v is None else v * 2 for k, v in d.items()
+    }, total if w is None else total * (w @ w)
 
 
-@topic({"x": normal(6, 3), "mask": np.array([1, 1, 0, 1, 0, 1], bool), "name": "train"}, normal(3, 3), wrt=(1,),
-       batched=(0,), weight=lambda batch, w: batch["mask"].sum(), slices=3)
+@topic(
+    {"x": normal(6, 3), "mask": np.array([1, 1, 0, 1, 0, 1], bool), "name": "train"},
+    normal(3, 3),
+    wrt=(1,),
+    batched=(0,),
+    weight=lambda batch, w: batch["mask"].sum(),
+    slices=3,
+)
 def microbatched_masked_mean_with_a_string(batch, w):
     h = (jnp.tanh(batch["x"] @ w) ** 2).sum(-1)
     m = batch["mask"].astype(jnp.float32)
@@ -302,17 +378,27 @@ def microbatched_masked_mean_with_a_string(batch, w):
 
 
 class _Named:
-    def __init__(self, x, name): self.x, self.name = x, name
+    def __init__(self, x, name):
+        self.x, self.name = x, name
 
 
 jax.tree_util.register_pytree_with_keys(
-    _Named, lambda p: (((jax.tree_util.GetAttrKey("x"), p.x),), p.name), lambda name, xs: _Named(xs[0], name))
+    _Named,
+    lambda p: (((jax.tree_util.GetAttrKey("x"), p.x),), p.name),
+    lambda name, xs: _Named(xs[0], name),
+)
 
 
-@topic(Made(lambda: collections.OrderedDict(b=_Named(jnp.asarray(x3), "b"), a=_Named(jnp.asarray(normal(3, 3)), "a"))))
+@topic(
+    Made(
+        lambda: collections.OrderedDict(
+            b=_Named(jnp.asarray(x3), "b"), a=_Named(jnp.asarray(normal(3, 3)), "a")
+        )
+    )
+)
 def own_classes_with_static_fields_in_loops(d):
     p, w = d["b"], d["a"]
     step = jax.checkpoint(lambda p, _: (_Named(jnp.tanh(p.x @ w.x), p.name), None))
     q, _ = lax.scan(step, p, None, length=2)
-    r = lax.cond(q.x.sum() > -9., lambda p: p, lambda p: _Named(-p.x, p.name), q)
+    r = lax.cond(q.x.sum() > -9.0, lambda p: p, lambda p: _Named(-p.x, p.name), q)
     return r.x, q.name + r.name, jax.tree.structure(d).num_leaves

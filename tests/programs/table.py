@@ -4,9 +4,25 @@ import importlib
 
 from .program import Program
 
-TOPICS = ("control_flow", "custom_rules", "random_keys", "effects", "numeric", "linear_algebra", "dtypes", "structure",
-          "sparse", "sharded", "combinations", "steps", "modules_equinox", "modules_haiku", "modules_flax", "solvers",
-          "probabilistic")
+TOPICS = (
+    "control_flow",
+    "custom_rules",
+    "random_keys",
+    "effects",
+    "numeric",
+    "linear_algebra",
+    "dtypes",
+    "structure",
+    "sparse",
+    "sharded",
+    "combinations",
+    "steps",
+    "modules_equinox",
+    "modules_haiku",
+    "modules_flax",
+    "solvers",
+    "probabilistic",
+)
 
 
 def programs() -> list[Program]:

@@ -262,12 +262,27 @@ TEMPLATES = {
     "retrieval": (RETRIEVAL, {"bos_token": "<BOS>", "eos_token": "<EOS>"}),
 }
 
-TOOL = {"type": "function", "function": {
-    "name": "weather", "description": "The weather of a city, e.g. <Köln> & \"Paris\"",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln", "days": 2}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": 'The weather of a city, e.g. <Köln> & "Paris"',
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+CALL = {
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Köln", "days": 2}},
+}
 
-_USER, _ANSWER = {"role": "user", "content": "  Who wrote <The Tempest>?\n"}, "Shakespeare, naïvely “by hand” 🎭 "
+_USER, _ANSWER = (
+    {"role": "user", "content": "  Who wrote <The Tempest>?\n"},
+    "Shakespeare, naïvely “by hand” 🎭 ",
+)
 _SYSTEM = {"role": "system", "content": "Answer\nbriefly."}
 _MORE = {"role": "user", "content": "When?"}
 
@@ -275,33 +290,80 @@ _MORE = {"role": "user", "content": "When?"}
 CONVERSATIONS = {
     "one message": ([_USER], {}),
     "the answer begins": ([_USER], {"add_generation_prompt": True}),
-    "three messages": ([_USER, {"role": "assistant", "content": _ANSWER}, _MORE], {"add_generation_prompt": True}),
-    "with a system message": ([_SYSTEM, _USER, {"role": "assistant", "content": _ANSWER}, _MORE],
-                              {"add_generation_prompt": True}),
+    "three messages": (
+        [_USER, {"role": "assistant", "content": _ANSWER}, _MORE],
+        {"add_generation_prompt": True},
+    ),
+    "with a system message": (
+        [_SYSTEM, _USER, {"role": "assistant", "content": _ANSWER}, _MORE],
+        {"add_generation_prompt": True},
+    ),
     "wrong order": ([{"role": "assistant", "content": _ANSWER}, _USER], {}),
-    "thoughts in the text": ([_USER, {"role": "assistant", "content": f"<think>\nHm.\n</think>\n\n{_ANSWER}"}], {}),
-    "thoughts in a field": ([_USER, {"role": "assistant", "content": _ANSWER, "reasoning_content": "Hm."}], {}),
-    "thoughts in an old field": ([_USER, {"role": "assistant", "content": _ANSWER, "reasoning": "Hm."}], {}),
+    "thoughts in the text": (
+        [_USER, {"role": "assistant", "content": f"<think>\nHm.\n</think>\n\n{_ANSWER}"}],
+        {},
+    ),
+    "thoughts in a field": (
+        [_USER, {"role": "assistant", "content": _ANSWER, "reasoning_content": "Hm."}],
+        {},
+    ),
+    "thoughts in an old field": (
+        [_USER, {"role": "assistant", "content": _ANSWER, "reasoning": "Hm."}],
+        {},
+    ),
     "without thinking": ([_USER], {"add_generation_prompt": True, "enable_thinking": False}),
     "tools": ([_SYSTEM, _USER], {"tools": [TOOL], "add_generation_prompt": True}),
-    "a call of a tool": ([_USER, {"role": "assistant", "content": "", "tool_calls": [CALL]},
-                          {"role": "tool", "name": "weather", "content": "Rain: 3 °C"}],
-                         {"tools": [TOOL, TOOL], "add_generation_prompt": True}),
-    "documents": ([_USER], {"documents": [{"title": "Plays", "text": "One\ntwo"}, {"title": "Ä", "text": "b"}]}),
-    "parts": ([{"role": "user", "content": [{"type": "text", "text": " What is this? "}, {"type": "image"}]}], {}),
+    "a call of a tool": (
+        [
+            _USER,
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "name": "weather", "content": "Rain: 3 °C"},
+        ],
+        {"tools": [TOOL, TOOL], "add_generation_prompt": True},
+    ),
+    "documents": (
+        [_USER],
+        {"documents": [{"title": "Plays", "text": "One\ntwo"}, {"title": "Ä", "text": "b"}]},
+    ),
+    "parts": (
+        [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": " What is this? "}, {"type": "image"}],
+            }
+        ],
+        {},
+    ),
     "another role": ([{"role": "critic", "content": "No."}], {}),
-    "an answer is continued": ([_USER, {"role": "assistant", "content": '{"author": ['}],
-                               {"continue_final_message": True}),
-    "after a space": ([_USER, {"role": "assistant", "content": _ANSWER}], {"continue_final_message": True}),
+    "an answer is continued": (
+        [_USER, {"role": "assistant", "content": '{"author": ['}],
+        {"continue_final_message": True},
+    ),
+    "after a space": (
+        [_USER, {"role": "assistant", "content": _ANSWER}],
+        {"continue_final_message": True},
+    ),
     "a question is continued": ([_USER], {"continue_final_message": True}),
-    "an empty answer is continued": ([_USER, {"role": "assistant", "content": ""}], {"continue_final_message": True}),
-    "thoughts are continued": ([_USER, {"role": "assistant", "content": "", "reasoning_content": "Hm, perhaps"}],
-                               {"continue_final_message": "reasoning_content"}),
-    "after thoughts": ([_USER, {"role": "assistant", "content": f"<think>\nHm.\n</think>\n\n{_ANSWER}"}],
-                       {"continue_final_message": True}),
-    "parts are continued": ([{"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "image"}]}],
-                            {"continue_final_message": True}),
-    "nothing to continue": ([_USER, {"role": "assistant", "content": None}], {"continue_final_message": True}),
+    "an empty answer is continued": (
+        [_USER, {"role": "assistant", "content": ""}],
+        {"continue_final_message": True},
+    ),
+    "thoughts are continued": (
+        [_USER, {"role": "assistant", "content": "", "reasoning_content": "Hm, perhaps"}],
+        {"continue_final_message": "reasoning_content"},
+    ),
+    "after thoughts": (
+        [_USER, {"role": "assistant", "content": f"<think>\nHm.\n</think>\n\n{_ANSWER}"}],
+        {"continue_final_message": True},
+    ),
+    "parts are continued": (
+        [{"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "image"}]}],
+        {"continue_final_message": True},
+    ),
+    "nothing to continue": (
+        [_USER, {"role": "assistant", "content": None}],
+        {"continue_final_message": True},
+    ),
     "neither": ([_USER], {"continue_final_message": True, "add_generation_prompt": True}),
 }
 DATE = {"date_string": "26 Jul 2026"}

@@ -34,7 +34,9 @@ def main(classes):
                     arrays["interpolated"] = families.outputs(model, wide)[0].astype(np.float32)
             arrays[f"{family}/{name}/config"] = np.array(json.dumps(config))
             arrays[f"{family}/{name}/shapes"] = np.array(json.dumps(shapes))
-            arrays[f"{family}/{name}/checksum"] = np.array(families.drawn.checksum(families.drawn.weights(shapes)))
+            arrays[f"{family}/{name}/checksum"] = np.array(
+                families.drawn.checksum(families.drawn.weights(shapes))
+            )
     np.savez_compressed(path, **arrays)
     print(f"{path.name}: {len(arrays)} arrays, {path.stat().st_size / 1e3:.0f} kB")
 

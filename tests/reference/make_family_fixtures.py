@@ -15,8 +15,22 @@ import transformers
 import verify_families
 
 FOLDER = pathlib.Path(__file__).parent / "families"
-CASES = {"llama": 5, "mistral": 2, "qwen2": 1, "qwen3": 2, "gemma": 2, "gemma2": 1, "gemma3_text": 1, "phi3": 2,
-         "smollm3": 2, "olmo2": 1, "gpt_neox": 1, "mixtral": 1, "qwen3_moe": 1, "gpt2": 1}
+CASES = {
+    "llama": 5,
+    "mistral": 2,
+    "qwen2": 1,
+    "qwen3": 2,
+    "gemma": 2,
+    "gemma2": 1,
+    "gemma3_text": 1,
+    "phi3": 2,
+    "smollm3": 2,
+    "olmo2": 1,
+    "gpt_neox": 1,
+    "mixtral": 1,
+    "qwen3_moe": 1,
+    "gpt2": 1,
+}
 VOCABULARY = 32
 
 if __name__ == "__main__":
@@ -31,8 +45,14 @@ if __name__ == "__main__":
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config) + "\n")
         tokens = np.random.default_rng(case).integers(0, VOCABULARY, (2, 80))
-        model = type(model).from_pretrained(folder, dtype=torch.float32, **verify_families.EAGER).eval()
+        model = (
+            type(model).from_pretrained(folder, dtype=torch.float32, **verify_families.EAGER).eval()
+        )
         logits = verify_families.logits(model, tokens)
-        np.savez_compressed(folder / "logits.npz", tokens=tokens.astype(np.int8), logits=logits[:, ::8])
-        print(f"{name}: {sum(path.stat().st_size for path in folder.iterdir()):,} bytes", flush=True)
+        np.savez_compressed(
+            folder / "logits.npz", tokens=tokens.astype(np.int8), logits=logits[:, ::8]
+        )
+        print(
+            f"{name}: {sum(path.stat().st_size for path in folder.iterdir()):,} bytes", flush=True
+        )
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")

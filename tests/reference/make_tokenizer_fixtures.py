@@ -15,8 +15,20 @@ import transformers
 from tokenizer_folders import KINDS, texts
 
 HERE = pathlib.Path(__file__).parent / "tokenizers"
-SIZES = {"xlm-roberta": 420, "t5": 420, "llama": 680, "llama, legacy": 680, "llama, no prefix": 680, "gemma": 680}
-LEFT_OUT = ("llama, no prefix", "gemma, own tokens", "bert cased", "bert uncased")    # tested with the files of others
+SIZES = {
+    "xlm-roberta": 420,
+    "t5": 420,
+    "llama": 680,
+    "llama, legacy": 680,
+    "llama, no prefix": 680,
+    "gemma": 680,
+}
+LEFT_OUT = (
+    "llama, no prefix",
+    "gemma, own tokens",
+    "bert cased",
+    "bert uncased",
+)  # tested with the files of others
 
 
 def main(kinds):
@@ -34,12 +46,20 @@ def main(kinds):
                 rules.write_text("FF21\t41\nFB01\t66 69\n3000\t20\nA0\t20\n9\t20\nA\t20\n1F\t\n")
                 options = {"normalization_rule_tsv": str(rules), "character_coverage": 0.98}
             make(folder, SIZES.get(kind, 400), **options)
-        name = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["tokenizer_class"]
+        name = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))[
+            "tokenizer_class"
+        ]
         words = getattr(transformers, name).from_pretrained(folder)
         held = []
         for text in texts(40, seed=1):
             tokens = words(text)["input_ids"]
-            held.append({"text": text, "tokens": tokens, "decoded": words.decode(tokens, skip_special_tokens=True)})
+            held.append(
+                {
+                    "text": text,
+                    "tokens": tokens,
+                    "decoded": words.decode(tokens, skip_special_tokens=True),
+                }
+            )
         (folder / "expected.json").write_text(json.dumps(held, separators=(",", ":")))
 
 

@@ -22,29 +22,48 @@ TORCH = "2.13.0"
 def draws(seed):
     """float32 numbers, standard normal, as float64, from the text `seed` and nothing else."""
     generator = np.random.default_rng(zlib.crc32(seed.encode()))
-    return lambda shape: torch.from_numpy(generator.standard_normal(shape, np.float32).astype(np.float64))
+    return lambda shape: torch.from_numpy(
+        generator.standard_normal(shape, np.float32).astype(np.float64)
+    )
 
 
 def record(case):
     """The arrays of one case by name: config, params/*, inputs/*, outputs/*, cotangents/*, gradients/*."""
     draw = draws(case.name)
-    params, inputs = ({name: rounded(make(draw)) for name, make in given.items()}
-                      for given in (case.params, case.inputs))
+    params, inputs = (
+        {name: rounded(make(draw)) for name, make in given.items()}
+        for given in (case.params, case.inputs)
+    )
     leaves = {f"params/{name}": array for name, array in params.items()}
     leaves |= {f"inputs/{name}": array for name, array in inputs.items()}
-    varied = {name: array.requires_grad_() for name, array in leaves.items() if array.is_floating_point()}
+    varied = {
+        name: array.requires_grad_() for name, array in leaves.items() if array.is_floating_point()
+    }
 
     outputs = case.twin(params, **inputs, **case.twin_options)
     moved = {name: y for name, y in outputs.items() if y.requires_grad}
     cotangents = {name: draw(y.shape) for name, y in moved.items()}
-    gradients = dict(zip(varied, torch.autograd.grad(list(moved.values()), list(varied.values()),
-                                                     list(cotangents.values()))))
+    gradients = dict(
+        zip(
+            varied,
+            torch.autograd.grad(
+                list(moved.values()), list(varied.values()), list(cotangents.values())
+            ),
+        )
+    )
     largest = max(gradient.abs().max() for gradient in gradients.values())
     for name, gradient in gradients.items():
         zero = bool(gradient.abs().max() < 1e-9 * largest)
-        assert zero == (name in case.zero), f"{case.name}: the gradient of {name} is {'' if zero else 'not '}zero"
+        assert zero == (name in case.zero), (
+            f"{case.name}: the gradient of {name} is {'' if zero else 'not '}zero"
+        )
 
-    config = {"layer": case.layer, "options": case.options, "call": case.call, "zero": list(case.zero)}
+    config = {
+        "layer": case.layer,
+        "options": case.options,
+        "call": case.call,
+        "zero": list(case.zero),
+    }
     arrays = {"config": np.array(json.dumps(config)), **leaves}
     for kind, tree in ("outputs", outputs), ("cotangents", cotangents), ("gradients", gradients):
         arrays |= {f"{kind}/{name}": array for name, array in tree.items()}

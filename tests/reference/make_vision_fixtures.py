@@ -56,13 +56,21 @@ def small_vit():
 
 
 def timm_vit():
-    return timm.models.vision_transformer.VisionTransformer(32, 8, num_classes=CLASSES, embed_dim=32, depth=2,
-                                                            num_heads=2, mlp_ratio=2.0)
+    return timm.models.vision_transformer.VisionTransformer(
+        32, 8, num_classes=CLASSES, embed_dim=32, depth=2, num_heads=2, mlp_ratio=2.0
+    )
 
 
 def hugging_face_vit():
-    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-                                    image_size=32, patch_size=8, num_labels=CLASSES)
+    config = transformers.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        image_size=32,
+        patch_size=8,
+        num_labels=CLASSES,
+    )
     return transformers.ViTForImageClassification(config)
 
 
@@ -70,11 +78,20 @@ def timm_mobilenet():
     return timm.models.efficientnet._gen_mobilenet_v2("mobilenetv2_100", 0.25, num_classes=CLASSES)
 
 
-CASES = {    # name: (model, size of its images)
+CASES = {  # name: (model, size of its images)
     "alexnet-torchvision": (small_alexnet, 224),
-    "resnet_basic-torchvision": (lambda: resnet.ResNet(resnet.BasicBlock, [1, 2, 1, 1], CLASSES), 48),
-    "resnet_bottleneck-torchvision": (lambda: resnet.ResNet(resnet.Bottleneck, [1, 2, 1, 1], CLASSES), 48),
-    "resnet_v1-torchvision": (lambda: version_1(resnet.ResNet(resnet.Bottleneck, [1, 2, 1, 1], CLASSES)), 48),
+    "resnet_basic-torchvision": (
+        lambda: resnet.ResNet(resnet.BasicBlock, [1, 2, 1, 1], CLASSES),
+        48,
+    ),
+    "resnet_bottleneck-torchvision": (
+        lambda: resnet.ResNet(resnet.Bottleneck, [1, 2, 1, 1], CLASSES),
+        48,
+    ),
+    "resnet_v1-torchvision": (
+        lambda: version_1(resnet.ResNet(resnet.Bottleneck, [1, 2, 1, 1], CLASSES)),
+        48,
+    ),
     "mobilenet_v2-torchvision": (lambda: torchvision.models.MobileNetV2(CLASSES, 0.25), 48),
     "mobilenet_v2-timm": (timm_mobilenet, 48),
     "vit-torchvision": (small_vit, 32),
@@ -84,9 +101,12 @@ CASES = {    # name: (model, size of its images)
 
 
 TRANSFORMS = {
-    "torchvision": torchvision.transforms._presets.ImageClassification(crop_size=24, resize_size=28),
-    "timm": timm.data.create_transform((3, 24, 24), interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3,
-                                       crop_pct=0.9),
+    "torchvision": torchvision.transforms._presets.ImageClassification(
+        crop_size=24, resize_size=28
+    ),
+    "timm": timm.data.create_transform(
+        (3, 24, 24), interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.9
+    ),
 }
 
 
@@ -97,12 +117,14 @@ def filled(model):
         weights = drawn.weights(shapes)
         model.load_state_dict({key: torch.from_numpy(value) for key, value in weights.items()})
         return model, shapes, weights
-    with tempfile.TemporaryDirectory() as folder:               # its files have other keys than its modules
+    with tempfile.TemporaryDirectory() as folder:  # its files have other keys than its modules
         file = pathlib.Path(folder) / "model.safetensors"
         model.save_pretrained(folder)
         shapes = {key: list(value.shape) for key, value in load_file(file).items()}
         weights = drawn.weights(shapes)
-        save_file({key: torch.from_numpy(value) for key, value in weights.items()}, file, {"format": "pt"})
+        save_file(
+            {key: torch.from_numpy(value) for key, value in weights.items()}, file, {"format": "pt"}
+        )
         return type(model).from_pretrained(folder).eval(), shapes, weights
 
 
@@ -118,12 +140,20 @@ def small():
         arrays[f"{name}/shapes"] = np.array(json.dumps(shapes))
         arrays[f"{name}/checksum"] = np.array(drawn.checksum(weights))
         arrays[f"{name}/size"] = np.array(size)
-        print(name, sum(value.size for value in weights.values()), "numbers, logits", arrays[f"{name}/logits"][0, :3])
+        print(
+            name,
+            sum(value.size for value in weights.values()),
+            "numbers, logits",
+            arrays[f"{name}/logits"][0, :3],
+        )
     for name, transform in TRANSFORMS.items():
         for width, height in ((45, 37), (37, 61)):
             pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
             x = transform(Image.fromarray(pixels)).permute(1, 2, 0).numpy()
-            arrays |= {f"photo-{name}-{width}x{height}/pixels": pixels, f"photo-{name}-{width}x{height}/input": x}
+            arrays |= {
+                f"photo-{name}-{width}x{height}/pixels": pixels,
+                f"photo-{name}-{width}x{height}/input": x,
+            }
     np.savez_compressed(HERE / "vision.npz", **arrays)
     print(f"vision.npz: {(HERE / 'vision.npz').stat().st_size / 1e3:.0f} kB")
 

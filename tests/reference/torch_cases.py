@@ -46,9 +46,17 @@ def given(values, dtype=None):
 
 def linear():
     def case(what, shape, features, use_bias=True):
-        params = {"kernel": normal(shape[-1], features)} | ({"bias": normal(features)} if use_bias else {})
-        return Case(f"dense-{what}", "Dense", {"features": features, "use_bias": use_bias}, params,
-                    {"x": normal(*shape)}, twins.dense)
+        params = {"kernel": normal(shape[-1], features)} | (
+            {"bias": normal(features)} if use_bias else {}
+        )
+        return Case(
+            f"dense-{what}",
+            "Dense",
+            {"features": features, "use_bias": use_bias},
+            params,
+            {"x": normal(*shape)},
+            twins.dense,
+        )
 
     return [
         case("matrix", (5, 7), 3),
@@ -71,15 +79,32 @@ def conv():
         window, groups = window_of(options, len(shape) - 2), options.get("groups", 1)
         params = {"kernel": normal(*window, shape[-1] // groups, features)}
         params |= {"bias": normal(features)} if use_bias else {}
-        return Case(f"conv-{what}", layer, {"features": features, "use_bias": use_bias, **options}, params,
-                    {"x": normal(*shape)}, twins.conv, options)
+        return Case(
+            f"conv-{what}",
+            layer,
+            {"features": features, "use_bias": use_bias, **options},
+            params,
+            {"x": normal(*shape)},
+            twins.conv,
+            options,
+        )
 
     def depthwise(what, shape, kernel_size, multiplier=1, **options):
         options["kernel_size"] = kernel_size
         features = shape[-1] * multiplier
-        params = {"kernel": normal(*window_of(options, len(shape) - 2), 1, features), "bias": normal(features)}
-        return Case(f"depthwise-{what}", "DepthwiseConv", {"multiplier": multiplier, **options}, params,
-                    {"x": normal(*shape)}, twins.depthwise_conv, options)
+        params = {
+            "kernel": normal(*window_of(options, len(shape) - 2), 1, features),
+            "bias": normal(features),
+        }
+        return Case(
+            f"depthwise-{what}",
+            "DepthwiseConv",
+            {"multiplier": multiplier, **options},
+            params,
+            {"x": normal(*shape)},
+            twins.depthwise_conv,
+            options,
+        )
 
     return [
         case("1d-same", (2, 9, 3), 4, 3),
@@ -99,14 +124,25 @@ def conv():
         case("2d-explicit-each", (2, 6, 7, 3), 4, 3, padding=(2, 1)),
         case("2d-explicit-pairs", (2, 6, 7, 3), 4, 3, strides=(1, 2), padding=((0, 2), (3, 1))),
         case("2d-groups", (2, 5, 6, 4), 6, 3, groups=2),
-        case("2d-groups-stride-dilation", (2, 8, 9, 6), 9, 3, strides=2, padding=2, dilation=2, groups=3),
+        case(
+            "2d-groups-stride-dilation",
+            (2, 8, 9, 6),
+            9,
+            3,
+            strides=2,
+            padding=2,
+            dilation=2,
+            groups=3,
+        ),
         case("2d-groups-are-channels", (2, 5, 6, 3), 6, 3, groups=3),
         case("3d-same-stride", (1, 4, 5, 6, 2), 3, 3, strides=2),
         case("3d-valid-groups", (1, 4, 5, 4, 4), 4, (2, 3, 1), padding="VALID", groups=2),
         case("3d-explicit-dilation", (1, 5, 4, 5, 2), 3, 2, padding=1, dilation=(2, 1, 2)),
         depthwise("1d-causal", (2, 8, 3), 4, padding="CAUSAL"),
         depthwise("2d-same", (2, 6, 7, 4), 3),
-        depthwise("2d-multiplier-stride", (2, 6, 7, 3), 3, multiplier=2, strides=2, padding="VALID"),
+        depthwise(
+            "2d-multiplier-stride", (2, 6, 7, 3), 3, multiplier=2, strides=2, padding="VALID"
+        ),
         depthwise("2d-dilation", (2, 7, 7, 3), 3, padding=2, dilation=2),
     ]
 
@@ -115,10 +151,19 @@ def conv_transpose():
     def case(what, shape, features, kernel_size, use_bias=True, **options):
         options["kernel_size"] = kernel_size
         groups = options.get("groups", 1)
-        params = {"kernel": normal(*window_of(options, len(shape) - 2), shape[-1] // groups, features)}
+        params = {
+            "kernel": normal(*window_of(options, len(shape) - 2), shape[-1] // groups, features)
+        }
         params |= {"bias": normal(features)} if use_bias else {}
-        return Case(f"conv-transpose-{what}", "ConvTranspose", {"features": features, "use_bias": use_bias, **options},
-                    params, {"x": normal(*shape)}, twins.conv_transpose, options)
+        return Case(
+            f"conv-transpose-{what}",
+            "ConvTranspose",
+            {"features": features, "use_bias": use_bias, **options},
+            params,
+            {"x": normal(*shape)},
+            twins.conv_transpose,
+            options,
+        )
 
     return [
         case("1d-valid", (2, 5, 3), 4, 3, padding="VALID"),
@@ -134,7 +179,15 @@ def conv_transpose():
         case("2d-valid-no-bias", (2, 4, 5, 3), 4, (3, 2), use_bias=False, padding="VALID"),
         case("2d-explicit-each", (2, 4, 5, 3), 4, (3, 4), strides=(2, 3), padding=(1, 2)),
         case("2d-explicit-pairs", (2, 4, 5, 3), 4, 3, strides=2, padding=((0, 1), (1, 2))),
-        case("2d-output-padding", (2, 4, 5, 3), 4, 3, strides=(2, 3), padding=1, output_padding=(1, 2)),
+        case(
+            "2d-output-padding",
+            (2, 4, 5, 3),
+            4,
+            3,
+            strides=(2, 3),
+            padding=1,
+            output_padding=(1, 2),
+        ),
         case("2d-groups", (2, 4, 5, 4), 6, 3, strides=2, padding=1, groups=2),
         case("2d-groups-dilation", (2, 4, 5, 6), 3, 3, padding="VALID", dilation=(2, 1), groups=3),
         case("3d-explicit-stride", (1, 2, 3, 3, 2), 3, 3, strides=2, padding=1, output_padding=1),
@@ -147,27 +200,47 @@ def embed():
     return [
         Case("embed-sequence", "Embed", options, table, {"tokens": tokens}, twins.embed),
         Case("embed-one-axis", "Embed", options, table, {"tokens": given([5, 5, 2])}, twins.embed),
-        Case("embed-attend", "Embed", options, table, {"x": normal(2, 3, 4)}, twins.attend,
-             call={"method": "attend"}),
+        Case(
+            "embed-attend",
+            "Embed",
+            options,
+            table,
+            {"x": normal(2, 3, 4)},
+            twins.attend,
+            call={"method": "attend"},
+        ),
         Case("embed-tied", "tied", options, table, {"tokens": tokens}, twins.tied),
     ]
 
 
 def norm():
-    def case(what, layer, twin, shape, use_scale=True, use_bias=True, spread=1.0, shift=0.0, **options):
+    def case(
+        what, layer, twin, shape, use_scale=True, use_bias=True, spread=1.0, shift=0.0, **options
+    ):
         params = {"scale": near_one(shape[-1])} if use_scale else {}
         params |= {"bias": normal(shape[-1])} if use_bias else {}
-        return Case(what, layer, {"use_scale": use_scale, "use_bias": use_bias, **options}, params,
-                    {"x": normal(*shape, scale=spread, shift=shift)}, twin, options)
+        return Case(
+            what,
+            layer,
+            {"use_scale": use_scale, "use_bias": use_bias, **options},
+            params,
+            {"x": normal(*shape, scale=spread, shift=shift)},
+            twin,
+            options,
+        )
 
     def layer_norm(what, shape, **options):
         return case(f"layer-norm-{what}", "LayerNorm", twins.layer_norm, shape, **options)
 
     def rms_norm(what, shape, use_bias=False, **options):
-        return case(f"rms-norm-{what}", "RMSNorm", twins.rms_norm, shape, use_bias=use_bias, **options)
+        return case(
+            f"rms-norm-{what}", "RMSNorm", twins.rms_norm, shape, use_bias=use_bias, **options
+        )
 
     def group_norm(what, shape, groups, **options):
-        return case(f"group-norm-{what}", "GroupNorm", twins.group_norm, shape, groups=groups, **options)
+        return case(
+            f"group-norm-{what}", "GroupNorm", twins.group_norm, shape, groups=groups, **options
+        )
 
     return [
         layer_norm("matrix", (4, 8)),
@@ -197,12 +270,24 @@ def batch_norm():
         channels = shape[-1]
         params = {"scale": near_one(channels)} if use_scale else {}
         params |= {"bias": normal(channels)} if use_bias else {}
-        start = {"mean": [0.5 - 0.25 * i for i in range(channels)], "var": [0.75 + 0.5 * i for i in range(channels)]}
+        start = {
+            "mean": [0.5 - 0.25 * i for i in range(channels)],
+            "var": [0.75 + 0.5 * i for i in range(channels)],
+        }
         twin_options = {"train": train, **options}
-        twin_options |= {name: torch.tensor(values, dtype=torch.float64) for name, values in start.items()}
-        return Case(f"batch-norm-{what}", "BatchNorm", {"use_scale": use_scale, "use_bias": use_bias, **options},
-                    params, {"x": normal(*shape)}, twins.batch_norm, twin_options,
-                    call={"train": train, "steps": True, "state": start})
+        twin_options |= {
+            name: torch.tensor(values, dtype=torch.float64) for name, values in start.items()
+        }
+        return Case(
+            f"batch-norm-{what}",
+            "BatchNorm",
+            {"use_scale": use_scale, "use_bias": use_bias, **options},
+            params,
+            {"x": normal(*shape)},
+            twins.batch_norm,
+            twin_options,
+            call={"train": train, "steps": True, "state": start},
+        )
 
     return [
         case("matrix-train", (2, 6, 3), True),
@@ -224,26 +309,61 @@ def pool():
         return Case(f"{kind}-pool-{what}", layer, options, {}, {"x": normal(*shape)}, twin, options)
 
     def global_pool(what, shape):
-        return Case(f"global-avg-pool-{what}", "GlobalAvgPool", {}, {}, {"x": normal(*shape)}, twins.global_avg_pool)
+        return Case(
+            f"global-avg-pool-{what}",
+            "GlobalAvgPool",
+            {},
+            {},
+            {"x": normal(*shape)},
+            twins.global_avg_pool,
+        )
 
-    both = [case(kind, what, shape, **options) for kind in ("max", "avg") for what, shape, options in (
-        ("1d", (2, 9, 3), dict(window=2)),
-        ("1d-overlap", (2, 9, 3), dict(window=3, strides=1)),
-        ("1d-same-stride", (2, 10, 3), dict(window=3, strides=2, padding="SAME")),
-        ("2d", (2, 6, 7, 3), dict(window=2)),
-        ("2d-overlap", (2, 7, 8, 3), dict(window=3, strides=2)),
-        ("2d-gaps", (2, 7, 8, 3), dict(window=2, strides=3)),
-        ("2d-rectangle", (2, 6, 9, 2), dict(window=(2, 3), strides=(1, 2))),
-        ("2d-padding", (2, 7, 8, 3), dict(window=3, strides=2, padding=1)),
-        ("2d-padding-pairs", (2, 6, 7, 3), dict(window=3, strides=2, padding=((0, 1), (2, 1)))),
-        ("2d-same", (2, 5, 6, 3), dict(window=3, strides=2, padding="SAME")),
-        ("3d", (1, 4, 5, 6, 2), dict(window=2)),
-    )]
+    both = [
+        case(kind, what, shape, **options)
+        for kind in ("max", "avg")
+        for what, shape, options in (
+            ("1d", (2, 9, 3), dict(window=2)),
+            ("1d-overlap", (2, 9, 3), dict(window=3, strides=1)),
+            ("1d-same-stride", (2, 10, 3), dict(window=3, strides=2, padding="SAME")),
+            ("2d", (2, 6, 7, 3), dict(window=2)),
+            ("2d-overlap", (2, 7, 8, 3), dict(window=3, strides=2)),
+            ("2d-gaps", (2, 7, 8, 3), dict(window=2, strides=3)),
+            ("2d-rectangle", (2, 6, 9, 2), dict(window=(2, 3), strides=(1, 2))),
+            ("2d-padding", (2, 7, 8, 3), dict(window=3, strides=2, padding=1)),
+            ("2d-padding-pairs", (2, 6, 7, 3), dict(window=3, strides=2, padding=((0, 1), (2, 1)))),
+            ("2d-same", (2, 5, 6, 3), dict(window=3, strides=2, padding="SAME")),
+            ("3d", (1, 4, 5, 6, 2), dict(window=2)),
+        )
+    ]
     return [
         *both,
-        case("avg", "1d-padding-counted", (2, 9, 3), window=3, strides=2, padding=1, count_padding=True),
-        case("avg", "2d-padding-counted", (2, 7, 8, 3), window=3, strides=2, padding=1, count_padding=True),
-        case("avg", "2d-same-counted", (2, 5, 6, 3), window=3, strides=2, padding="SAME", count_padding=True),
+        case(
+            "avg",
+            "1d-padding-counted",
+            (2, 9, 3),
+            window=3,
+            strides=2,
+            padding=1,
+            count_padding=True,
+        ),
+        case(
+            "avg",
+            "2d-padding-counted",
+            (2, 7, 8, 3),
+            window=3,
+            strides=2,
+            padding=1,
+            count_padding=True,
+        ),
+        case(
+            "avg",
+            "2d-same-counted",
+            (2, 5, 6, 3),
+            window=3,
+            strides=2,
+            padding="SAME",
+            count_padding=True,
+        ),
         global_pool("1d", (2, 5, 3)),
         global_pool("2d", (2, 4, 5, 3)),
         global_pool("3d", (2, 2, 3, 4, 3)),
@@ -255,21 +375,49 @@ def attention():
         """x is [b, t, f], context [b, s, f']; masks, lengths and positions are lists."""
         *_, features = shape
         inputs = {"x": normal(*shape)} | ({"context": normal(*context)} if context else {})
-        inputs |= {name: given(options.pop(name)) for name in ("mask", "lengths", "positions") if name in options}
+        inputs |= {
+            name: given(options.pop(name))
+            for name in ("mask", "lengths", "positions")
+            if name in options
+        }
         dim, source = options.get("head_dim") or features // heads, (context or shape)[-1]
-        outs = {name: count * dim for name, count in (
-            ("query", heads), ("key", options.get("kv_heads") or heads), ("value", options.get("kv_heads") or heads))}
+        outs = {
+            name: count * dim
+            for name, count in (
+                ("query", heads),
+                ("key", options.get("kv_heads") or heads),
+                ("value", options.get("kv_heads") or heads),
+            )
+        }
         sizes = {"query": features, "key": source, "value": source}
-        params = {f"{name}/kernel": normal(sizes[name], out, scale=sizes[name] ** -0.5) for name, out in outs.items()}
+        params = {
+            f"{name}/kernel": normal(sizes[name], out, scale=sizes[name] ** -0.5)
+            for name, out in outs.items()
+        }
         params["out/kernel"] = normal(heads * dim, features, scale=(heads * dim) ** -0.5)
         if options.get("use_bias", True):
-            params |= {f"{name}/bias": normal(out, scale=0.5) for name, out in {**outs, "out": features}.items()}
+            params |= {
+                f"{name}/bias": normal(out, scale=0.5)
+                for name, out in {**outs, "out": features}.items()
+            }
         # A bias on all keys adds the same to every logit of a query, which softmax takes no notice of, unless
         # positions turn it. Where there is one key to see, it takes no notice of anything.
-        zero = ("params/key/bias",) if options.get("use_bias", True) and "rotary" not in options else ()
+        zero = (
+            ("params/key/bias",)
+            if options.get("use_bias", True) and "rotary" not in options
+            else ()
+        )
         zero += ("params/query/kernel", "params/key/kernel") if options.get("window") == 1 else ()
-        return Case(f"attention-{what}", "Attention", {"heads": heads, **options}, params, inputs, twin,
-                    {"heads": heads, **options}, zero=zero)
+        return Case(
+            f"attention-{what}",
+            "Attention",
+            {"heads": heads, **options},
+            params,
+            inputs,
+            twin,
+            {"heads": heads, **options},
+            zero=zero,
+        )
 
     def multihead(what, shape, heads, **options):
         return case(f"multihead-{what}", shape, heads, twins.multihead_attention, **options)
@@ -278,11 +426,23 @@ def attention():
         return case(f"grouped-{what}", shape, heads, twins.grouped_attention, **options)
 
     def rotary(what, shape, positions, **options):
-        return Case(f"rotary-{what}", "Rotary", options, {}, {"x": normal(*shape), "positions": given(positions)},
-                    twins.rotate, options)
+        return Case(
+            f"rotary-{what}",
+            "Rotary",
+            options,
+            {},
+            {"x": normal(*shape), "positions": given(positions)},
+            twins.rotate,
+            options,
+        )
 
-    square = [[True, False, True, True, True], [True, True, False, False, True], [False, False, True, False, False],
-              [True, True, True, True, True], [False, True, False, True, False]]
+    square = [
+        [True, False, True, True, True],
+        [True, True, False, False, True],
+        [False, False, True, False, False],
+        [True, True, True, True, True],
+        [False, True, False, True, False],
+    ]
     oblong = [[*row[:3], True] for row in square]
     flipped = [row[::-1] for row in square]
     return [
@@ -298,24 +458,58 @@ def attention():
         multihead("mask", (2, 5, 8), 2, mask=square),
         multihead("mask-each-row", (2, 5, 8), 2, mask=[square, flipped]),
         multihead("mask-each-head", (1, 5, 8), 2, mask=[[square, flipped]]),
-        multihead("causal-mask", (2, 5, 8), 2, causal=True, use_bias=False, mask=[[True, *row[1:]] for row in square]),
+        multihead(
+            "causal-mask",
+            (2, 5, 8),
+            2,
+            causal=True,
+            use_bias=False,
+            mask=[[True, *row[1:]] for row in square],
+        ),
         grouped("kv-heads", (2, 5, 8), 4, kv_heads=2),
         grouped("one-kv-head-causal", (2, 5, 8), 4, kv_heads=1, causal=True),
         grouped("head-dim", (2, 5, 6), 4, kv_heads=2, head_dim=5, use_bias=False),
         grouped("causal-window", (2, 7, 8), 2, causal=True, window=3),
         grouped("causal-window-of-one", (1, 4, 8), 2, causal=True, window=1, use_bias=False),
         grouped("window", (2, 7, 8), 2, window=2),
-        grouped("kv-heads-lengths-mask", (2, 5, 8), 4, kv_heads=2, lengths=[5, 3],
-                mask=[[True, *row[1:]] for row in square]),
+        grouped(
+            "kv-heads-lengths-mask",
+            (2, 5, 8),
+            4,
+            kv_heads=2,
+            lengths=[5, 3],
+            mask=[[True, *row[1:]] for row in square],
+        ),
         grouped("blind-query", (1, 5, 8), 2, mask=[[False] * 5, *square[1:]]),
         grouped("rotary", (2, 6, 8), 2, rotary={}),
         grouped("rotary-interleaved", (2, 6, 8), 2, rotary={"interleaved": True}),
-        grouped("rotary-positions", (2, 4, 8), 2, rotary={"base": 500.0}, causal=True, use_bias=False,
-                positions=[[3, 4, 5, 6], [0, 1, 2, 9]]),
-        grouped("everything", (2, 7, 12), 6, kv_heads=3, head_dim=4, causal=True, window=4, rotary={"base": 100.0},
-                lengths=[7, 5]),
+        grouped(
+            "rotary-positions",
+            (2, 4, 8),
+            2,
+            rotary={"base": 500.0},
+            causal=True,
+            use_bias=False,
+            positions=[[3, 4, 5, 6], [0, 1, 2, 9]],
+        ),
+        grouped(
+            "everything",
+            (2, 7, 12),
+            6,
+            kv_heads=3,
+            head_dim=4,
+            causal=True,
+            window=4,
+            rotary={"base": 100.0},
+            lengths=[7, 5],
+        ),
         rotary("halves", (2, 6, 3, 8), [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 30]]),
-        rotary("interleaved", (2, 6, 3, 8), [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 30]], interleaved=True),
+        rotary(
+            "interleaved",
+            (2, 6, 3, 8),
+            [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 30]],
+            interleaved=True,
+        ),
         rotary("base", (1, 4, 1, 6), [[0, 10, 20, 30]], base=50.0),
     ]
 
@@ -323,7 +517,16 @@ def attention():
 def recurrent():
     gates = {"RNN": 1, "LSTM": 4, "GRU": 3}
 
-    def case(layer, what, shape=(3, 5, 4), features=3, lengths=None, carry=False, outputs_only=False, **options):
+    def case(
+        layer,
+        what,
+        shape=(3, 5, 4),
+        features=3,
+        lengths=None,
+        carry=False,
+        outputs_only=False,
+        **options,
+    ):
         """Ragged rows have numbers past their end, which no output and no gradient may notice."""
         columns, params = gates[layer] * features, {}
         places = ("forward/", "backward/") if options.get("bidirectional") else ("",)
@@ -337,30 +540,55 @@ def recurrent():
         inputs = {"x": normal(*shape)}
         if carry:
             kinds = ("hidden", "cell") if layer == "LSTM" else ("hidden",)
-            inputs |= {f"carry/{place}{kind}": normal(shape[0], features) for place in places for kind in kinds}
+            inputs |= {
+                f"carry/{place}{kind}": normal(shape[0], features)
+                for place in places
+                for kind in kinds
+            }
         if lengths:
             inputs["lengths"] = given(lengths)
         options = {"features": features, **options}
-        return Case(f"{layer.lower()}-{what}", layer, options, params, inputs, twins.recurrent,
-                    {"layer": layer, "outputs_only": outputs_only, **options},
-                    call={} if outputs_only else {"method": "scan"})
+        return Case(
+            f"{layer.lower()}-{what}",
+            layer,
+            options,
+            params,
+            inputs,
+            twins.recurrent,
+            {"layer": layer, "outputs_only": outputs_only, **options},
+            call={} if outputs_only else {"method": "scan"},
+        )
 
-    return [case(layer, what, **options) for layer in gates for what, options in (
-        ("outputs", dict(outputs_only=True)),
-        ("scan", dict()),
-        ("no-bias", dict(use_bias=False)),
-        ("one-step", dict(shape=(2, 1, 4), carry=True)),
-        ("carry", dict(carry=True)),
-        ("lengths", dict(lengths=[3, 5, 1])),
-        ("lengths-carry", dict(lengths=[1, 4, 2], carry=True)),
-        ("both-ways", dict(bidirectional=True)),
-        ("both-ways-outputs", dict(bidirectional=True, lengths=[5, 2, 3], outputs_only=True)),
-        ("both-ways-lengths", dict(bidirectional=True, lengths=[2, 5, 1])),
-        ("both-ways-lengths-carry", dict(bidirectional=True, lengths=[4, 1, 3], carry=True, use_bias=False)),
-    )] + [case("RNN", "relu", activation="relu", lengths=[3, 5, 1])]
+    return [
+        case(layer, what, **options)
+        for layer in gates
+        for what, options in (
+            ("outputs", dict(outputs_only=True)),
+            ("scan", dict()),
+            ("no-bias", dict(use_bias=False)),
+            ("one-step", dict(shape=(2, 1, 4), carry=True)),
+            ("carry", dict(carry=True)),
+            ("lengths", dict(lengths=[3, 5, 1])),
+            ("lengths-carry", dict(lengths=[1, 4, 2], carry=True)),
+            ("both-ways", dict(bidirectional=True)),
+            ("both-ways-outputs", dict(bidirectional=True, lengths=[5, 2, 3], outputs_only=True)),
+            ("both-ways-lengths", dict(bidirectional=True, lengths=[2, 5, 1])),
+            (
+                "both-ways-lengths-carry",
+                dict(bidirectional=True, lengths=[4, 1, 3], carry=True, use_bias=False),
+            ),
+        )
+    ] + [case("RNN", "relu", activation="relu", lengths=[3, 5, 1])]
 
 
 FAMILIES = {
-    "linear": linear, "conv": conv, "conv_transpose": conv_transpose, "embed": embed, "norm": norm,
-    "batch_norm": batch_norm, "pool": pool, "attention": attention, "recurrent": recurrent,
+    "linear": linear,
+    "conv": conv,
+    "conv_transpose": conv_transpose,
+    "embed": embed,
+    "norm": norm,
+    "batch_norm": batch_norm,
+    "pool": pool,
+    "attention": attention,
+    "recurrent": recurrent,
 }

@@ -5,7 +5,15 @@ import math
 import torch
 from torch import nn
 
-BLOCKS = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+BLOCKS = (
+    (1, 16, 1, 1),
+    (6, 24, 2, 2),
+    (6, 32, 3, 2),
+    (6, 64, 4, 2),
+    (6, 96, 3, 1),
+    (6, 160, 3, 2),
+    (6, 320, 1, 1),
+)
 
 
 def conv_norm(inputs, outputs, size=1, stride=1, groups=1):
@@ -40,7 +48,7 @@ class MobileNetV2(nn.Module):
         self.features = nn.Sequential(*layers, conv_norm(width, 1280))
         self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(1280, 1000))
 
-    def forward(self, x):                                       # [batch, 3, height, width]
+    def forward(self, x):  # [batch, 3, height, width]
         return self.classifier(self.features(x).mean((2, 3)))
 
 
@@ -49,7 +57,10 @@ class Affine(nn.Module):
 
     def __init__(self, inputs, outputs):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(inputs, outputs)), nn.Parameter(torch.empty(outputs))
+        self.weight, self.bias = (
+            nn.Parameter(torch.empty(inputs, outputs)),
+            nn.Parameter(torch.empty(outputs)),
+        )
 
     def forward(self, x):
         return x @ self.weight + self.bias
@@ -59,17 +70,29 @@ class Block(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         self.heads, self.ln_1, self.ln_2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attn = nn.ModuleDict({"c_attn": Affine(width, 3 * width), "c_proj": Affine(width, width)})
-        self.mlp = nn.ModuleDict({"c_fc": Affine(width, 4 * width), "c_proj": Affine(4 * width, width)})
+        self.attn = nn.ModuleDict(
+            {"c_attn": Affine(width, 3 * width), "c_proj": Affine(width, width)}
+        )
+        self.mlp = nn.ModuleDict(
+            {"c_fc": Affine(width, 4 * width), "c_proj": Affine(4 * width, width)}
+        )
 
-    def forward(self, x):                                       # [batch, time, width]
+    def forward(self, x):  # [batch, time, width]
         batch, time, width = x.shape
-        parts = self.attn["c_attn"](self.ln_1(x)).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        query, key, value = parts                               # [batch, heads, time, head_dim]
+        parts = (
+            self.attn["c_attn"](self.ln_1(x))
+            .view(batch, time, 3, self.heads, -1)
+            .permute(2, 0, 3, 1, 4)
+        )
+        query, key, value = parts  # [batch, heads, time, head_dim]
         scores = query @ key.transpose(-1, -2) / math.sqrt(width // self.heads)
         scores = scores.masked_fill(torch.ones(time, time, dtype=torch.bool).triu(1), -torch.inf)
-        x = x + self.attn["c_proj"]((scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, time, width))
-        return x + self.mlp["c_proj"](nn.functional.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh"))
+        x = x + self.attn["c_proj"](
+            (scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, time, width)
+        )
+        return x + self.mlp["c_proj"](
+            nn.functional.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")
+        )
 
 
 class GPT(nn.Module):
@@ -81,8 +104,8 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.ln_f = nn.LayerNorm(width)
 
-    def forward(self, tokens):                                  # [batch, time]
+    def forward(self, tokens):  # [batch, time]
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
         for block in self.h:
             x = block(x)
-        return self.ln_f(x) @ self.wte.weight.T                 # [batch, time, vocab_size]
+        return self.ln_f(x) @ self.wte.weight.T  # [batch, time, vocab_size]

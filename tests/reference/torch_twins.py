@@ -35,10 +35,14 @@ def pairs(padding, size, window, strides, dilation):
     if padding == "CAUSAL":
         return [(d * (k - 1), 0) for k, d in zip(window, dilation)]
     if padding == "SAME":
-        totals = [max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0)
-                  for n, k, s, d in zip(size, window, strides, dilation)]
+        totals = [
+            max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0)
+            for n, k, s, d in zip(size, window, strides, dilation)
+        ]
         return [(total // 2, total - total // 2) for total in totals]
-    return [(pad, pad) if isinstance(pad, int) else tuple(pad) for pad in each(padding, len(window))]
+    return [
+        (pad, pad) if isinstance(pad, int) else tuple(pad) for pad in each(padding, len(window))
+    ]
 
 
 def pad(x, padding, value=0.0):
@@ -57,14 +61,16 @@ def dense(p, x):
 def conv(p, x, *, kernel_size, strides=1, padding="SAME", dilation=1, groups=1):
     dims = x.ndim - 2
     window, strides, dilation = (each(value, dims) for value in (kernel_size, strides, dilation))
-    weight = p["kernel"].movedim((-1, -2), (0, 1))                     # [features, in // groups, *window]
+    weight = p["kernel"].movedim((-1, -2), (0, 1))  # [features, in // groups, *window]
     options = dict(stride=strides, dilation=dilation, groups=groups)
     if padding == "SAME" and strides == [1] * dims:
         y = CONV[dims](first(x), weight, p.get("bias"), padding="same", **options)
     else:
         padding = pairs(padding, x.shape[1:-1], window, strides, dilation)
         if symmetric(padding):
-            y = CONV[dims](first(x), weight, p.get("bias"), padding=[low for low, _ in padding], **options)
+            y = CONV[dims](
+                first(x), weight, p.get("bias"), padding=[low for low, _ in padding], **options
+            )
         else:
             y = CONV[dims](pad(first(x), padding), weight, p.get("bias"), **options)
     return {"y": last(y)}
@@ -74,7 +80,9 @@ def depthwise_conv(p, x, **options):
     return conv(p, x, groups=x.shape[-1], **options)
 
 
-def conv_transpose(p, x, *, kernel_size, strides=1, padding="SAME", output_padding=0, dilation=1, groups=1):
+def conv_transpose(
+    p, x, *, kernel_size, strides=1, padding="SAME", output_padding=0, dilation=1, groups=1
+):
     """fnet's kernel is PyTorch's weight with its axes moved: no flip in space, the groups along the features.
 
     "SAME" (which PyTorch lacks) gives size * stride: the full transpose, cut by what the convolution that it
@@ -84,13 +92,21 @@ def conv_transpose(p, x, *, kernel_size, strides=1, padding="SAME", output_paddi
     window, strides, dilation = (each(value, dims) for value in (kernel_size, strides, dilation))
     *_, within, features = p["kernel"].shape
     weight = p["kernel"].reshape(*window, within, groups, features // groups)
-    weight = weight.movedim((-2, -3, -1), (0, 1, 2)).reshape(groups * within, features // groups, *window)
+    weight = weight.movedim((-2, -3, -1), (0, 1, 2)).reshape(
+        groups * within, features // groups, *window
+    )
     options = dict(stride=strides, dilation=dilation, groups=groups)
     if padding != "SAME":
         padding = pairs(padding, x.shape[1:-1], window, strides, dilation)
         if symmetric(padding):
-            y = CONV_TRANSPOSE[dims](first(x), weight, p.get("bias"), padding=[low for low, _ in padding],
-                                     output_padding=output_padding, **options)
+            y = CONV_TRANSPOSE[dims](
+                first(x),
+                weight,
+                p.get("bias"),
+                padding=[low for low, _ in padding],
+                output_padding=output_padding,
+                **options,
+            )
             return {"y": last(y)}
     assert output_padding == 0
     y = CONV_TRANSPOSE[dims](first(x), weight, **options)
@@ -131,7 +147,9 @@ def rms_norm(p, x, *, epsilon=1e-6):
 
 
 def group_norm(p, x, *, groups, epsilon=1e-5):
-    scale = p.get("scale", x.new_ones(x.shape[-1]))    # a bias without a scale breaks PyTorch's backward pass
+    scale = p.get(
+        "scale", x.new_ones(x.shape[-1])
+    )  # a bias without a scale breaks PyTorch's backward pass
     return {"y": last(F.group_norm(first(x), groups, scale, p.get("bias"), epsilon))}
 
 
@@ -144,12 +162,29 @@ def batch_norm(p, x, *, momentum=0.9, epsilon=1e-5, train, mean, var):
     The fixture holds both: `state/var`, and PyTorch's own as `torch/running_var`.
     """
     running_mean, running_var, first_var = mean.clone(), var.clone(), var
-    ys = [last(F.batch_norm(first(step), running_mean, running_var, p.get("scale"), p.get("bias"), train,
-                            1 - momentum, epsilon)) for step in x]
+    ys = [
+        last(
+            F.batch_norm(
+                first(step),
+                running_mean,
+                running_var,
+                p.get("scale"),
+                p.get("bias"),
+                train,
+                1 - momentum,
+                epsilon,
+            )
+        )
+        for step in x
+    ]
     count = x[0][..., 0].numel()
     kept = momentum ** len(x) * first_var if train else running_var
-    return {"y": torch.stack(ys), "state/mean": running_mean, "torch/running_var": running_var,
-            "state/var": kept + (running_var - kept) * (count - 1) / count}
+    return {
+        "y": torch.stack(ys),
+        "state/mean": running_mean,
+        "torch/running_var": running_var,
+        "state/var": kept + (running_var - kept) * (count - 1) / count,
+    }
 
 
 def max_pool(p, x, *, window, strides=None, padding="VALID"):
@@ -166,10 +201,21 @@ def avg_pool(p, x, *, window, strides=None, padding="VALID", count_padding=False
     window, strides = each(window, dims), each(window if strides is None else strides, dims)
     padding = pairs(padding, x.shape[1:-1], window, strides, [1] * dims)
     if symmetric(padding):
-        return {"y": last(AVG_POOL[dims](first(x), window, strides, [low for low, _ in padding],
-                                         count_include_pad=count_padding))}
+        return {
+            "y": last(
+                AVG_POOL[dims](
+                    first(x),
+                    window,
+                    strides,
+                    [low for low, _ in padding],
+                    count_include_pad=count_padding,
+                )
+            )
+        }
     y = AVG_POOL[dims](pad(first(x), padding), window, strides)
-    if not count_padding:    # the mean over the window, padding and all, over the part of the window that is inside
+    if (
+        not count_padding
+    ):  # the mean over the window, padding and all, over the part of the window that is inside
         y = y / AVG_POOL[dims](pad(torch.ones_like(first(x)), padding), window, strides)
     return {"y": last(y)}
 
@@ -181,18 +227,29 @@ def global_avg_pool(p, x):
 def projections(p, *, use_bias):
     """PyTorch's [out, in] weights, and biases or None, of query, key, value and out."""
     names = "query", "key", "value", "out"
-    return ({name: p[f"{name}/kernel"].T for name in names},
-            {name: p[f"{name}/bias"] if use_bias else None for name in names})
+    return (
+        {name: p[f"{name}/kernel"].T for name in names},
+        {name: p[f"{name}/bias"] if use_bias else None for name in names},
+    )
 
 
-def multihead_attention(p, x, context=None, mask=None, lengths=None, *, heads, causal=False, use_bias=True):
+def multihead_attention(
+    p, x, context=None, mask=None, lengths=None, *, heads, causal=False, use_bias=True
+):
     """`torch.nn.MultiheadAttention`, whose masks are True where a query may *not* see a key."""
     source = x if context is None else context
     features, t, s = x.shape[-1], x.shape[1], source.shape[1]
     weights, biases = projections(p, use_bias=use_bias)
     same = source.shape[-1] == features
-    module = torch.nn.MultiheadAttention(features, heads, bias=use_bias, kdim=source.shape[-1], vdim=source.shape[-1],
-                                         batch_first=True, dtype=x.dtype)
+    module = torch.nn.MultiheadAttention(
+        features,
+        heads,
+        bias=use_bias,
+        kdim=source.shape[-1],
+        vdim=source.shape[-1],
+        batch_first=True,
+        dtype=x.dtype,
+    )
     arrays = {"out_proj.weight": weights["out"]}
     if same:
         arrays["in_proj_weight"] = torch.cat([weights[name] for name in ("query", "key", "value")])
@@ -206,16 +263,35 @@ def multihead_attention(p, x, context=None, mask=None, lengths=None, *, heads, c
     if mask is not None:
         mask = ~mask.broadcast_to(len(x), heads, t, s) if mask.ndim == 4 else ~mask
         if mask.ndim > 2:
-            mask = mask.reshape(-1, t, s) if mask.ndim == 4 else mask.repeat_interleave(heads, 0)    # [b heads, t, s]
+            mask = (
+                mask.reshape(-1, t, s) if mask.ndim == 4 else mask.repeat_interleave(heads, 0)
+            )  # [b heads, t, s]
         hidden = mask if hidden is None else mask | hidden
     padding = None if lengths is None else torch.arange(s)[None] >= lengths[:, None]
-    y, _ = torch.func.functional_call(module, arrays, (x, source, source), dict(
-        attn_mask=hidden, key_padding_mask=padding, need_weights=False))
+    y, _ = torch.func.functional_call(
+        module,
+        arrays,
+        (x, source, source),
+        dict(attn_mask=hidden, key_padding_mask=padding, need_weights=False),
+    )
     return {"y": y}
 
 
-def grouped_attention(p, x, mask=None, lengths=None, positions=None, *, heads, kv_heads=None, head_dim=None,
-                      causal=False, rotary=None, window=None, use_bias=True):
+def grouped_attention(
+    p,
+    x,
+    mask=None,
+    lengths=None,
+    positions=None,
+    *,
+    heads,
+    kv_heads=None,
+    head_dim=None,
+    causal=False,
+    rotary=None,
+    window=None,
+    use_bias=True,
+):
     """`scaled_dot_product_attention` with grouped heads, between four linear maps.
 
     A window is that of Mistral 7B (Jiang et al., 2023) where causal: query i sees the keys j with i - window < j <= i;
@@ -224,8 +300,10 @@ def grouped_attention(p, x, mask=None, lengths=None, positions=None, *, heads, k
     (b, t, features), groups = x.shape, kv_heads or heads
     dim = head_dim or features // heads
     weights, biases = projections(p, use_bias=use_bias)
-    q, k, v = (F.linear(x, weights[name], biases[name]).reshape(b, t, count, dim)
-               for name, count in (("query", heads), ("key", groups), ("value", groups)))
+    q, k, v = (
+        F.linear(x, weights[name], biases[name]).reshape(b, t, count, dim)
+        for name, count in (("query", heads), ("key", groups), ("value", groups))
+    )
     if rotary is not None:
         positions = torch.arange(t) if positions is None else positions
         q, k = (rotate(None, y, positions, **rotary)["y"] for y in (q, k))
@@ -239,8 +317,13 @@ def grouped_attention(p, x, mask=None, lengths=None, positions=None, *, heads, k
         seen = seen & (torch.arange(t)[None] < lengths[:, None])[:, None, None]
     if mask is not None:
         seen = seen & (mask[:, None] if mask.ndim == 3 else mask)
-    y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen,
-                                       enable_gqa=groups != heads)
+    y = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=seen,
+        enable_gqa=groups != heads,
+    )
     y = y.transpose(1, 2).reshape(b, t, heads * dim)
     return {"y": F.linear(y, weights["out"], biases["out"])}
 
@@ -253,23 +336,41 @@ def rotate(p, x, positions, *, base=10000.0, interleaved=False):
     """
     dim = x.shape[-1]
     rates = base ** (-2 * torch.arange(dim // 2, dtype=torch.float64) / dim)
-    angles = positions.double()[..., None] * rates                     # [.., time, head_dim / 2]
+    angles = positions.double()[..., None] * rates  # [.., time, head_dim / 2]
     turn = torch.polar(torch.ones_like(angles), angles)[..., None, :]
     pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
     turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
     return {"y": (turned if interleaved else turned.transpose(-1, -2)).flatten(-2)}
 
 
-def recurrent(p, x, lengths=None, *, layer, features, bidirectional=False, use_bias=True, activation="tanh",
-              outputs_only=False, **carry):
+def recurrent(
+    p,
+    x,
+    lengths=None,
+    *,
+    layer,
+    features,
+    bidirectional=False,
+    use_bias=True,
+    activation="tanh",
+    outputs_only=False,
+    **carry,
+):
     """`torch.nn.RNN`, `LSTM` or `GRU`; ragged batches go through `pack_padded_sequence`.
 
     The gates are in the same order here and there. PyTorch adds two biases where fnet has one: each gets a part of
     it. The GRU's new gate needs both, fnet's bias and recurrent_bias. Final states come back as `carry/...`.
     """
     options = {"nonlinearity": activation} if layer == "RNN" else {}
-    module = getattr(torch.nn, layer)(x.shape[-1], features, bias=use_bias, batch_first=True, dtype=x.dtype,
-                                      bidirectional=bidirectional, **options)
+    module = getattr(torch.nn, layer)(
+        x.shape[-1],
+        features,
+        bias=use_bias,
+        batch_first=True,
+        dtype=x.dtype,
+        bidirectional=bidirectional,
+        **options,
+    )
     places = {"forward/": "", "backward/": "_reverse"} if bidirectional else {"": ""}
     arrays = {}
     for place, suffix in places.items():
@@ -287,15 +388,22 @@ def recurrent(p, x, lengths=None, *, layer, features, bidirectional=False, use_b
     kinds = ("hidden", "cell") if layer == "LSTM" else ("hidden",)
     time, begin = x.shape[1], None
     if carry:
-        begin = tuple(torch.stack([carry[f"carry/{place}{kind}"] for place in places]) for kind in kinds)
+        begin = tuple(
+            torch.stack([carry[f"carry/{place}{kind}"] for place in places]) for kind in kinds
+        )
         begin = begin if layer == "LSTM" else begin[0]
     if lengths is not None:
-        x = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        x = torch.nn.utils.rnn.pack_padded_sequence(
+            x, lengths, batch_first=True, enforce_sorted=False
+        )
     y, after = torch.func.functional_call(module, arrays, (x, begin))
     if lengths is not None:
         y, _ = torch.nn.utils.rnn.pad_packed_sequence(y, batch_first=True, total_length=time)
     if outputs_only:
         return {"y": y}
-    after = after if layer == "LSTM" else (after,)                     # each [directions, batch, features]
-    return {"y": y} | {f"carry/{place}{kind}": state[i] for kind, state in zip(kinds, after)
-                       for i, place in enumerate(places)}
+    after = after if layer == "LSTM" else (after,)  # each [directions, batch, features]
+    return {"y": y} | {
+        f"carry/{place}{kind}": state[i]
+        for kind, state in zip(kinds, after)
+        for i, place in enumerate(places)
+    }

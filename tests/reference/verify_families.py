@@ -44,96 +44,358 @@ class Family:
     config: str
     model: str
     cases: tuple[dict, ...]
-    sizes: tuple[str, ...] = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-                              "max_position_embeddings")
+    sizes: tuple[str, ...] = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "max_position_embeddings",
+    )
 
 
 def rope(kind, **fields):
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **fields}}
 
 
-LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+LLAMA3 = rope(
+    "llama3",
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=32)
 FAMILIES = {
-    "llama": Family("LlamaConfig", "LlamaForCausalLM", (
-        {}, {"num_key_value_heads": 2, "attention_bias": True, "tie_word_embeddings": True, **LLAMA3},
-        {"mlp_bias": True, "hidden_act": "gelu", "head_dim": 6, "num_key_value_heads": 1, **rope("linear", factor=2.5)},
-        YARN | {"hidden_act": "relu"}, {**rope("dynamic", factor=3.0), "max_position_embeddings": 64},
-        rope("yarn", factor=8.0, original_max_position_embeddings=16, beta_fast=16.0, beta_slow=2.0, truncate=False,
-             mscale=0.7, mscale_all_dim=1.2))),
-    "mistral": Family("MistralConfig", "MistralForCausalLM", (
-        {"num_key_value_heads": 2, "sliding_window": 5}, {"num_key_value_heads": 4, "sliding_window": None},
-        {"num_key_value_heads": 2, "sliding_window": 9, "head_dim": 12, "rms_norm_eps": 1e-3, **rope("default")})),
-    "qwen2": Family("Qwen2Config", "Qwen2ForCausalLM", (
-        {"num_key_value_heads": 2}, {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 6,
-                                     "max_window_layers": 2, "num_hidden_layers": 5, "tie_word_embeddings": True},
-        {"num_key_value_heads": 4, **YARN}, {"num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 4,
-         "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]})),
-    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", (
-        {"num_key_value_heads": 2, "head_dim": 16}, {"num_key_value_heads": 2, "head_dim": 8, "attention_bias": True,
-                                                     "tie_word_embeddings": True, **LLAMA3},
-        {"num_key_value_heads": 4, "head_dim": 10, "use_sliding_window": True, "sliding_window": 3,
-         "max_window_layers": 1, "num_hidden_layers": 4, "rms_norm_eps": 1e-4})),
-    "mixtral": Family("MixtralConfig", "MixtralForCausalLM", (
-        {"num_key_value_heads": 2, "num_local_experts": 4},
-        {"num_key_value_heads": 4, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5,
-         "head_dim": 6},
-        {"num_key_value_heads": 1, "num_local_experts": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True,
-         "hidden_act": "gelu", "head_dim": 8, **YARN})),
-    "qwen3_moe": Family("Qwen3MoeConfig", "Qwen3MoeForCausalLM", (
-        {"num_key_value_heads": 2, "moe_intermediate_size": 12, "num_experts": 8, "num_experts_per_tok": 3},
-        {"num_key_value_heads": 4, "moe_intermediate_size": 20, "num_experts": 5, "num_experts_per_tok": 2,
-         "norm_topk_prob": True, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 10},
-        {"num_key_value_heads": 1, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 4,
-         "use_sliding_window": True, "sliding_window": 6, "rms_norm_eps": 1e-3, **LLAMA3})),
-    "gemma": Family("GemmaConfig", "GemmaForCausalLM", (
-        {"num_key_value_heads": 1, "head_dim": 12}, {"num_key_value_heads": 4, "head_dim": 8, "attention_bias": True},
-        {"num_key_value_heads": 2, "head_dim": 16, "hidden_act": "gelu", "tie_word_embeddings": False})),
-    "gemma2": Family("Gemma2Config", "Gemma2ForCausalLM", (
-        {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5, "num_hidden_layers": 5,
-         "query_pre_attn_scalar": 20},
-        {"num_key_value_heads": 4, "head_dim": 12, "sliding_window": 7, "attn_logit_softcapping": 2.0,
-         "final_logit_softcapping": 1.5, "query_pre_attn_scalar": 8, "attention_bias": True},
-        {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": None,
-         "final_logit_softcapping": None, "num_hidden_layers": 3, "hidden_activation": "gelu", "layer_types": [
-             "full_attention", "sliding_attention", "sliding_attention"]})),
-    "gemma3_text": Family("Gemma3TextConfig", "Gemma3ForCausalLM", (
-        {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 5, "num_hidden_layers": 8},
-        {"num_key_value_heads": 2, "head_dim": 12, "sliding_window": 6, "num_hidden_layers": 5,
-         "query_pre_attn_scalar": 10, "attention_bias": True, "final_logit_softcapping": 2.0, "layer_types": [
-             "sliding_attention", "full_attention"] * 2 + ["sliding_attention"], "rope_parameters": {
-             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
-             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}},
-        {"num_key_value_heads": 4, "head_dim": 8, "sliding_window": 4, "num_hidden_layers": 3,
-         "tie_word_embeddings": False, "layer_types": ["full_attention"] * 3})),
-    "phi3": Family("Phi3Config", "Phi3ForCausalLM", (
-        {"num_key_value_heads": 2}, {"num_key_value_heads": 4, "sliding_window": 6, "tie_word_embeddings": True},
-        {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "original_max_position_embeddings": 64,
-         "max_position_embeddings": 200, **rope(
-             "longrope", partial_rotary_factor=0.75, short_factor=[1.0, 1.1, 1.3], long_factor=[1.0, 2.5, 4.0])},
-        {"hidden_size": 32, "num_attention_heads": 4, **rope("default", partial_rotary_factor=0.5)})),
-    "smollm3": Family("SmolLM3Config", "SmolLM3ForCausalLM", (
-        {"num_key_value_heads": 2, "num_hidden_layers": 6},
-        {"num_key_value_heads": 4, "num_hidden_layers": 3, "no_rope_layers": [0, 1, 1], "attention_bias": True,
-         "mlp_bias": True, "tie_word_embeddings": False},
-        {"num_key_value_heads": 1, "num_hidden_layers": 4, "no_rope_layer_interval": 2, "use_sliding_window": True,
-         "sliding_window": 5, **YARN})),
-    "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM", (
-        {"num_key_value_heads": 2}, {"num_key_value_heads": 4, "attention_bias": True, **LLAMA3},
-        {"num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-3})),
-    "gpt_neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", (
-        {"hidden_size": 32, "num_attention_heads": 2}, {"hidden_size": 32, "num_attention_heads": 4,
-         "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_pytorch_tanh",
-         **rope("default", partial_rotary_factor=0.5)},
-        {"tie_word_embeddings": True, "layer_norm_eps": 1e-3, "hidden_act": "relu",
-         **rope("linear", partial_rotary_factor=1.0, factor=2.0)})),
-    "gpt2": Family("GPT2Config", "GPT2LMHeadModel", (
-        {}, {"scale_attn_by_inverse_layer_idx": True, "activation_function": "gelu", "tie_word_embeddings": False,
-             "n_inner": 28, "layer_norm_epsilon": 1e-3},
-        {"scale_attn_weights": False, "activation_function": "relu", "reorder_and_upcast_attn": True},
-        {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False,
-         "activation_function": "silu", "n_layer": 5}, {"activation_function": "gelu_pytorch_tanh"}),
-        sizes=("n_embd", "n_layer", "n_head", "n_inner", "n_positions")),
+    "llama": Family(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        (
+            {},
+            {
+                "num_key_value_heads": 2,
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+                **LLAMA3,
+            },
+            {
+                "mlp_bias": True,
+                "hidden_act": "gelu",
+                "head_dim": 6,
+                "num_key_value_heads": 1,
+                **rope("linear", factor=2.5),
+            },
+            YARN | {"hidden_act": "relu"},
+            {**rope("dynamic", factor=3.0), "max_position_embeddings": 64},
+            rope(
+                "yarn",
+                factor=8.0,
+                original_max_position_embeddings=16,
+                beta_fast=16.0,
+                beta_slow=2.0,
+                truncate=False,
+                mscale=0.7,
+                mscale_all_dim=1.2,
+            ),
+        ),
+    ),
+    "mistral": Family(
+        "MistralConfig",
+        "MistralForCausalLM",
+        (
+            {"num_key_value_heads": 2, "sliding_window": 5},
+            {"num_key_value_heads": 4, "sliding_window": None},
+            {
+                "num_key_value_heads": 2,
+                "sliding_window": 9,
+                "head_dim": 12,
+                "rms_norm_eps": 1e-3,
+                **rope("default"),
+            },
+        ),
+    ),
+    "qwen2": Family(
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        (
+            {"num_key_value_heads": 2},
+            {
+                "num_key_value_heads": 2,
+                "use_sliding_window": True,
+                "sliding_window": 6,
+                "max_window_layers": 2,
+                "num_hidden_layers": 5,
+                "tie_word_embeddings": True,
+            },
+            {"num_key_value_heads": 4, **YARN},
+            {
+                "num_key_value_heads": 1,
+                "use_sliding_window": True,
+                "sliding_window": 4,
+                "num_hidden_layers": 3,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+        ),
+    ),
+    "qwen3": Family(
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        (
+            {"num_key_value_heads": 2, "head_dim": 16},
+            {
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+                **LLAMA3,
+            },
+            {
+                "num_key_value_heads": 4,
+                "head_dim": 10,
+                "use_sliding_window": True,
+                "sliding_window": 3,
+                "max_window_layers": 1,
+                "num_hidden_layers": 4,
+                "rms_norm_eps": 1e-4,
+            },
+        ),
+    ),
+    "mixtral": Family(
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        (
+            {"num_key_value_heads": 2, "num_local_experts": 4},
+            {
+                "num_key_value_heads": 4,
+                "num_local_experts": 6,
+                "num_experts_per_tok": 3,
+                "sliding_window": 5,
+                "head_dim": 6,
+            },
+            {
+                "num_key_value_heads": 1,
+                "num_local_experts": 3,
+                "num_experts_per_tok": 1,
+                "tie_word_embeddings": True,
+                "hidden_act": "gelu",
+                "head_dim": 8,
+                **YARN,
+            },
+        ),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        (
+            {
+                "num_key_value_heads": 2,
+                "moe_intermediate_size": 12,
+                "num_experts": 8,
+                "num_experts_per_tok": 3,
+            },
+            {
+                "num_key_value_heads": 4,
+                "moe_intermediate_size": 20,
+                "num_experts": 5,
+                "num_experts_per_tok": 2,
+                "norm_topk_prob": True,
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+                "head_dim": 10,
+            },
+            {
+                "num_key_value_heads": 1,
+                "moe_intermediate_size": 16,
+                "num_experts": 4,
+                "num_experts_per_tok": 4,
+                "use_sliding_window": True,
+                "sliding_window": 6,
+                "rms_norm_eps": 1e-3,
+                **LLAMA3,
+            },
+        ),
+    ),
+    "gemma": Family(
+        "GemmaConfig",
+        "GemmaForCausalLM",
+        (
+            {"num_key_value_heads": 1, "head_dim": 12},
+            {"num_key_value_heads": 4, "head_dim": 8, "attention_bias": True},
+            {
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "hidden_act": "gelu",
+                "tie_word_embeddings": False,
+            },
+        ),
+    ),
+    "gemma2": Family(
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        (
+            {
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "sliding_window": 5,
+                "num_hidden_layers": 5,
+                "query_pre_attn_scalar": 20,
+            },
+            {
+                "num_key_value_heads": 4,
+                "head_dim": 12,
+                "sliding_window": 7,
+                "attn_logit_softcapping": 2.0,
+                "final_logit_softcapping": 1.5,
+                "query_pre_attn_scalar": 8,
+                "attention_bias": True,
+            },
+            {
+                "num_key_value_heads": 1,
+                "head_dim": 8,
+                "sliding_window": 4,
+                "attn_logit_softcapping": None,
+                "final_logit_softcapping": None,
+                "num_hidden_layers": 3,
+                "hidden_activation": "gelu",
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            },
+        ),
+    ),
+    "gemma3_text": Family(
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        (
+            {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 5, "num_hidden_layers": 8},
+            {
+                "num_key_value_heads": 2,
+                "head_dim": 12,
+                "sliding_window": 6,
+                "num_hidden_layers": 5,
+                "query_pre_attn_scalar": 10,
+                "attention_bias": True,
+                "final_logit_softcapping": 2.0,
+                "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                },
+            },
+            {
+                "num_key_value_heads": 4,
+                "head_dim": 8,
+                "sliding_window": 4,
+                "num_hidden_layers": 3,
+                "tie_word_embeddings": False,
+                "layer_types": ["full_attention"] * 3,
+            },
+        ),
+    ),
+    "phi3": Family(
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        (
+            {"num_key_value_heads": 2},
+            {"num_key_value_heads": 4, "sliding_window": 6, "tie_word_embeddings": True},
+            {
+                "hidden_size": 32,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "original_max_position_embeddings": 64,
+                "max_position_embeddings": 200,
+                **rope(
+                    "longrope",
+                    partial_rotary_factor=0.75,
+                    short_factor=[1.0, 1.1, 1.3],
+                    long_factor=[1.0, 2.5, 4.0],
+                ),
+            },
+            {
+                "hidden_size": 32,
+                "num_attention_heads": 4,
+                **rope("default", partial_rotary_factor=0.5),
+            },
+        ),
+    ),
+    "smollm3": Family(
+        "SmolLM3Config",
+        "SmolLM3ForCausalLM",
+        (
+            {"num_key_value_heads": 2, "num_hidden_layers": 6},
+            {
+                "num_key_value_heads": 4,
+                "num_hidden_layers": 3,
+                "no_rope_layers": [0, 1, 1],
+                "attention_bias": True,
+                "mlp_bias": True,
+                "tie_word_embeddings": False,
+            },
+            {
+                "num_key_value_heads": 1,
+                "num_hidden_layers": 4,
+                "no_rope_layer_interval": 2,
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                **YARN,
+            },
+        ),
+    ),
+    "olmo2": Family(
+        "Olmo2Config",
+        "Olmo2ForCausalLM",
+        (
+            {"num_key_value_heads": 2},
+            {"num_key_value_heads": 4, "attention_bias": True, **LLAMA3},
+            {"num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+        ),
+    ),
+    "gpt_neox": Family(
+        "GPTNeoXConfig",
+        "GPTNeoXForCausalLM",
+        (
+            {"hidden_size": 32, "num_attention_heads": 2},
+            {
+                "hidden_size": 32,
+                "num_attention_heads": 4,
+                "use_parallel_residual": False,
+                "attention_bias": False,
+                "hidden_act": "gelu_pytorch_tanh",
+                **rope("default", partial_rotary_factor=0.5),
+            },
+            {
+                "tie_word_embeddings": True,
+                "layer_norm_eps": 1e-3,
+                "hidden_act": "relu",
+                **rope("linear", partial_rotary_factor=1.0, factor=2.0),
+            },
+        ),
+    ),
+    "gpt2": Family(
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        (
+            {},
+            {
+                "scale_attn_by_inverse_layer_idx": True,
+                "activation_function": "gelu",
+                "tie_word_embeddings": False,
+                "n_inner": 28,
+                "layer_norm_epsilon": 1e-3,
+            },
+            {
+                "scale_attn_weights": False,
+                "activation_function": "relu",
+                "reorder_and_upcast_attn": True,
+            },
+            {
+                "scale_attn_weights": False,
+                "scale_attn_by_inverse_layer_idx": True,
+                "tie_word_embeddings": False,
+                "activation_function": "silu",
+                "n_layer": 5,
+            },
+            {"activation_function": "gelu_pytorch_tanh"},
+        ),
+        sizes=("n_embd", "n_layer", "n_head", "n_inner", "n_positions"),
+    ),
 }
 
 
@@ -148,7 +410,8 @@ def random_sizes(generator, family):
 def sizes_of(family, seed):
     """Fields of a small configuration."""
     return random_sizes(np.random.default_rng(seed), family) | dict(
-        initializer_range=0.2, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+        initializer_range=0.2, pad_token_id=None, bos_token_id=None, eos_token_id=None
+    )
 
 
 def random_weights(model):
@@ -193,8 +456,12 @@ def decoder(family, case, seed, folder):
     prompts = [generator.integers(0, model.vocab_size, length) for length in LENGTHS]
     padded, lengths = models.padded([list(map(int, prompt)) for prompt in prompts])
     out = models.generate(model, params, padded, lengths=lengths, max_tokens=TOKENS, temperature=0)
-    texts = (reference.generate(torch.tensor(prompt)[None], max_new_tokens=TOKENS, do_sample=False)[0, len(prompt):]
-             for prompt in prompts)
+    texts = (
+        reference.generate(torch.tensor(prompt)[None], max_new_tokens=TOKENS, do_sample=False)[
+            0, len(prompt) :
+        ]
+        for prompt in prompts
+    )
     greedy = all(np.array_equal(text, row) for text, row in zip(texts, np.asarray(out.tokens)))
     back = folder / "back"
     pretrained.save(model, params, state, back, like=folder)
@@ -228,7 +495,7 @@ def families(*names):
     wrong = []
     for name in names or (*FAMILIES, *encoder_families.CASES):
         worst, greedy, saved = zip(*results(name))
-        count, worst = len(saved), float(np.max(worst))    # NaN if one is
+        count, worst = len(saved), float(np.max(worst))  # NaN if one is
         equal = "" if None in greedy else f"{sum(greedy)} of {count}"
         yield f"| {name} | {count} | {worst:.1e} | {equal} | {sum(saved)} of {count} |"
         if not (worst <= BOUND and all(saved) and all(each is not False for each in greedy)):

@@ -32,7 +32,11 @@ PHOTOS = {
     "china": ("sklearn", "datasets/images/china.jpg"),
     "flower": ("sklearn", "datasets/images/flower.jpg"),
 }
-NAMED = {"grace_hopper": ("military_uniform", 0.70), "coffee": ("espresso", 0.99), "chelsea": ("Egyptian_cat", 0.73)}
+NAMED = {
+    "grace_hopper": ("military_uniform", 0.70),
+    "coffee": ("espresso", 0.99),
+    "chelsea": ("Egyptian_cat", 0.73),
+}
 FLAGS = [flag for flag in sys.argv[1:] if flag.startswith("--photos=")]
 
 
@@ -60,12 +64,16 @@ def logits(name, names, pictures):
     path = weights(name)
     model = pretrained.model(name, path)
     if pretrained.names_of(model, path) != names:
-        raise Skip(f"{path} holds the weights of {pretrained.names_of(model, path)}, not of {names}")
+        raise Skip(
+            f"{path} holds the weights of {pretrained.names_of(model, path)}, not of {names}"
+        )
     params, state = pretrained.load(model, path)
     prepare = model.NAMES[names].image
     predict = jax.jit(lambda params, state, x: model(params, x, state=state)[0])
-    return {photo: np.asarray(predict(params, state, prepare.normalize(prepare.crop(picture))[None]))[0]
-            for photo, picture in pictures.items()}
+    return {
+        photo: np.asarray(predict(params, state, prepare.normalize(prepare.crop(picture))[None]))[0]
+        for photo, picture in pictures.items()
+    }
 
 
 @check
@@ -76,11 +84,17 @@ def memory():
         raise Skip("/proc/self/status is not on this system")
     path = weights("resnet50")
     model = pretrained.model("resnet50", path)
-    held = lambda: next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if "RssAnon" in line)
+    held = lambda: next(
+        int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if "RssAnon" in line
+    )
     jax.device_put(np.zeros(3)).block_until_ready()
     before, began = held(), time.perf_counter()
     trees = jax.block_until_ready(pretrained.load(model, path))
-    seconds, grown, size = time.perf_counter() - began, held() - before, sum(a.nbytes for a in jax.tree.leaves(trees))
+    seconds, grown, size = (
+        time.perf_counter() - began,
+        held() - before,
+        sum(a.nbytes for a in jax.tree.leaves(trees)),
+    )
     yield f"{size / 1e6:.1f} MB of weights in {seconds:.2f} s; the process grew by {grown / 1e6:.1f} MB"
     assert grown < 1.1 * size
 
@@ -91,15 +105,21 @@ def resnet50_names_photos():
     path = weights("resnet50")
     if not (path / "labels.json").is_file():
         raise Skip(f"{path}/labels.json, the labels of the classes, is not here")
-    labels = {int(index): name for index, name in json.loads((path / "labels.json").read_text()).items()}
+    labels = {
+        int(index): name for index, name in json.loads((path / "labels.json").read_text()).items()
+    }
     pictures, lacking = photos()
     for photo, values in logits("resnet50", "keras", pictures).items():
         share = np.exp(values - values.max()) / np.exp(values - values.max()).sum()
         best = int(share.argmax())
         name, published = NAMED.get(photo, (None, None))
-        yield (f"{photo}: {labels[best]} {share[best]:.3f}"
-               + (f", published {name} about {published:.2f}" if name else ""))
-        assert name in (None, labels[best]) and abs(share[best] - (published or share[best])) < 0.02, photo
+        yield (
+            f"{photo}: {labels[best]} {share[best]:.3f}"
+            + (f", published {name} about {published:.2f}" if name else "")
+        )
+        assert (
+            name in (None, labels[best]) and abs(share[best] - (published or share[best])) < 0.02
+        ), photo
     for package in lacking:
         yield f"(without the photos of {package}, which is not installed)"
 
@@ -127,12 +147,18 @@ def mobilenet_v2_twin():
     path, (pictures, lacking) = weights("mobilenet_v2"), photos()
     model = pretrained.model("mobilenet_v2", path)
     twin, again = MobileNetV2().eval(), MobileNetV2().eval()
-    twin.load_state_dict(load_torch(path / "model.safetensors" if path.is_dir() else path), strict=True)
+    twin.load_state_dict(
+        load_torch(path / "model.safetensors" if path.is_dir() else path), strict=True
+    )
     with tempfile.TemporaryDirectory() as folder:
-        again.load_state_dict(load_torch(pretrained.save(model, *pretrained.load(model, path), folder, like=path)))
+        again.load_state_dict(
+            load_torch(pretrained.save(model, *pretrained.load(model, path), folder, like=path))
+        )
     prepare = model.NAMES["torchvision"].image
     for photo, values in logits("mobilenet_v2", "torchvision", pictures).items():
-        x = torch.from_numpy(prepare.normalize(prepare.crop(pictures[photo]))).permute(2, 0, 1)[None]
+        x = torch.from_numpy(prepare.normalize(prepare.crop(pictures[photo]))).permute(2, 0, 1)[
+            None
+        ]
         with torch.no_grad():
             theirs, same = twin(x), torch.equal(twin(x), again(x))
         error = np.abs(values - theirs[0].numpy()).max()
@@ -153,7 +179,10 @@ def image_weights_back():
             back = load_file(pretrained.save(model, params, state, folder, like=path))
         original = load_file(path / "model.safetensors" if path.is_dir() else path)
         assert back.keys() == original.keys()
-        assert all(back[key].dtype == held.dtype and np.array_equal(back[key], held) for key, held in original.items())
+        assert all(
+            back[key].dtype == held.dtype and np.array_equal(back[key], held)
+            for key, held in original.items()
+        )
         yield f"{name}: {len(original)} arrays in, {len(back)} out, every one the same, bit for bit"
 
 
@@ -165,7 +194,10 @@ def mobilenet_v2_errors():
     arrays = load_file(path / "model.safetensors" if path.is_dir() else path)
     key = "features.5.conv.1.0.weight"
     changes = {
-        "renamed": {**{k: v for k, v in arrays.items() if k != key}, "features.5.conv.1.0.wieght": arrays[key]},
+        "renamed": {
+            **{k: v for k, v in arrays.items() if k != key},
+            "features.5.conv.1.0.wieght": arrays[key],
+        },
         "dropped": {k: v for k, v in arrays.items() if k != key},
         "added": {**arrays, "features.19.weight": arrays[key]},
         "reshaped": {**arrays, key: arrays[key].reshape(-1)},
@@ -197,8 +229,13 @@ import verify_tokenizers  # noqa: E402, F401
 
 
 def main(names):
-    selected = [(name, re.split(",(?! )", parts) if parts else [])      # kinds of tokenizers have names with ", "
-                for name, _, parts in (each.partition("=") for each in names)]
+    selected = [
+        (
+            name,
+            re.split(",(?! )", parts) if parts else [],
+        )  # kinds of tokenizers have names with ", "
+        for name, _, parts in (each.partition("=") for each in names)
+    ]
     unknown = [name for name, _ in selected if name not in CHECKS]
     if unknown:
         sys.exit(f"error: there is no check {unknown[0]!r}: there are {', '.join(CHECKS)}")
@@ -212,7 +249,7 @@ def main(names):
         except Skip as reason:
             outcome = "skipped"
             print(f"    skipped: {reason}")
-        except Exception as error:    # the other checks run, too
+        except Exception as error:  # the other checks run, too
             outcome = "failed"
             print(f"    FAILED: {error or type(error).__name__}")
         counts[outcome] += 1

@@ -52,16 +52,24 @@ def minilm_against_transformers():
     with np.load(HERE / "published_minilm.npz") as held:
         for shape in sorted({key.split("/")[0] for key in held}):
             tokens, lengths, hidden, embeddings, sentences = (
-                held[f"{shape}/{name}"] for name in ("tokens", "lengths", "hidden", "embeddings", "sentences"))
-            own, own_lengths = models.padded([words.encode(str(sentence)) for sentence in sentences])
-            assert np.array_equal(own_lengths, lengths) and np.array_equal(own, tokens[:, :own.shape[1]]), "tokens"
+                held[f"{shape}/{name}"]
+                for name in ("tokens", "lengths", "hidden", "embeddings", "sentences")
+            )
+            own, own_lengths = models.padded(
+                [words.encode(str(sentence)) for sentence in sentences]
+            )
+            assert np.array_equal(own_lengths, lengths) and np.array_equal(
+                own, tokens[:, : own.shape[1]]
+            ), "tokens"
             got = encode(params, tokens, lengths).hidden
             near = models.sentence_embedding(got, lengths)
             real = np.arange(tokens.shape[1])[None] < lengths[:, None]
             apart = np.abs(np.asarray(got)[real] - hidden).max() / np.abs(hidden).max()
             embedded = np.abs(near - embeddings).max()
-            yield (f"{shape.replace('x', ' sentences of ')}: the same tokens, hidden states within {apart:.1e} of the "
-                   f"largest, sentence embeddings within {embedded:.1e}")
+            yield (
+                f"{shape.replace('x', ' sentences of ')}: the same tokens, hidden states within {apart:.1e} of the "
+                f"largest, sentence embeddings within {embedded:.1e}"
+            )
             assert apart < 1e-5 and embedded < 1e-6
 
 
@@ -82,10 +90,15 @@ def stories15m_cache():
     """Logits token by token through the cache against those of the full pass, for prompts of unequal length."""
     _, model, params, raw = stories()
     story = np.array([1, *Decoder(raw, np.float32).greedy([1], 100)], np.int32)
-    text, lengths = np.stack([story[:64], story[20:84], story[37:101]]), np.array([24, 3, 11], np.int32)
+    text, lengths = (
+        np.stack([story[:64], story[20:84], story[37:101]]),
+        np.array([24, 3, 11], np.int32),
+    )
     full = jax.jit(model)(params, text)
     step = jax.jit(lambda tokens, lengths, cache: model(params, tokens, lengths, state=cache))
-    logits, cache = step(text[:, :24], lengths, model.cache(jax.ShapeDtypeStruct((3, 256), jnp.int32)))
+    logits, cache = step(
+        text[:, :24], lengths, model.cache(jax.ShapeDtypeStruct((3, 256), jnp.int32))
+    )
     rows = np.arange(3)
     worst = np.abs(logits[rows, lengths - 1] - full[rows, lengths - 1]).max()
     for at in range(40):
@@ -101,7 +114,9 @@ def stories15m_speed():
     """Greedy tokens a second, beside llama2.c's own (its run, by $LLAMA2C), in turns."""
     path, model, params, _ = stories()
     model, params = models.unstack(model, params)
-    ours = lambda: jax.block_until_ready(models.generate(model, params, [[1]], max_tokens=200, temperature=0))
+    ours = lambda: jax.block_until_ready(
+        models.generate(model, params, [[1]], max_tokens=200, temperature=0)
+    )
     ours()
     run, times, theirs = os.environ.get("LLAMA2C"), [], []
     for _ in range(5):
@@ -109,13 +124,20 @@ def stories15m_speed():
         ours()
         times.append(200 / (time.perf_counter() - began))
         if run:
-            done = subprocess.run([run, path / "model.bin", "-z", path / "tokenizer.bin", "-t", "0", "-n", "201"],
-                                  capture_output=True, text=True, errors="replace", check=True)
+            done = subprocess.run(
+                [run, path / "model.bin", "-z", path / "tokenizer.bin", "-t", "0", "-n", "201"],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=True,
+            )
             theirs.append(float(re.search(r"achieved tok/s: ([\d.]+)", done.stderr)[1]))
     yield f"{np.median(times):.0f} tokens/s (best {max(times):.0f}) on {os.cpu_count()} cores"
     if theirs:
-        yield (f"llama2.c: {np.median(theirs):.0f} tokens/s (best {max(theirs):.0f}); fnet's median is "
-               f"{np.median(times) / np.median(theirs):.2f} of its, fnet's best {max(times) / max(theirs):.2f}")
+        yield (
+            f"llama2.c: {np.median(theirs):.0f} tokens/s (best {max(theirs):.0f}); fnet's median is "
+            f"{np.median(times) / np.median(theirs):.2f} of its, fnet's best {max(times) / max(theirs):.2f}"
+        )
     else:
         yield "($LLAMA2C names no binary of llama2.c's run.c: its speed was not measured)"
 
@@ -136,7 +158,9 @@ def gpt_learns_as_in_pytorch():
         twin.load_state_dict(load_torch(pretrained.save(model, params, {}, folder)), strict=True)
     windows = tr.Windows(words.encode(text), length=time, batch_size=batch, seed=0)
     tx = tr.optimizer("adamw", 1e-3, weight_decay=0.1, decay_all=True, b2=0.95)
-    theirs = torch.optim.AdamW(twin.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    theirs = torch.optim.AdamW(
+        twin.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
 
     @jax.jit
     def step(state, tokens):
@@ -153,15 +177,19 @@ def gpt_learns_as_in_pytorch():
         state, value = step(state, tokens)
         losses.append(float(value))
         row = torch.from_numpy(tokens).long()
-        loss = torch.nn.functional.cross_entropy(twin(row[:, :-1]).flatten(0, 1), row[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            twin(row[:, :-1]).flatten(0, 1), row[:, 1:].flatten()
+        )
         theirs.zero_grad()
         loss.backward()
         theirs.step()
         expected.append(loss.item())
     apart = np.abs(np.subtract(losses, expected)).max()
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    yield (f"{count:,} parameters, batches of {batch} x {time} characters: the loss falls from {losses[0]:.3f} to "
-           f"{losses[-1]:.3f}, PyTorch's to {expected[-1]:.3f}; never more than {apart:.1e} apart")
+    yield (
+        f"{count:,} parameters, batches of {batch} x {time} characters: the loss falls from {losses[0]:.3f} to "
+        f"{losses[-1]:.3f}, PyTorch's to {expected[-1]:.3f}; never more than {apart:.1e} apart"
+    )
     assert apart < 1e-3
 
 

@@ -26,8 +26,12 @@ def tokenizers(*kinds):
         with tempfile.TemporaryDirectory() as folder:
             folder = pathlib.Path(folder)
             KINDS[kind](folder, SIZE)
-            files = sorted(path.name for path in folder.iterdir() if path.name != "tokenizer_config.json")
-            name = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["tokenizer_class"]
+            files = sorted(
+                path.name for path in folder.iterdir() if path.name != "tokenizer_config.json"
+            )
+            name = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))[
+                "tokenizer_class"
+            ]
             theirs = getattr(transformers, name).from_pretrained(folder)
             own = models.read_tokenizer(folder)
         equal = np.zeros(3, int)
@@ -35,15 +39,24 @@ def tokenizers(*kinds):
             wanted = theirs(text)["input_ids"]
             tokens = own.encode(text).tolist()
             plain = theirs(text, add_special_tokens=False)["input_ids"]
-            result = np.array([tokens == wanted, own.encode(text, special_tokens=False).tolist() == plain,
-                               own.decode(wanted) == theirs.decode(wanted, skip_special_tokens=True)])
+            result = np.array(
+                [
+                    tokens == wanted,
+                    own.encode(text, special_tokens=False).tolist() == plain,
+                    own.decode(wanted) == theirs.decode(wanted, skip_special_tokens=True),
+                ]
+            )
             if not result.all() and len(wrong) < 3:
-                wrong.append(f"{kind}: {text!r}: {tokens}, expected {wanted}; {own.decode(wanted)!r}, expected "
-                             f"{theirs.decode(wanted, skip_special_tokens=True)!r}")
+                wrong.append(
+                    f"{kind}: {text!r}: {tokens}, expected {wanted}; {own.decode(wanted)!r}, expected "
+                    f"{theirs.decode(wanted, skip_special_tokens=True)!r}"
+                )
             equal += result
         yield f"| {kind} | {', '.join(files)} | {equal[0]} | {equal[1]} | {equal[2]} |"
         if own.vocab_size != len(theirs):
-            wrong.append(f"{kind}: {own.vocab_size} tokens in the vocabulary, expected {len(theirs)}")
+            wrong.append(
+                f"{kind}: {own.vocab_size} tokens in the vocabulary, expected {len(theirs)}"
+            )
     assert not wrong, "; ".join(wrong)
 
 
@@ -54,11 +67,15 @@ def code_points():
     split, wrong = library.pre_tokenizers.BertPreTokenizer(), []
     for lowercase in (False, True):
         for accents in (False, True):
-            own = models.WordPiece(models.WordPiece.SPECIAL, lowercase=lowercase, strip_accents=accents)
+            own = models.WordPiece(
+                models.WordPiece.SPECIAL, lowercase=lowercase, strip_accents=accents
+            )
             clean = library.normalizers.BertNormalizer(lowercase=lowercase, strip_accents=accents)
             for point in (*range(0xD800), *range(0xE000, 0x110000)):
                 for text in (f"a{chr(point)}b", f"{chr(point)}\u0301"):
-                    if own.words(text) != [word for word, _ in split.pre_tokenize_str(clean.normalize_str(text))]:
+                    if own.words(text) != [
+                        word for word, _ in split.pre_tokenize_str(clean.normalize_str(text))
+                    ]:
                         wrong.append(hex(point))
     assert not wrong, f"{len(wrong)} code points differ, such as {', '.join(wrong[:10])}"
     yield "1,112,064 code points with each of 4 options: equal words"

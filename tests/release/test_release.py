@@ -38,15 +38,29 @@ def dist(tmp_path_factory):
     shutil.copytree(ROOT / "fnet", folder / "source" / "fnet", ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
         shutil.copy(ROOT / name, folder / "source")
-    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", folder / "source"],
-                   check=True, capture_output=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "build",
+            "--no-isolation",
+            "--outdir",
+            folder / "dist",
+            folder / "source",
+        ],
+        check=True,
+        capture_output=True,
+    )
     return folder / "dist"
 
 
 def clean():
     """The environment variables of a user, without those of the tests."""
     drop = ("PYTHONPATH", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION", "XLA_FLAGS")
-    return {**{name: value for name, value in os.environ.items() if name not in drop}, "JAX_PLATFORMS": "cpu"}
+    return {
+        **{name: value for name, value in os.environ.items() if name not in drop},
+        "JAX_PLATFORMS": "cpu",
+    }
 
 
 def run(command, folder):
@@ -60,7 +74,11 @@ def test_both_files_have_the_package(dist):
     assert files <= set(zipfile.ZipFile(wheel).namelist())
     with tarfile.open(source) as archive:
         assert files <= {name.split("/", 1)[-1] for name in archive.getnames()}
-    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.startswith(("tests", "experiments", "docs"))]
+    assert not [
+        name
+        for name in zipfile.ZipFile(wheel).namelist()
+        if name.startswith(("tests", "experiments", "docs"))
+    ]
 
 
 def test_the_wheel_installs_and_imports_in_an_empty_environment(dist, tmp_path):
@@ -104,9 +122,16 @@ def executed(name, dist, folder, monkeypatch, **flags):
     client = nbclient.NotebookClient(notebook, kernel_name="fresh", timeout=600, resources=where)
     own = {"IPYTHONDIR": str(folder / "ipython"), "PIP_NO_INDEX": "1", "FNET_PROBE": "0"}
     client.execute(env={**clean(), **own, **flags})
-    assert str(folder / "env") in run([python, "-I", "-c", "import fnet; print(fnet.__file__)"], folder).stdout
+    assert (
+        str(folder / "env")
+        in run([python, "-I", "-c", "import fnet; print(fnet.__file__)"], folder).stdout
+    )
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    assert not [output["text"] for output in outputs if output.get("name") == "stderr" and "Error" in output["text"]]
+    assert not [
+        output["text"]
+        for output in outputs
+        if output.get("name") == "stderr" and "Error" in output["text"]
+    ]
     text = "".join(output["text"] for output in outputs if output.get("name") == "stdout")
     return text, sum("image/png" in output.get("data", {}) for output in outputs)
 
@@ -115,18 +140,30 @@ def test_quickstart_installs_fnet_and_runs(dist, tmp_path, monkeypatch):
     text, pictures = executed("quickstart", dist, tmp_path, monkeypatch)
     assert pictures == 2 and "parameters float32, compute " in text
     assert float(re.search(r"test accuracy (\d\.\d+)", text)[1]) > 0.95
-    recited = text[text.index("Shall I compare thee"):]
-    assert "Sometime too hot the eye of heaven shines," in recited and recited.rstrip().endswith("untrimm'd;")
+    recited = text[text.index("Shall I compare thee") :]
+    assert "Sometime too hot the eye of heaven shines," in recited and recited.rstrip().endswith(
+        "untrimm'd;"
+    )
 
 
 def test_tpu_pod_training_installs_fnet_and_runs(dist, tmp_path, monkeypatch):
-    text, pictures = executed("tpu_pod_training", dist, tmp_path, monkeypatch,
-                              XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    text, pictures = executed(
+        "tpu_pod_training",
+        dist,
+        tmp_path,
+        monkeypatch,
+        XLA_FLAGS="--xla_force_host_platform_device_count=8",
+    )
     assert pictures == 1 and "8 devices, 8 of them at this host, 1 hosts" in text
-    alone, together = (np.array(re.search(rf"{name} +\[(.*)\]", text)[1].split(), float)
-                       for name in ("on one device", "on 8 devices"))
+    alone, together = (
+        np.array(re.search(rf"{name} +\[(.*)\]", text)[1].split(), float)
+        for name in ("on one device", "on 8 devices")
+    )
     assert alone[0] != alone[3]
     np.testing.assert_allclose(together, alone, atol=1e-4)
-    first, last = map(float, re.search(r"loss (\S+) at the first step, (\S+) at the last five of 40", text).groups())
+    first, last = map(
+        float,
+        re.search(r"loss (\S+) at the first step, (\S+) at the last five of 40", text).groups(),
+    )
     assert last < 3.5 < 5.3 < first
     assert "MFU" in text and "def " in text.split("bytes/s")[1]

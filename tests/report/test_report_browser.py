@@ -20,10 +20,16 @@ OUTSIDE = """[...document.querySelectorAll('main *')].filter(e => {
 def page_file(tmp_path_factory):
     """Three seeds of one configuration, and a run of another one."""
     folder = tmp_path_factory.mktemp("runs")
-    for name, config in {"a": {"rate": 1, "seed": 0}, "b": {"rate": 1, "seed": 1}, "c": {"rate": 1, "seed": 2},
-                         "other": {"rate": 2, "seed": 0}}.items():
+    for name, config in {
+        "a": {"rate": 1, "seed": 0},
+        "b": {"rate": 1, "seed": 1},
+        "c": {"rate": 1, "seed": 2},
+        "other": {"rate": 2, "seed": 0},
+    }.items():
         fit(folder / name, 30, config={"width": 3} | config)
-        tr.save_predictions(folder / name, [[0.9, 0.1]] * 3, [0, 1, 1], images=[[[[0.5]] * 4] * 4] * 3)
+        tr.save_predictions(
+            folder / name, [[0.9, 0.1]] * 3, [0, 1, 1], images=[[[[0.5]] * 4] * 4] * 3
+        )
     return report.write([folder / name for name in ("a", "b", "c", "other")])
 
 
@@ -36,12 +42,18 @@ def test_the_report_in_a_browser(page_file, width, dark):
         curves = page.js(PATHS)
         assert page.js("document.querySelectorAll('.plot .band').length") > 0
         page.click("document.getElementById('bands')")
-        assert page.js("document.querySelectorAll('.plot .band').length") == 0 and page.js(PATHS) > curves
+        assert (
+            page.js("document.querySelectorAll('.plot .band').length") == 0
+            and page.js(PATHS) > curves
+        )
         assert "test, b" in page.js(SHOWN)[0]
         page.click("document.querySelectorAll('#runs button')[3]")
         assert "other" not in page.js(SHOWN)[0]
         page.click("document.querySelector('[data-scale=log]')")
-        assert page.js("document.querySelector('[data-scale=log]').getAttribute('aria-pressed')") == "true"
+        assert (
+            page.js("document.querySelector('[data-scale=log]').getAttribute('aria-pressed')")
+            == "true"
+        )
         page.click("document.querySelector('.plot')")
         page.js("document.querySelector('.plot').focus()")
         page.press("ArrowRight")
@@ -49,7 +61,9 @@ def test_the_report_in_a_browser(page_file, width, dark):
         background = page.js("getComputedStyle(document.body).backgroundColor")
         page.click("document.getElementById('theme')")
         assert page.js("getComputedStyle(document.body).backgroundColor") != background
-        images = page.js("Promise.all([...document.images].map(i => (i.loading = 'eager', i.decode().then("
-                         "() => i.naturalWidth))))")
+        images = page.js(
+            "Promise.all([...document.images].map(i => (i.loading = 'eager', i.decode().then("
+            "() => i.naturalWidth))))"
+        )
         assert images == [4] * 8
         page.check()

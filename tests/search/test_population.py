@@ -16,8 +16,10 @@ N = 4
 
 
 class Small(nn.Layer):
-    def forward(self, scope, x, rate):                     # [batch, height, width, 1]
-        x = jax.nn.relu(nn.BatchNorm()(scope["norm"], nn.Conv(3, 3, use_bias=False)(scope["conv"], x)))
+    def forward(self, scope, x, rate):  # [batch, height, width, 1]
+        x = jax.nn.relu(
+            nn.BatchNorm()(scope["norm"], nn.Conv(3, 3, use_bias=False)(scope["conv"], x))
+        )
         x = nn.Dropout()(scope["drop"], nn.Flatten()(scope["flat"], x), rate=rate)
         return nn.Dense(3)(scope["head"], x)
 
@@ -29,7 +31,9 @@ def program(dtype="float64"):
     labels = rng.integers(0, 3, 12).astype(np.int32)
 
     def tx(hyper):
-        return optax.chain(optax.add_decayed_weights(hyper["decay"]), optax.sgd(hyper["rate"], momentum=0.9))
+        return optax.chain(
+            optax.add_decayed_weights(hyper["decay"]), optax.sgd(hyper["rate"], momentum=0.9)
+        )
 
     def init(key, hyper):
         params, state = model.init(key, images[:1], rate=0.5)
@@ -39,11 +43,17 @@ def program(dtype="float64"):
     def step(state, batch, hyper):
         key = jax.random.fold_in(jax.random.key(hyper["seed"]), state.step)
         keys = jax.random.split(key)
-        x = batch["x"] + hyper["noise"] * jax.random.normal(keys[1], batch["x"].shape, batch["x"].dtype)
-        targets = optax.smooth_labels(jax.nn.one_hot(batch["y"], 3, dtype=dtype), hyper["smoothing"])
+        x = batch["x"] + hyper["noise"] * jax.random.normal(
+            keys[1], batch["x"].shape, batch["x"].dtype
+        )
+        targets = optax.smooth_labels(
+            jax.nn.one_hot(batch["y"], 3, dtype=dtype), hyper["smoothing"]
+        )
 
         def loss(params):
-            logits, new = model(params, x, rate=hyper["dropout"], state=state.state, key=keys[0], train=True)
+            logits, new = model(
+                params, x, rate=hyper["dropout"], state=state.state, key=keys[0], train=True
+            )
             return optax.softmax_cross_entropy(logits, targets).mean(), new
 
         (value, new), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
@@ -54,8 +64,14 @@ def program(dtype="float64"):
         return {"x": images[rows], "y": labels[rows]}
 
     spread = lambda low, high: jnp.linspace(low, high, N, dtype=dtype)
-    hyper = {"rate": spread(0.01, 0.2), "decay": spread(0, 0.1), "smoothing": spread(0, 0.2), "noise": spread(0, 1),
-             "dropout": spread(0, 0.6), "seed": jnp.arange(N, dtype=jnp.uint32)}
+    hyper = {
+        "rate": spread(0.01, 0.2),
+        "decay": spread(0, 0.1),
+        "smoothing": spread(0, 0.2),
+        "noise": spread(0, 1),
+        "dropout": spread(0, 0.6),
+        "seed": jnp.arange(N, dtype=jnp.uint32),
+    }
     return init, step, batches, hyper
 
 
@@ -81,8 +97,18 @@ def alone():
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("method, devices", [("auto", None), ("vmap", None), ("split", None), ("loop", None),
-                                             ("vmap", 2), ("split", 2), ("loop", 2)])
+@pytest.mark.parametrize(
+    "method, devices",
+    [
+        ("auto", None),
+        ("vmap", None),
+        ("split", None),
+        ("loop", None),
+        ("vmap", 2),
+        ("split", 2),
+        ("loop", 2),
+    ],
+)
 def test_members_equal_runs_alone(alone, method, devices):
     with jax.enable_x64(True):
         init, step, batches, hyper = program()
@@ -91,7 +117,11 @@ def test_members_equal_runs_alone(alone, method, devices):
         state = init_n(jax.random.key(3), hyper)
         for at in range(10):
             state, metrics = step_n(state, batches(at))
-        assert int(state.step) == 10 and metrics["loss"].result().shape == (N,) and not state.diverged.any()
+        assert (
+            int(state.step) == 10
+            and metrics["loss"].result().shape == (N,)
+            and not state.diverged.any()
+        )
         if devices:
             assert len(jax.tree.leaves(state.members.params)[0].sharding.device_set) == 2
         for i in range(N):
@@ -116,15 +146,17 @@ def test_the_choice_is_measured_explained_and_kept():
     found = ft.explain(step_n, state, batches(0))
     assert found.seconds[found.chosen] <= _methods._CLOSE * min(found.seconds.values())
     assert set(found.seconds) == {"vmap", "split", "loop"} and "measured" in str(found)
-    assert not jax.tree.leaves(state)[0].is_deleted()      # nothing was donated
+    assert not jax.tree.leaves(state)[0].is_deleted()  # nothing was donated
     _, again = search.population(init, step)
     other = next(name for name in found.seconds if name != found.chosen)
     again.prepare(state, batches(0), {"chosen": other, "members": N, "seconds": {}})
     assert ft.explain(again, state, batches(0)).chosen == other
-    dense_init, dense_n = search.population(lambda key, h: {"w": jnp.ones((3, 3))},
-                                            lambda s, b, h: ({"w": s["w"] - h * (b.T @ b)}, {}))
-    assert set(ft.explain(dense_n, dense_init(jax.random.key(0), jnp.ones(3)), jnp.ones((2, 3))).seconds) == {
-        "vmap", "loop"}
+    dense_init, dense_n = search.population(
+        lambda key, h: {"w": jnp.ones((3, 3))}, lambda s, b, h: ({"w": s["w"] - h * (b.T @ b)}, {})
+    )
+    assert set(
+        ft.explain(dense_n, dense_init(jax.random.key(0), jnp.ones(3)), jnp.ones((2, 3))).seconds
+    ) == {"vmap", "loop"}
 
 
 @pytest.mark.quick_cases(1)
@@ -151,14 +183,16 @@ def test_members_are_read_and_changed_between_the_steps_of_a_loop(devices):
     other = {**hyper, "rate": hyper["rate"][::-1]}
 
     def run(method, read):
-        init_n, step_n = search.population(init, step, method=method, devices=devices and jax.devices()[:devices])
+        init_n, step_n = search.population(
+            init, step, method=method, devices=devices and jax.devices()[:devices]
+        )
         state = init_n(jax.random.key(0), hyper)
         state, _ = step_n(state, batches(0))
         if read:
             assert state.members.params["head"]["bias"].shape == (N, 3)
             state = jax.tree.map(jnp.copy, search.take(state, jnp.arange(N)))
         old, (state, _) = state, step_n(state, batches(1))
-        if method == "loop":                               # the step donates the state
+        if method == "loop":  # the step donates the state
             assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old) if leaf.shape[1:] == (3,))
         for at in (2, 3):
             state, metrics = step_n(state.replace(hyper=jax.tree.map(jnp.copy, other)), batches(at))
@@ -173,7 +207,9 @@ def test_members_are_read_and_changed_between_the_steps_of_a_loop(devices):
 
 
 def test_a_population_is_immutable():
-    state = search.population(lambda key, hyper: (), lambda s, b, h: (s, {}))[0](jax.random.key(0), jnp.ones(2))
+    state = search.population(lambda key, hyper: (), lambda s, b, h: (s, {}))[0](
+        jax.random.key(0), jnp.ones(2)
+    )
     with pytest.raises(AttributeError, match=r"use state.replace\(step=...\)"):
         state.step = 1
     with pytest.raises(TypeError, match="no field steps; it has step, members, hyper, diverged"):
@@ -187,8 +223,10 @@ def evaluation():
 
     def measure(state, batch):
         logits, _ = model(state.params, batch["x"], rate=0.0, state=state.state)
-        return {"accuracy": tr.mean(logits.argmax(-1) == batch["y"], batch["weight"]),
-                "confusion": tr.confusion(batch["y"], logits.argmax(-1), 3, batch["weight"])}
+        return {
+            "accuracy": tr.mean(logits.argmax(-1) == batch["y"], batch["weight"]),
+            "confusion": tr.confusion(batch["y"], logits.argmax(-1), 3, batch["weight"]),
+        }
 
     data = batches(100)
     return init, step, batches, hyper, {"test": tr.evaluator(search.each_member(measure), data, 4)}
@@ -199,12 +237,27 @@ def evaluation():
 @pytest.mark.filterwarnings("ignore::fnet.training.ResumeWarning")
 def test_fit_logs_saves_and_resumes_bit_by_bit(method, devices, tmp_path, evaluation):
     init, step, batches, hyper, evaluate = evaluation
-    options = {"evaluate": evaluate, "every": 4, "log_every": 4, "best": "test/accuracy/max", "tensorboard": False}
+    options = {
+        "evaluate": evaluate,
+        "every": 4,
+        "log_every": 4,
+        "best": "test/accuracy/max",
+        "tensorboard": False,
+    }
 
     def run(folder, steps):
-        init_n, step_n = search.population(init, step, method=method, devices=devices and jax.devices()[:devices])
-        return tr.fit(step_n, init_n(jax.random.key(0), hyper), batches, steps=steps, workdir=tmp_path / folder,
-                      config={"n": N}, **options)
+        init_n, step_n = search.population(
+            init, step, method=method, devices=devices and jax.devices()[:devices]
+        )
+        return tr.fit(
+            step_n,
+            init_n(jax.random.key(0), hyper),
+            batches,
+            steps=steps,
+            workdir=tmp_path / folder,
+            config={"n": N},
+            **options,
+        )
 
     whole = run("whole", 8)
     run("parts", 4)
@@ -218,10 +271,14 @@ def test_fit_logs_saves_and_resumes_bit_by_bit(method, devices, tmp_path, evalua
     scores = [last[f"test/accuracy/{i}"] for i in range(N)]
     assert last["test/accuracy/max"] == max(scores)
     if devices:
-        assert all(len(leaf.sharding.device_set) == 2 for leaf in jax.tree.leaves((resumed.members, resumed.diverged)))
+        assert all(
+            len(leaf.sharding.device_set) == 2
+            for leaf in jax.tree.leaves((resumed.members, resumed.diverged))
+        )
     best = search.member(whole, int(np.argmax(scores)))
-    assert jax.tree.structure(best) == jax.tree.structure(jax.eval_shape(init, jax.random.key(0), jax.tree.map(
-        lambda x: x[0], hyper)))
+    assert jax.tree.structure(best) == jax.tree.structure(
+        jax.eval_shape(init, jax.random.key(0), jax.tree.map(lambda x: x[0], hyper))
+    )
 
 
 def test_fit_keeps_the_choice_of_the_first_call(tmp_path):
@@ -233,8 +290,14 @@ def test_fit_keeps_the_choice_of_the_first_call(tmp_path):
         init_n, step_n = search.population(lambda key, hyper: {"w": jnp.ones((3, 3))}, step)
         if steps == 4:
             step_n._measured = lambda *args: pytest.fail("measured again")
-        tr.fit(step_n, init_n(jax.random.key(0), hyper), lambda i: jnp.ones((2, 3)), steps=steps, workdir=tmp_path,
-               config={"n": N})
+        tr.fit(
+            step_n,
+            init_n(jax.random.key(0), hyper),
+            lambda i: jnp.ones((2, 3)),
+            steps=steps,
+            workdir=tmp_path,
+            config={"n": N},
+        )
         found.append(step_n._methods[N].chosen)
     assert found[0] == found[1]
 
@@ -244,8 +307,13 @@ def test_fit_skips_a_step_that_is_not_finite_with_the_method_loop():
         return {"w": state["w"] + hyper * batch}, {"mean": batch}
 
     init_n, step_n = search.population(lambda key, hyper: {"w": jnp.zeros(2)}, step, method="loop")
-    state = tr.fit(step_n, init_n(jax.random.key(0), jnp.array([1.0, 2.0])), lambda i: jnp.float32(i), steps=4,
-                   nonfinite="skip")
+    state = tr.fit(
+        step_n,
+        init_n(jax.random.key(0), jnp.array([1.0, 2.0])),
+        lambda i: jnp.float32(i),
+        steps=4,
+        nonfinite="skip",
+    )
     np.testing.assert_array_equal(state.members["w"][:, 0], [6, 12])
     assert int(state.step) == 4
 
@@ -284,7 +352,9 @@ def test_the_rate_of_dropout_is_an_array():
     x, key = jnp.ones((50, 50)), jax.random.key(1)
     call = jax.jit(lambda rate: nn.Dropout()({}, x, rate=rate, key=key, train=True))
     for rate in (0.0, 0.3, 1.0):
-        np.testing.assert_allclose(call(jnp.float32(rate)), nn.Dropout(rate)({}, x, key=key, train=True), rtol=1e-6)
+        np.testing.assert_allclose(
+            call(jnp.float32(rate)), nn.Dropout(rate)({}, x, key=key, train=True), rtol=1e-6
+        )
     rates = jnp.array([0.1, 0.9])
     kept = jax.vmap(call)(rates)
     np.testing.assert_allclose((kept > 0).mean((1, 2)), 1 - rates, atol=0.03)
@@ -307,6 +377,7 @@ def test_models_of_the_library():
         def loss(params):
             y, new = model(params, batch, state=state.state, train=True)
             return (y**2).mean(), new
+
         (value, new), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
         return state.apply(optax.adam(hyper), grads, state=new), {"loss": value}
 

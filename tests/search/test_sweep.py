@@ -49,8 +49,21 @@ def files(tmp_path):
 
 
 def command(files, *flags, trials=6, script=()):
-    return ["sweep", str(files / "script.py"), "--space", str(files / "space.json"), "--workdir", str(files / "sweep"),
-            "--budget", "60s", "--trials", str(trials), *flags, "--", *script]
+    return [
+        "sweep",
+        str(files / "script.py"),
+        "--space",
+        str(files / "space.json"),
+        "--workdir",
+        str(files / "sweep"),
+        "--budget",
+        "60s",
+        "--trials",
+        str(trials),
+        *flags,
+        "--",
+        *script,
+    ]
 
 
 def results(files):
@@ -62,22 +75,35 @@ def _trials(files):
 
 
 def steps(files):
-    return [[json.loads(line)["step"] for line in (trial.folder / "run" / "metrics.jsonl").read_text().splitlines()]
-            for trial in _trials(files)]
+    return [
+        [
+            json.loads(line)["step"]
+            for line in (trial.folder / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
+        for trial in _trials(files)
+    ]
 
 
 def test_a_sweep_finds_the_best_and_prints_its_command(files, capsys):
     assert main(command(files, trials=8)) == 0
     shown = capsys.readouterr().out
-    assert all(result["status"] == "finished" for result in results(files)) and len(results(files)) == 8
+    assert (
+        all(result["status"] == "finished" for result in results(files))
+        and len(results(files)) == 8
+    )
     best = min(_trials(files), key=lambda trial: abs(trial.params["x"] - 0.3))
     assert f"best: trial {best.index}, validation/accuracy" in shown
     line = next(line for line in shown.splitlines() if line.startswith("python "))
     assert f"--x={best.params['x']}" in shlex.split(line) and "--workdir=runs/best" in line
     page = (files / "sweep" / "index.html").read_text()
-    assert page.count("<polyline") == 8 and "Importance" in page and "&lt;b&gt;" in page and "<b>" not in page
+    assert (
+        page.count("<polyline") == 8
+        and "Importance" in page
+        and "&lt;b&gt;" in page
+        and "<b>" not in page
+    )
     assert not re.search(r"https?:|<script|src=|<link|url\(", page)
-    assert main(command(files, trials=8)) == 0             # again: nothing is run
+    assert main(command(files, trials=8)) == 0  # again: nothing is run
     assert steps(files) == [[1, 2, 3, 4, 5]] * 8
 
 
@@ -86,13 +112,17 @@ def test_two_workers_of_which_one_is_killed(files):
     """Nothing is lost, and nothing is run twice: each step of each trial is logged once."""
     run = [sys.executable, "-m", "fnet.cli", *command(files, trials=6, script=["--pause=0.15"])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    first, second = (subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-                     for _ in range(2))
+    first, second = (
+        subprocess.Popen(
+            run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for _ in range(2)
+    )
     logs = lambda: list((files / "sweep").glob("trials/*/run/metrics.jsonl"))
     deadline = time.monotonic() + 120
     while len(logs()) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    first.kill()                                           # the process of its trial goes on, and holds the lock
+    first.kill()  # the process of its trial goes on, and holds the lock
     shown = second.communicate(timeout=120)[0]
     first.communicate()
     assert second.returncode == 0, shown
@@ -104,8 +134,13 @@ def test_the_process_of_a_killed_worker_holds_the_last_trial(files):
     """The other worker waits for that process, and writes the result."""
     run = [sys.executable, "-m", "fnet.cli", *command(files, trials=1, script=["--pause=0.4"])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    worker = subprocess.Popen(run, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    path, deadline = files / "sweep" / "trials" / "0000" / "run" / "metrics.jsonl", time.monotonic() + 120
+    worker = subprocess.Popen(
+        run, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    path, deadline = (
+        files / "sweep" / "trials" / "0000" / "run" / "metrics.jsonl",
+        time.monotonic() + 120,
+    )
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     worker.kill()
@@ -119,8 +154,13 @@ def test_the_process_of_a_killed_worker_holds_the_last_trial(files):
 def test_a_killed_trial_continues(files):
     run = [sys.executable, "-m", "fnet.cli", *command(files, trials=1, script=["--pause=0.3"])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    worker = subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    path, deadline = files / "sweep" / "trials" / "0000" / "run" / "metrics.jsonl", time.monotonic() + 120
+    worker = subprocess.Popen(
+        run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    path, deadline = (
+        files / "sweep" / "trials" / "0000" / "run" / "metrics.jsonl",
+        time.monotonic() + 120,
+    )
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     children = pathlib.Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
@@ -134,7 +174,7 @@ def test_a_killed_trial_continues(files):
 def test_the_budget_interrupts_a_trial_and_the_next_call_continues_it(files, capsys):
     slow = command(files, trials=1, script=["--pause=1"])
     slow[slow.index("60s")] = "3s"
-    assert main(slow) == 1                                 # no trial has finished
+    assert main(slow) == 1  # no trial has finished
     assert results(files) == [None] and 1 <= len(steps(files)[0]) < 5
     slow[slow.index("3s")] = "60s"
     assert main(slow) == 0
@@ -143,8 +183,14 @@ def test_the_budget_interrupts_a_trial_and_the_next_call_continues_it(files, cap
 
 def test_failures_are_recorded_and_do_not_stop_a_sweep(files, capsys):
     assert main(command(files, trials=8, script=["--strict=1"])) == 0
-    failed = [(t.params["x"], t.result["reason"]) for t in _trials(files) if t.result["status"] == "failed"]
-    assert failed and all(x > 0.9 and "exit code 1: error: --x is too large" in reason for x, reason in failed)
+    failed = [
+        (t.params["x"], t.result["reason"])
+        for t in _trials(files)
+        if t.result["status"] == "failed"
+    ]
+    assert failed and all(
+        x > 0.9 and "exit code 1: error: --x is too large" in reason for x, reason in failed
+    )
 
 
 def test_a_sweep_whose_trials_all_fail_stops(files, capsys):
@@ -168,7 +214,10 @@ def test_other_settings_and_wrong_flags(files, capsys):
 
 def test_a_metric_that_the_run_does_not_log(files, capsys):
     assert main(command(files, "--metric", "test/f1", trials=1)) == 1
-    assert "the run has no metric test/f1; it has step, validation/accuracy" in results(files)[0]["reason"]
+    assert (
+        "the run has no metric test/f1; it has step, validation/accuracy"
+        in results(files)[0]["reason"]
+    )
 
 
 class Result:
@@ -188,18 +237,34 @@ def logs(files, name):
 @pytest.mark.parametrize("name", ["mae", "perplexity"])
 def test_errors_are_minimized(files, capsys, name):
     logs(files, f"validation/{name}")
-    assert main(command(files, "--metric", f"validation/{name}", trials=3, script=["--steps=1", "--pause=0"])) == 0
+    assert (
+        main(
+            command(
+                files, "--metric", f"validation/{name}", trials=3, script=["--steps=1", "--pause=0"]
+            )
+        )
+        == 0
+    )
     best = min(_trials(files), key=lambda trial: abs(trial.params["x"] - 0.3))
-    assert f"best: trial {best.index}, validation/{name} {best.result['value']:.6g}" in capsys.readouterr().out
+    assert (
+        f"best: trial {best.index}, validation/{name} {best.result['value']:.6g}"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_metric_of_unknown_direction_needs_one(files, capsys):
     logs(files, "validation/gap")
     flags = "--metric", "validation/gap"
     assert main(command(files, *flags, trials=3)) != 0
-    assert "is its largest or its smallest value the best? Pass --mode=max or --mode=min" in capsys.readouterr().err
+    assert (
+        "is its largest or its smallest value the best? Pass --mode=max or --mode=min"
+        in capsys.readouterr().err
+    )
     assert not (files / "sweep").exists()
-    assert main(command(files, *flags, "--mode", "min", trials=3, script=["--steps=1", "--pause=0"])) == 0
+    assert (
+        main(command(files, *flags, "--mode", "min", trials=3, script=["--steps=1", "--pause=0"]))
+        == 0
+    )
     best = min(_trials(files), key=lambda trial: abs(trial.params["x"] - 0.3))
     assert f"best: trial {best.index}, " in capsys.readouterr().out
 
@@ -207,8 +272,10 @@ def test_a_metric_of_unknown_direction_needs_one(files, capsys):
 def test_a_sweep_without_validation_data_says_so(files, capsys):
     logs(files, "test/loss")
     assert main(command(files, trials=1, script=["--steps=1", "--pause=0"])) == 0
-    assert "warning: the runs have no validation metric, so the trials are compared by test/loss" in (
-        capsys.readouterr().err)
+    assert (
+        "warning: the runs have no validation metric, so the trials are compared by test/loss"
+        in (capsys.readouterr().err)
+    )
 
 
 def test_values_of_different_metrics_are_not_compared():
@@ -229,12 +296,17 @@ def test_choices_of_other_types_are_another_sweep(files):
 def test_samplers(files, sampler):
     if sampler == "bayesian":
         pytest.importorskip("optuna")
-    assert main(command(files, "--sampler", sampler, trials=10, script=["--steps=1", "--pause=0"])) == 0
+    assert (
+        main(command(files, "--sampler", sampler, trials=10, script=["--steps=1", "--pause=0"]))
+        == 0
+    )
     assert len({trial.params["x"] for trial in _trials(files)}) == 10
 
 
 def test_importance():
-    space = search.Space(a=search.Uniform(0, 1), b=search.Uniform(0, 1), c=search.Choice(("x", "y")))
+    space = search.Space(
+        a=search.Uniform(0, 1), b=search.Uniform(0, 1), c=search.Choice(("x", "y"))
+    )
     points = space.sobol(64, seed=0)
     shares = _sweep_page.importance(points, [p["a"] ** 2 for p in points], space)
     assert shares["a"][0] > 0.8 and shares["b"][0] < 0.1 and shares["c"][0] < 0.1
@@ -248,7 +320,9 @@ def test_importance():
 def test_the_importance_of_noise_is_not_significant():
     """Six trials of three hyperparameters: noise explains large shares, but it is called significant in 5 % of sweeps,
     and nothing but the first hyperparameter explains the second metric."""
-    space = search.Space(a=search.LogUniform(1e-4, 1), b=search.Integer(4, 64), c=search.Choice(("relu", "tanh")))
+    space = search.Space(
+        a=search.LogUniform(1e-4, 1), b=search.Integer(4, 64), c=search.Choice(("relu", "tanh"))
+    )
     rng, large, called = np.random.default_rng(0), 0, 0
     for seed in range(60):
         shares = _sweep_page.importance(space.random(6, seed=seed), rng.random(6), space)
@@ -256,7 +330,9 @@ def test_the_importance_of_noise_is_not_significant():
         called += min(p for _, p in shares.values()) <= 0.05
     assert large > 10 and called <= 6
     points = space.sobol(24, seed=1)
-    shares = _sweep_page.importance(points, [space["a"].where(p["a"]) + 0.1 * rng.random() for p in points], space)
+    shares = _sweep_page.importance(
+        points, [space["a"].where(p["a"]) + 0.1 * rng.random() for p in points], space
+    )
     assert [name for name, (_, p) in shares.items() if p <= 0.05] == ["a"]
     bars = _sweep_page._bars({"noise": (0.87, 0.4), "signal": (0.3, 0.001)})
     assert bars.index("signal") < bars.index("noise") and "87% not significant, p = 0.4" in bars

@@ -1,6 +1,6 @@
 """One process of a federated run, started by test_federated.py. Prints the result as JSON.
 
-    python tests/search/two_processes.py PORT PROCESS COUNT FOLDER
+python tests/search/two_processes.py PORT PROCESS COUNT FOLDER
 """
 
 import json
@@ -32,24 +32,57 @@ def main():
         parallel.initialize(f"127.0.0.1:{PORT}", COUNT, PROCESS, initialization_timeout=60)
     assert jax.process_count() == COUNT and len(jax.devices()) == 4
     rng = np.random.default_rng(0)
-    parts = [{"x": rng.normal(size=(n, 3)).astype(np.float32), "y": rng.normal(size=n).astype(np.float32)}
-             for n in (4, 3, 5, 2, 6, 4, 1, 5, 3)]
-    params = {"w": rng.normal(size=(3, 5)).astype(np.float32), "v": rng.normal(size=5).astype(np.float32)}
-    measure = lambda state, batch: {"loss": tr.mean((jnp.tanh(batch["x"] @ state.params["w"]) @ state.params["v"]
-                                                     - batch["y"]) ** 2, batch["weight"])}
+    parts = [
+        {
+            "x": rng.normal(size=(n, 3)).astype(np.float32),
+            "y": rng.normal(size=n).astype(np.float32),
+        }
+        for n in (4, 3, 5, 2, 6, 4, 1, 5, 3)
+    ]
+    params = {
+        "w": rng.normal(size=(3, 5)).astype(np.float32),
+        "v": rng.normal(size=5).astype(np.float32),
+    }
+    measure = lambda state, batch: {
+        "loss": tr.mean(
+            (jnp.tanh(batch["x"] @ state.params["w"]) @ state.params["v"] - batch["y"]) ** 2,
+            batch["weight"],
+        )
+    }
     results = {}
     for method in ("vmap", "loop"):
         server = optax.adam(0.05)
-        round = federated.fedavg(federated.local(loss, optax.sgd(0.05, momentum=0.9)), federated.clients(parts),
-                                 server=server, sampled=8, epochs=2, batch_size=2, dropout=0.2, method=method,
-                                 devices=jax.devices())
+        round = federated.fedavg(
+            federated.local(loss, optax.sgd(0.05, momentum=0.9)),
+            federated.clients(parts),
+            server=server,
+            sampled=8,
+            epochs=2,
+            batch_size=2,
+            dropout=0.2,
+            method=method,
+            devices=jax.devices(),
+        )
         evaluate = {"all": tr.evaluator(measure, parts[4], 3)}
-        for rounds in (2, 5):                              # the second call resumes
+        for rounds in (2, 5):  # the second call resumes
             state = federated.init(jax.random.key(3), jax.tree.map(jnp.asarray, params), server)
-            state = tr.fit(round, state, federated.no_batches, steps=rounds, workdir=f"{sys.argv[4]}/{method}",
-                           evaluate=evaluate, every=1, log_every=1, tensorboard=False, config={})
-        results[method] = {"params": jax.tree.map(lambda x: np.asarray(x).tolist(), state.params),
-                           "bytes": float(state.bytes), "loss": evaluate["all"](state)["loss"]}
+            state = tr.fit(
+                round,
+                state,
+                federated.no_batches,
+                steps=rounds,
+                workdir=f"{sys.argv[4]}/{method}",
+                evaluate=evaluate,
+                every=1,
+                log_every=1,
+                tensorboard=False,
+                config={},
+            )
+        results[method] = {
+            "params": jax.tree.map(lambda x: np.asarray(x).tolist(), state.params),
+            "bytes": float(state.bytes),
+            "loss": evaluate["all"](state)["loss"],
+        }
     return results
 
 

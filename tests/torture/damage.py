@@ -17,8 +17,13 @@ STEPS = (1, 2, 3)
 
 def tree(step):
     rng = np.random.default_rng(step)
-    return {"step": step, "kernel": rng.normal(size=(300, 40)).astype(np.float32), "half": np.float16(step),
-            "none": np.zeros((0, 3)), "mask": rng.integers(0, 2, 77).astype(bool)}
+    return {
+        "step": step,
+        "kernel": rng.normal(size=(300, 40)).astype(np.float32),
+        "half": np.float16(step),
+        "none": np.zeros((0, 3)),
+        "mask": rng.integers(0, 2, 77).astype(bool),
+    }
 
 
 def saved(folder):
@@ -29,11 +34,14 @@ def saved(folder):
 
 
 def same(a, b):
-    return all(np.asarray(a[name]).tobytes() == np.asarray(b[name]).tobytes() for name in b) and a.keys() == b.keys()
+    return (
+        all(np.asarray(a[name]).tobytes() == np.asarray(b[name]).tobytes() for name in b)
+        and a.keys() == b.keys()
+    )
 
 
 def outcome(checkpoints, damaged):
-    """"" where the damage was found and the step before used with a warning; else what happened."""
+    """ "" where the damage was found and the step before used with a warning; else what happened."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with checkpoints:
@@ -75,8 +83,12 @@ def files(count, folder, rng):
     sound, lost, tried = saved(folder / "sound").folder, [], 0
     names = sorted(path.name for path in (sound / str(STEPS[-1])).iterdir())
     kinds = {
-        "cut short": lambda file: file.write_bytes(file.read_bytes()[:rng.randrange(file.stat().st_size)]),
-        "lengthened": lambda file: file.write_bytes(file.read_bytes() + rng.randbytes(rng.randint(1, 99))),
+        "cut short": lambda file: file.write_bytes(
+            file.read_bytes()[: rng.randrange(file.stat().st_size)]
+        ),
+        "lengthened": lambda file: file.write_bytes(
+            file.read_bytes() + rng.randbytes(rng.randint(1, 99))
+        ),
         "emptied": lambda file: file.write_bytes(b""),
         "deleted": lambda file: file.unlink(),
         "of zeros": lambda file: file.write_bytes(bytes(file.stat().st_size)),
@@ -101,17 +113,24 @@ def files(count, folder, rng):
 def overwrite(file, rng):
     raw = bytearray(file.read_bytes())
     begin = rng.randrange(len(raw))
-    raw[begin:begin + 64] = rng.randbytes(len(raw[begin:begin + 64]) - 1) + b"\xa5"
+    raw[begin : begin + 64] = rng.randbytes(len(raw[begin : begin + 64]) - 1) + b"\xa5"
     file.write_bytes(raw if raw != file.read_bytes() else bytes(len(raw)))
 
 
 def apart(name, count, folder, seed):
     """The same in a process of its own, since JAX computes here and the other harms are forked from this one."""
     module, function = name.split(".")
-    code = (f"from tests.torture import {module}; import json, pathlib, random; print(json.dumps({module}.{function}("
-            f"{count}, pathlib.Path({str(folder)!r}), random.Random({seed}))))")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2],
-                          env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    code = (
+        f"from tests.torture import {module}; import json, pathlib, random; print(json.dumps({module}.{function}("
+        f"{count}, pathlib.Path({str(folder)!r}), random.Random({seed}))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
     if done.returncode:
         return 1, 0, [done.stderr[-2000:]]
     return json.loads(done.stdout)

@@ -15,18 +15,101 @@ from pathlib import Path
 from absl import flags
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-NAMES = ("image_classification", "language_model", "finetune", "classify_image", "embed", "generate", "linear_models",
-         "two_layer_net", "distil")
-SECONDS = 20       # that a refusal may take
-NUMBERS = ["0", "1", "2", "3", "8", "64", "-1", "0.5", "0.1", "1e-3", "-0.1", "1e-300", "1e30", "1e400", "nan", "inf",
-           "-inf", "1e12", "1e14", "65536", "1000000", "2147483647", "2147483648", "4294967295", "4294967296",
-           "1000000000000", "100000000000000", "9" * 30, "9" * 5000, "0x10", "1_0", "", " ", "one", "١"]
-TEXTS = ["", "auto", "none", "/", ".", "/dev/null", "/dev/zero", "~nobody-at-all/x", "~", "a" * 5000, "é", "\n", "-1",
-         "v5e:4x4*99999999", "v5e:0x0", "h100:99999999x8", "v5e:4x4x4x4", ":", "local", "9" * 30]
-ARGUMENTS = ["word", "", "-", "--", "-x", "--nothing", "--no", "--=", "--config", "--restart=maybe", "--undefok=x"]
-FILES = {"deep.json": b"[" * 10**6, "number.json": b'{"seed": ' + b"9" * 4000 + b"}", "text.json": b"\xff\xfe",
-         "list.json": b"[]", "large.json": b'{"learning_rate": 1e400}', "integer.json": b'{"learning_rate": 1' + b"0" *
-         400 + b"}", "good.json": b"{}", "flags.txt": b"--seed=1\n--seed=x\n", "again.txt": b"--flagfile=again.txt\n"}
+NAMES = (
+    "image_classification",
+    "language_model",
+    "finetune",
+    "classify_image",
+    "embed",
+    "generate",
+    "linear_models",
+    "two_layer_net",
+    "distil",
+)
+SECONDS = 20  # that a refusal may take
+NUMBERS = [
+    "0",
+    "1",
+    "2",
+    "3",
+    "8",
+    "64",
+    "-1",
+    "0.5",
+    "0.1",
+    "1e-3",
+    "-0.1",
+    "1e-300",
+    "1e30",
+    "1e400",
+    "nan",
+    "inf",
+    "-inf",
+    "1e12",
+    "1e14",
+    "65536",
+    "1000000",
+    "2147483647",
+    "2147483648",
+    "4294967295",
+    "4294967296",
+    "1000000000000",
+    "100000000000000",
+    "9" * 30,
+    "9" * 5000,
+    "0x10",
+    "1_0",
+    "",
+    " ",
+    "one",
+    "١",
+]
+TEXTS = [
+    "",
+    "auto",
+    "none",
+    "/",
+    ".",
+    "/dev/null",
+    "/dev/zero",
+    "~nobody-at-all/x",
+    "~",
+    "a" * 5000,
+    "é",
+    "\n",
+    "-1",
+    "v5e:4x4*99999999",
+    "v5e:0x0",
+    "h100:99999999x8",
+    "v5e:4x4x4x4",
+    ":",
+    "local",
+    "9" * 30,
+]
+ARGUMENTS = [
+    "word",
+    "",
+    "-",
+    "--",
+    "-x",
+    "--nothing",
+    "--no",
+    "--=",
+    "--config",
+    "--restart=maybe",
+    "--undefok=x",
+]
+FILES = {
+    "deep.json": b"[" * 10**6,
+    "number.json": b'{"seed": ' + b"9" * 4000 + b"}",
+    "text.json": b"\xff\xfe",
+    "list.json": b"[]",
+    "large.json": b'{"learning_rate": 1e400}',
+    "integer.json": b'{"learning_rate": 1' + b"0" * 400 + b"}",
+    "good.json": b"{}",
+    "flags.txt": b"--seed=1\n--seed=x\n",
+    "again.txt": b"--flagfile=again.txt\n",
+}
 
 
 @contextlib.contextmanager
@@ -84,7 +167,11 @@ def hostile_files(folder):
 
 def command_line(module, names, files, rng):
     """Up to six flags of the experiment, half of them with values that it takes."""
-    fields = {field.name: field for field in dataclasses.fields(module.Config)} if hasattr(module, "Config") else {}
+    fields = (
+        {field.name: field for field in dataclasses.fields(module.Config)}
+        if hasattr(module, "Config")
+        else {}
+    )
     line = ["word"] if module.__name__ in ("embed", "classify_image") and rng.random() < 0.9 else []
     for _ in range(rng.randint(1, 6)):
         name, value = rng.choice(names), rng.choice(NUMBERS + TEXTS)
@@ -119,12 +206,30 @@ def combinations(count, folder, rng):
                 if problem := wrong(code, said, seconds):
                     lost.append(f"{name} {line}: {problem}")
     tried = count * len(NAMES)
-    return tried, tried - len(lost), [*lost, f"note: {accepted} accepted, the slowest took {slowest:.2f} s"]
+    return (
+        tried,
+        tried - len(lost),
+        [*lost, f"note: {accepted} accepted, the slowest took {slowest:.2f} s"],
+    )
 
 
 SMALL = {
-    "image_classification": ["--width=4", "--batch_size=8", "--model=cnn", "--steps=2", "--nolast20", "--augment=flip"],
-    "language_model": ["--width=16", "--depth=1", "--heads=2", "--context=16", "--batch_size=4", "--steps=2"],
+    "image_classification": [
+        "--width=4",
+        "--batch_size=8",
+        "--model=cnn",
+        "--steps=2",
+        "--nolast20",
+        "--augment=flip",
+    ],
+    "language_model": [
+        "--width=16",
+        "--depth=1",
+        "--heads=2",
+        "--context=16",
+        "--batch_size=4",
+        "--steps=2",
+    ],
     "finetune": ["--size=32", "--batch_size=8", "--steps=2"],
     "linear_models": ["--steps=2", "--width=4"],
     "two_layer_net": ["--steps=2", "--width=4", "--batch_size=8"],
@@ -134,23 +239,48 @@ SMALL = {
 def runs(count, folder, rng):
     """So many runs of two steps, from the command line to the end, with impossible flags among them."""
     files, lost, finished, slowest = hostile_files(folder / "files"), [], 0, 0.0
-    names = [*SMALL, "image_classification", "language_model", "generate", "embed", "linear_models", "two_layer_net",
-             "image_classification", "language_model"]
+    names = [
+        *SMALL,
+        "image_classification",
+        "language_model",
+        "generate",
+        "embed",
+        "linear_models",
+        "two_layer_net",
+        "image_classification",
+        "language_model",
+    ]
     for number in range(count):
         name = names[number % len(names)]
         with experiment(name) as (module, known):
-            extra = command_line(module, [flag for flag in known if flag not in ("workdir", "steps", "plan", "epochs",
-                                                                                 "nojit")], files, rng)
-        extra = extra[:rng.choice([0, 1, 1, 2, 3])]
+            extra = command_line(
+                module,
+                [
+                    flag
+                    for flag in known
+                    if flag not in ("workdir", "steps", "plan", "epochs", "nojit")
+                ],
+                files,
+                rng,
+            )
+        extra = extra[: rng.choice([0, 1, 1, 2, 3])]
         line = [*SMALL.get(name, []), *extra]
         if name in ("image_classification", "language_model", "finetune", "linear_models"):
             line.append(f"--workdir={folder / f'run{number}'}")
-        environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "FNET_DATA")}
+        environment = {
+            key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "FNET_DATA")
+        }
         environment |= {"FNET_PROBE": "0", "JAX_PLATFORMS": "cpu"}
         began = time.perf_counter()
         try:
-            done = subprocess.run([sys.executable, str(EXPERIMENTS / f"{name}.py"), *line], capture_output=True,
-                                  text=True, env=environment, timeout=900, cwd=folder)
+            done = subprocess.run(
+                [sys.executable, str(EXPERIMENTS / f"{name}.py"), *line],
+                capture_output=True,
+                text=True,
+                env=environment,
+                timeout=900,
+                cwd=folder,
+            )
             code, said = done.returncode, done.stderr
         except subprocess.TimeoutExpired:
             code, said = 99, "no end after 900 s"
@@ -159,4 +289,8 @@ def runs(count, folder, rng):
         slowest = max(slowest, seconds if code == 2 else 0)
         if problem := wrong(code, said, seconds):
             lost.append(f"{name} {line}: {problem}")
-    return count, count - len(lost), [*lost, f"note: {finished} finished, the slowest refusal took {slowest:.1f} s"]
+    return (
+        count,
+        count - len(lost),
+        [*lost, f"note: {finished} finished, the slowest refusal took {slowest:.1f} s"],
+    )

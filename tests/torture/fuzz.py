@@ -22,9 +22,24 @@ from fnet.models.weights import _llama2c, _tensors
 from fnet.training.checkpoints import _manifest
 from fnet.training.data import _image_formats
 
-MEMORY = 1 << 30       # bytes that the reader may ask for beyond what the process has
+MEMORY = 1 << 30  # bytes that the reader may ask for beyond what the process has
 SECONDS = 10
-NUMBERS = [0, 1, 7, 255, 256, 2**15, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1]
+NUMBERS = [
+    0,
+    1,
+    7,
+    255,
+    256,
+    2**15,
+    2**16,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**40,
+    2**62,
+    2**63,
+    2**64 - 1,
+]
 
 
 def idx(rng):
@@ -40,8 +55,15 @@ def cifar(rng):
 def _archive():
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz", compresslevel=1) as made:
-        for name in (*_image_formats.CIFAR_TRAIN, _image_formats.CIFAR_TEST, "../../escape", "/etc/escape"):
-            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}" if name[0] not in "./" else name)
+        for name in (
+            *_image_formats.CIFAR_TRAIN,
+            _image_formats.CIFAR_TEST,
+            "../../escape",
+            "/etc/escape",
+        ):
+            member = tarfile.TarInfo(
+                f"cifar-10-batches-bin/{name}" if name[0] not in "./" else name
+            )
             blob = bytes(3073)
             member.size = len(blob)
             made.addfile(member, io.BytesIO(blob))
@@ -53,8 +75,13 @@ def archive(rng):
 
 
 def safetensors(rng):
-    head = json.dumps({"__metadata__": {"a": "b"}, "x": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
-                       "y": {"dtype": "U8", "shape": [8], "data_offsets": [24, 32]}}).encode()
+    head = json.dumps(
+        {
+            "__metadata__": {"a": "b"},
+            "x": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+            "y": {"dtype": "U8", "shape": [8], "data_offsets": [24, 32]},
+        }
+    ).encode()
     return len(head).to_bytes(8, "little") + head + bytes(range(32))
 
 
@@ -65,15 +92,25 @@ def llama(rng):
 
 
 def config(rng):
-    return json.dumps({"steps": 100, "name": "a", "rate": 1e-3, "flag": True, "none": None}).encode()
+    return json.dumps(
+        {"steps": 100, "name": "a", "rate": 1e-3, "flag": True, "none": None}
+    ).encode()
 
 
 def manifest(rng):
     return _MANIFEST
 
 
-Run = dataclasses.make_dataclass("Run", [("steps", int, 1), ("name", str, ""), ("rate", float, 0.0),
-                                         ("flag", bool, False), ("none", int | None, None)])
+Run = dataclasses.make_dataclass(
+    "Run",
+    [
+        ("steps", int, 1),
+        ("name", str, ""),
+        ("rate", float, 0.0),
+        ("flag", bool, False),
+        ("none", int | None, None),
+    ],
+)
 
 
 def read_manifest(path):
@@ -89,7 +126,7 @@ def read_manifest(path):
 
 
 def sealed(raw):
-    body = raw[:-len(_manifest._SEAL % (b"0" * 64))]
+    body = raw[: -len(_manifest._SEAL % (b"0" * 64))]
     return body + _manifest._SEAL % hashlib.blake2b(body, digest_size=32).hexdigest().encode()
 
 
@@ -102,8 +139,15 @@ READERS = {
     "config.json": (config, lambda path: tr.load_config(Run, path)),
     "manifest.json": (manifest, read_manifest),
 }
-WEIGHTS = {"IDX": 4, "CIFAR-10": 2, "CIFAR-10's archive": 1, "safetensors": 4, "llama2.c": 4, "config.json": 3,
-           "manifest.json": 4}
+WEIGHTS = {
+    "IDX": 4,
+    "CIFAR-10": 2,
+    "CIFAR-10's archive": 1,
+    "safetensors": 4,
+    "llama2.c": 4,
+    "config.json": 3,
+    "manifest.json": 4,
+}
 _MANIFEST = b""
 
 
@@ -114,14 +158,18 @@ def mutant(raw, rng):
         if not raw:
             return bytes(raw)
         # Most of what a reader decides stands at the beginning.
-        at = min(int(rng.expovariate(1 / 40)), len(raw) - 1) if rng.random() < 0.7 else rng.randrange(len(raw))
+        at = (
+            min(int(rng.expovariate(1 / 40)), len(raw) - 1)
+            if rng.random() < 0.7
+            else rng.randrange(len(raw))
+        )
         kind = rng.randrange(9)
         if kind == 0:
             raw[at] ^= 1 << rng.randrange(8)
         elif kind == 1:
             raw[at] = rng.randrange(256)
         elif kind == 2:
-            del raw[at:at + rng.randint(1, 16)]
+            del raw[at : at + rng.randint(1, 16)]
         elif kind == 3:
             raw[at:at] = rng.randbytes(rng.randint(1, 16))
         elif kind == 4:
@@ -129,16 +177,23 @@ def mutant(raw, rng):
         elif kind == 5:
             number, form = rng.choice(NUMBERS), rng.choice(["<I", ">I", "<Q", ">Q", "<i"])
             size = struct.calcsize(form)
-            raw[at:at + size] = struct.pack(form, number % 2 ** (31 if form == "<i" else 8 * size))
+            raw[at : at + size] = struct.pack(
+                form, number % 2 ** (31 if form == "<i" else 8 * size)
+            )
         elif kind == 6:
             digits = [i for i, byte in enumerate(raw[:5000]) if 48 <= byte < 58]
             if digits:
-                i, value = rng.choice(digits), rng.choice([*NUMBERS, -1, 1.5, "null", "[]", '"a"', "1e400"])
-                raw[i:i + 1] = str(value).encode()
+                i, value = (
+                    rng.choice(digits),
+                    rng.choice([*NUMBERS, -1, 1.5, "null", "[]", '"a"', "1e400"]),
+                )
+                raw[i : i + 1] = str(value).encode()
         elif kind == 7:
-            raw[at:at] = raw[at:at + rng.randint(1, 64)]
+            raw[at:at] = raw[at : at + rng.randint(1, 64)]
         else:
-            raw[at:at] = rng.choice([b"[" * 2000, b'{"a":' * 500, bytes(64), b"\xff" * 64, b'"__metadata__"', b"../x"])
+            raw[at:at] = rng.choice(
+                [b"[" * 2000, b'{"a":' * 500, bytes(64), b"\xff" * 64, b'"__metadata__"', b"../x"]
+            )
     return bytes(raw)
 
 
@@ -187,4 +242,8 @@ def run(count, folder, rng):
         slowest = max(slowest, time.perf_counter() - began)
     escaped = [path for path in (folder.parent / "escape", Path("/etc/escape")) if path.exists()]
     lost += [f"written outside: {path}" for path in escaped]
-    return count, count - len(lost), [*lost, f"note: {refused} refused, the slowest took {slowest:.2f} s"]
+    return (
+        count,
+        count - len(lost),
+        [*lost, f"note: {refused} refused, the slowest took {slowest:.2f} s"],
+    )

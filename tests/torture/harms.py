@@ -58,7 +58,12 @@ def terms(count, folder, rng, phase):
         workdir = folder / f"{phase}{number}"
         slow = f"--slow={phase}" if phase in ("evaluation", "save") else "--slow="
         victim = Victim(workdir, "--steps=60", slow, compiled=phase != "compile")
-        often = {"compile": 1, "step": rng.randint(4, 50), "evaluation": rng.randint(1, 3), "save": rng.randint(1, 11)}
+        often = {
+            "compile": 1,
+            "step": rng.randint(4, 50),
+            "evaluation": rng.randint(1, 3),
+            "save": rng.randint(1, 11),
+        }
         victim.until(phase, count=often[phase])
         time.sleep(rng.uniform(0, 0.2 if phase == "compile" else 0.05))
         victim.signal(rng.choice([signal.SIGTERM, signal.SIGTERM, signal.SIGINT]))
@@ -66,9 +71,11 @@ def terms(count, folder, rng, phase):
         code = victim.end(60)
         seconds, at = time.monotonic() - began, newest(workdir)
         again = Victim(workdir, "--steps=60").end()
-        said = one_sentence(victim.said) or (at == 60 and not victim.said)      # it was about to end
+        said = one_sentence(victim.said) or (at == 60 and not victim.said)  # it was about to end
         if code != 0 or seconds > 30 or not said or again != 0 or remains(workdir) != expected:
-            lost.append(f"{number}: exit {code} after {seconds:.1f} s at step {at}, then {again}: {victim.said}")
+            lost.append(
+                f"{number}: exit {code} after {seconds:.1f} s at step {at}, then {again}: {victim.said}"
+            )
     return count, count - len(lost), lost
 
 
@@ -80,7 +87,11 @@ def races(count, folder, rng):
         pair = [Victim(workdir, "--steps=60"), Victim(workdir, "--steps=60")]
         codes = [victim.end() for victim in pair]
         sentences = [victim.said for victim in pair if victim.code == 2]
-        said = len(sentences) == 1 and one_sentence(sentences[0]) and "another run is using" in sentences[0]
+        said = (
+            len(sentences) == 1
+            and one_sentence(sentences[0])
+            and "another run is using" in sentences[0]
+        )
         if sorted(map(str, codes)) != ["0", "2"] or not said or remains(workdir) != expected:
             lost.append(f"race {number}: exits {codes}: {[victim.said for victim in pair]}")
     return count, count - len(lost), lost
@@ -99,32 +110,54 @@ def full_disk(count, folder, rng):
         has = number % 2 == 0 and subprocess.run(mount, capture_output=True).returncode == 0
         mounted += has
         limit = rng.randint(3000, 16000)
-        before = None if has else lambda limit=limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        before = (
+            None
+            if has
+            else lambda limit=limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        )
         try:
             victim = Victim(workdir, "--steps=60", before=before)
             code, at = victim.end(), newest(workdir)
             if has:
                 subprocess.run(["mount", "-o", "remount,size=10m", str(workdir)], check=True)
             again = Victim(workdir, "--steps=60")
-            if not ((code == 2 and one_sentence(victim.said)) or code == 0) or again.end() != 0 or (
-                    newest(workdir) < at or remains(workdir) != expected):
-                lost.append(f"disk {number} ({kib if has else limit}): exit {code} at step {at}: {victim.said[-400:]}; "
-                            f"then {again.code}: {again.said[-300:]}")
+            if (
+                not ((code == 2 and one_sentence(victim.said)) or code == 0)
+                or again.end() != 0
+                or (newest(workdir) < at or remains(workdir) != expected)
+            ):
+                lost.append(
+                    f"disk {number} ({kib if has else limit}): exit {code} at step {at}: {victim.said[-400:]}; "
+                    f"then {again.code}: {again.said[-300:]}"
+                )
         finally:
             if has:
                 subprocess.run(["umount", "-l", str(workdir)], check=False)
-    return count, count - len(lost), lost or ([] if mounted else ["note: nothing could be mounted; RLIMIT_FSIZE alone"])
+    return (
+        count,
+        count - len(lost),
+        lost or ([] if mounted else ["note: nothing could be mounted; RLIMIT_FSIZE alone"]),
+    )
 
 
 def read_only(count, folder, rng):
     """A folder that may only be read, new or with a run in it: a sentence and exit code 2; then writable, and on."""
     expected, lost = whole(folder, "--steps=60"), []
-    root = os.geteuid() == 0       # who may write where nobody may, except on what is mounted read-only
+    root = os.geteuid() == 0  # who may write where nobody may, except on what is mounted read-only
     for number in range(count):
         workdir = folder / f"read{number}"
         workdir.mkdir()
-        if root and subprocess.run(["mount", "-t", "tmpfs", "none", str(workdir)], capture_output=True).returncode:
-            return 0, 0, ["note: skipped, since root writes everywhere and nothing can be mounted here"]
+        if (
+            root
+            and subprocess.run(
+                ["mount", "-t", "tmpfs", "none", str(workdir)], capture_output=True
+            ).returncode
+        ):
+            return (
+                0,
+                0,
+                ["note: skipped, since root writes everywhere and nothing can be mounted here"],
+            )
         try:
             if number % 2:
                 Victim(workdir, "--steps=40").end()
@@ -133,8 +166,15 @@ def read_only(count, folder, rng):
             code = victim.end()
             allow(workdir, root, True)
             again = Victim(workdir, "--steps=60")
-            if code != 2 or not one_sentence(victim.said) or again.end() != 0 or remains(workdir) != expected:
-                lost.append(f"{number}: exit {code}: {victim.said[-300:]}; then {again.code}: {again.said[-300:]}")
+            if (
+                code != 2
+                or not one_sentence(victim.said)
+                or again.end() != 0
+                or remains(workdir) != expected
+            ):
+                lost.append(
+                    f"{number}: exit {code}: {victim.said[-300:]}; then {again.code}: {again.said[-300:]}"
+                )
         finally:
             if root:
                 subprocess.run(["umount", "-l", str(workdir)], check=False)
@@ -143,10 +183,14 @@ def read_only(count, folder, rng):
 
 def allow(workdir, root, writing):
     if root:
-        subprocess.run(["mount", "-o", f"remount,{'rw' if writing else 'ro'}", str(workdir)], check=True)
+        subprocess.run(
+            ["mount", "-o", f"remount,{'rw' if writing else 'ro'}", str(workdir)], check=True
+        )
         return
     for path in [workdir, *workdir.rglob("*")]:
-        path.chmod((0o755 if path.is_dir() else 0o644) if writing else (0o555 if path.is_dir() else 0o444))
+        path.chmod(
+            (0o755 if path.is_dir() else 0o644) if writing else (0o555 if path.is_dir() else 0o444)
+        )
 
 
 def pair(workdir, steps):
@@ -154,9 +198,23 @@ def pair(workdir, steps):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    return [subprocess.Popen([sys.executable, VICTIM, workdir, f"--steps={steps}", f"--process={i}", "--of=2",
-                              f"--port={port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for i in range(2)]
+    return [
+        subprocess.Popen(
+            [
+                sys.executable,
+                VICTIM,
+                workdir,
+                f"--steps={steps}",
+                f"--process={i}",
+                "--of=2",
+                f"--port={port}",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
 
 
 def ended(process):
@@ -180,8 +238,14 @@ def one_of_two(workdir, expected, asked, rng):
     seconds, at = time.monotonic() - began, asked(newest, workdir)
     ended(both[1])
     again = [ended(process) for process in pair(workdir, 60)]
-    if code != 2 or not one_sentence(said) or "lost the others" not in said or seconds > 60 or (
-            [code for _, code in again] != [0, 0]) or asked(remains, workdir) != expected:
+    if (
+        code != 2
+        or not one_sentence(said)
+        or "lost the others" not in said
+        or seconds > 60
+        or ([code for _, code in again] != [0, 0])
+        or asked(remains, workdir) != expected
+    ):
         return f"exit {code} after {seconds:.0f} s at step {at}: {said[-400:]}; then {again}"
     return ""
 
@@ -193,8 +257,11 @@ def workers(count, folder, rng):
         if code != 0:
             return 1, 0, [f"two undisturbed processes ended with {code}: {said[-500:]}"]
     asked, expected = lambda function, workdir: function(workdir), remains(folder / "whole")
-    lost = [f"worker {number}: {wrong}" for number in range(count)
-            if (wrong := one_of_two(folder / f"pair{number}", expected, asked, rng))]
+    lost = [
+        f"worker {number}: {wrong}"
+        for number in range(count)
+        if (wrong := one_of_two(folder / f"pair{number}", expected, asked, rng))
+    ]
     return count, count - len(lost), lost
 
 
@@ -202,17 +269,24 @@ def every(many):
     """The table's rows: (what, how often, function of (count, folder, random))."""
     rows = [("SIGKILL at a random moment", many(200), kills)]
     for phase in ("compile", "step", "evaluation", "save"):
-        rows.append((f"SIGTERM or SIGINT, {phase}", many(20), lambda *a, phase=phase: terms(*a, phase)))
-    return [*rows, ("two processes, one folder", many(10), races), ("full disk", many(10), full_disk),
-            ("read-only folder", many(4), read_only), ("worker of two killed", many(4), workers),
-            ("forked data workers, Ctrl-C", many(20), groups.forked_workers),
-            ("signals to the group as well", many(20), groups.group_signals),
-            ("a source that hangs", many(20), groups.hanging_source),
-            ("an evaluation or source raises", many(20), groups.raising),
-            ("on_step waits or raises", many(20), groups.functions_of_on_step),
-            ("a signal before on_step", many(20), groups.signals_before_on_step),
-            ("a log that cannot be written", many(20), groups.broken_logs),
-            ("two configurations, one folder", many(10), groups.two_configurations),
-            ("folder replaced under a run", many(10), groups.replaced_folder),
-            ("a damaged metrics.jsonl", many(20), groups.damaged_logs),
-            ("infinite optimizer state", many(20), groups.nonfinite_optimizer)]
+        rows.append(
+            (f"SIGTERM or SIGINT, {phase}", many(20), lambda *a, phase=phase: terms(*a, phase))
+        )
+    return [
+        *rows,
+        ("two processes, one folder", many(10), races),
+        ("full disk", many(10), full_disk),
+        ("read-only folder", many(4), read_only),
+        ("worker of two killed", many(4), workers),
+        ("forked data workers, Ctrl-C", many(20), groups.forked_workers),
+        ("signals to the group as well", many(20), groups.group_signals),
+        ("a source that hangs", many(20), groups.hanging_source),
+        ("an evaluation or source raises", many(20), groups.raising),
+        ("on_step waits or raises", many(20), groups.functions_of_on_step),
+        ("a signal before on_step", many(20), groups.signals_before_on_step),
+        ("a log that cannot be written", many(20), groups.broken_logs),
+        ("two configurations, one folder", many(10), groups.two_configurations),
+        ("folder replaced under a run", many(10), groups.replaced_folder),
+        ("a damaged metrics.jsonl", many(20), groups.damaged_logs),
+        ("infinite optimizer state", many(20), groups.nonfinite_optimizer),
+    ]

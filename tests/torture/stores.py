@@ -20,10 +20,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import s3
 
-PASSING = [      # of each request so many
-    {"status": 503, "chance": 0.05}, {"status": 500, "method": "PUT", "chance": 0.05},
+PASSING = [  # of each request so many
+    {"status": 503, "chance": 0.05},
+    {"status": 500, "method": "PUT", "chance": 0.05},
     {"reset": "before", "chance": 0.05},
-    {"reset": "after", "method": "PUT", "chance": 0.1}, {"reset": "after", "method": "POST", "chance": 0.1},
+    {"reset": "after", "method": "PUT", "chance": 0.1},
+    {"reset": "after", "method": "POST", "chance": 0.1},
 ]
 
 
@@ -49,8 +51,7 @@ def _count(number):
 
 
 def _each(count, folder, harm, notes=lambda: []):
-    """(tried, survived, what was lost) of `harm(server, url, number, expected)`, which returns what went wrong or "".
-    """
+    """(tried, survived, what was lost) of `harm(server, url, number, expected)`, which returns what went wrong or ""."""
     if s3.MISSING:
         return 0, 0, [f"note: skipped, {s3.REASON}"]
     expected = whole(folder, "--steps=60")
@@ -95,42 +96,63 @@ def kills(count, folder, rng, faults):
             again = Victim(url, "--steps=60")
             again.end()
             if again.code != 0 or asked(remains, url) != expected:
-                return f"resumed from step {at}: exit {again.code}, another end: {again.said[-400:]}"
+                return (
+                    f"resumed from step {at}: exit {again.code}, another end: {again.said[-400:]}"
+                )
         return ""
 
-    return _each(count, folder, harm, lambda: [f"note: {state['killed']} of {count} were killed before their end"])
+    return _each(
+        count,
+        folder,
+        harm,
+        lambda: [f"note: {state['killed']} of {count} were killed before their end"],
+    )
 
 
 def errors(count, folder, rng):
     """A tenth of the reads and a fifth of the writes fail, in different ways: the run ends as if none had."""
+
     def harm(server, url, number, expected):
         server.faults(*_count(10**9))
         victim = Victim(url, "--steps=60")
         victim.end(300)
         server.faults()
         same = asked(remains, url) == expected
-        return "" if victim.code == 0 and same else f"exit {victim.code}, same end: {same}: {victim.said[-400:]}"
+        return (
+            ""
+            if victim.code == 0 and same
+            else f"exit {victim.code}, same end: {same}: {victim.said[-400:]}"
+        )
 
     return _each(count, folder, harm)
 
 
 def outages(count, folder, rng):
     """From some request on nothing succeeds: one sentence and exit code 2; then the server is back, and on."""
+
     def impatient():
         from fnet.training.checkpoints import _storage
 
         _storage._RETRIES, _storage._PAUSE = 1, 0.05
 
     def harm(server, url, number, expected):
-        server.faults({"status": 503, "skip": rng.randint(0, 120), "count": 10**9,
-                       **rng.choice([{}, {"method": "PUT"}, {"match": "manifest"}, {"match": "arrays"}])})
+        server.faults(
+            {
+                "status": 503,
+                "skip": rng.randint(0, 120),
+                "count": 10**9,
+                **rng.choice([{}, {"method": "PUT"}, {"match": "manifest"}, {"match": "arrays"}]),
+            }
+        )
         victim = Victim(url, "--steps=60", before=impatient)
         victim.end()
         server.faults()
         at = asked(newest, url)
         again = Victim(url, "--steps=60")
         again.end()
-        said = (victim.code == 2 and one_sentence(victim.said)) or (victim.code == 0 and not victim.said)
+        said = (victim.code == 2 and one_sentence(victim.said)) or (
+            victim.code == 0 and not victim.said
+        )
         if not said or again.code != 0 or at is None or asked(remains, url) != expected:
             return f"exit {victim.code} at step {at}: {victim.said[-400:]}; then {again.code}: {again.said[-300:]}"
         return ""
@@ -140,11 +162,16 @@ def outages(count, folder, rng):
 
 def races(count, folder, rng):
     """Two processes for one prefix: one has it, the other says so in a sentence with exit code 2."""
+
     def harm(server, url, number, expected):
         pair = [Victim(url, "--steps=60"), Victim(url, "--steps=60")]
         codes = [victim.end() for victim in pair]
         said = [victim.said for victim in pair if victim.code == 2]
-        if sorted(map(str, codes)) != ["0", "2"] or not one_sentence(said[0]) or "another run is using" not in said[0]:
+        if (
+            sorted(map(str, codes)) != ["0", "2"]
+            or not one_sentence(said[0])
+            or "another run is using" not in said[0]
+        ):
             return f"exits {codes}: {[victim.said for victim in pair]}"
         return "" if asked(remains, url) == expected else "another end"
 
@@ -170,9 +197,11 @@ def workers(count, folder, rng):
 
 def every(many):
     """The table's rows: (what, how often, function of (count, folder, random))."""
-    return [("S3: kills", many(40), lambda *a: kills(*a, False)),
-            ("S3: kills and errors", many(40), lambda *a: kills(*a, True)),
-            ("S3: errors and lost answers", many(20), errors),
-            ("S3: an outage", many(10), outages),
-            ("S3: two runs, one prefix", many(6), races),
-            ("S3: a worker of two killed", many(4), workers)]
+    return [
+        ("S3: kills", many(40), lambda *a: kills(*a, False)),
+        ("S3: kills and errors", many(40), lambda *a: kills(*a, True)),
+        ("S3: errors and lost answers", many(20), errors),
+        ("S3: an outage", many(10), outages),
+        ("S3: two runs, one prefix", many(6), races),
+        ("S3: a worker of two killed", many(4), workers),
+    ]

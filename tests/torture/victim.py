@@ -29,7 +29,10 @@ from fnet.training.checkpoints import _manifest
 from fnet.training.loop import _run
 
 RNG = np.random.default_rng(0)
-DATA = {"x": RNG.normal(size=(200, 16)).astype(np.float32), "y": RNG.integers(0, 4, 200).astype(np.int32)}
+DATA = {
+    "x": RNG.normal(size=(200, 16)).astype(np.float32),
+    "y": RNG.integers(0, 4, 200).astype(np.int32),
+}
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))
 EVERY = {"every": 20, "log_every": 10, "save_every": 5}
 
@@ -47,7 +50,10 @@ def step(state, batch):
 
 
 def start():
-    params = {"hidden": jax.random.normal(jax.random.key(0), (16, 64)) / 4, "head": jnp.zeros((64, 4))}
+    params = {
+        "hidden": jax.random.normal(jax.random.key(0), (16, 64)) / 4,
+        "head": jnp.zeros((64, 4)),
+    }
     return tr.TrainState.create(params, TX, state={"key": jax.random.key(1)}, ema=0.99)
 
 
@@ -69,7 +75,7 @@ def forked(inner, count):
         while True:
             try:
                 connection.send(inner(connection.recv()))
-            except KeyboardInterrupt:                      # to the whole group; the run decides when to end
+            except KeyboardInterrupt:  # to the whole group; the run decides when to end
                 pass
             except EOFError:
                 os._exit(0)
@@ -93,8 +99,11 @@ def infinite(path):
 
     def harmed(state, batch):
         new, metrics = step(state, batch)
-        named = lambda where, x: jnp.where(state.step == int(at) - 1, jnp.inf, x) if (
-            jax.tree_util.keystr(where, simple=True, separator="/") == leaf) else x
+        named = lambda where, x: (
+            jnp.where(state.step == int(at) - 1, jnp.inf, x)
+            if (jax.tree_util.keystr(where, simple=True, separator="/") == leaf)
+            else x
+        )
         return jax.tree_util.tree_map_with_path(named, new), metrics
 
     return harmed
@@ -115,7 +124,7 @@ def on_step(kind):
             raise OSError(f"on_step: step {end.step} cannot be shown")
         if kind == "exit":
             sys.exit("error: on_step: the end")
-        while kind == "retry":                             # retrying on errors does not swallow a signal
+        while kind == "retry":  # retrying on errors does not swallow a signal
             try:
                 time.sleep(600)
             except Exception:
@@ -136,7 +145,7 @@ def break_log(number):
 
     def write(file, data):
         if next(count) >= number:
-            writing(file, data[:len(data) // 2])
+            writing(file, data[: len(data) // 2])
             announce(f"broken {at}")
             raise OSError(errno.EIO, "Input/output error", str(file.name))
         writing(file, data)
@@ -144,8 +153,20 @@ def break_log(number):
     _logs._written, _logs.Logger.write = write, log
 
 
-def run(workdir, *, steps, slow="", mesh=None, workers=0, hang=None, raises="", harmed="", config=None, called="",
-        log=None):
+def run(
+    workdir,
+    *,
+    steps,
+    slow="",
+    mesh=None,
+    workers=0,
+    hang=None,
+    raises="",
+    harmed="",
+    config=None,
+    called="",
+    log=None,
+):
     """The run; where `slow` is, it takes its time, so that harm done then meets it there."""
     inner, state = tr.Batches(DATA, batch_size=16, seed=1), start()
     inner = forked(inner, workers) if workers else inner
@@ -163,7 +184,8 @@ def run(workdir, *, steps, slow="", mesh=None, workers=0, hang=None, raises="", 
     if mesh is not None:
         rows = jax.NamedSharding(mesh, jax.P("data"))
         place = lambda batch: jax.tree.map(
-            lambda x: jax.make_array_from_callback(x.shape, rows, lambda index: x[index]), batch)
+            lambda x: jax.make_array_from_callback(x.shape, rows, lambda index: x[index]), batch
+        )
         state = spread(state, mesh)
     evaluate = tr.evaluator(measure, DATA, batch_size=20)
     writing, compiling = _manifest.write_arrays, _run.Run.compile
@@ -185,25 +207,40 @@ def run(workdir, *, steps, slow="", mesh=None, workers=0, hang=None, raises="", 
         announce("compile")
         return compiling(self)
 
-    watched = {"evaluate": {"test": evaluating}, "early_stop": tr.EarlyStop(metric="test/accuracy", patience=10**6)}
+    watched = {
+        "evaluate": {"test": evaluating},
+        "early_stop": tr.EarlyStop(metric="test/accuracy", patience=10**6),
+    }
     _manifest.write_arrays, _run.Run.compile = write, compile_
     if log is not None:
         break_log(log)
     if called:
         watched["on_step"] = on_step(called)
-    return tr.fit(infinite(harmed) if harmed else step, state, batches, steps=steps, workdir=workdir,
-                  tensorboard=log is not None, notes={"victim": True},
-                  config={} if config is None else {"name": config}, **({} if mesh is not None else watched), **EVERY)
+    return tr.fit(
+        infinite(harmed) if harmed else step,
+        state,
+        batches,
+        steps=steps,
+        workdir=workdir,
+        tensorboard=log is not None,
+        notes={"victim": True},
+        config={} if config is None else {"name": config},
+        **({} if mesh is not None else watched),
+        **EVERY,
+    )
 
 
 def spread(state, mesh):
     """The state over two processes: the hidden layer cut, the rest the same on both."""
+
     def put(x):
         cut = jax.P(None, "data") if x.shape == (16, 64) else jax.P()
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.jit(lambda: jax.random.key(1), out_shardings=jax.NamedSharding(mesh, cut))()
         host = np.asarray(x)
-        return jax.make_array_from_callback(x.shape, jax.NamedSharding(mesh, cut), lambda index: host[index])
+        return jax.make_array_from_callback(
+            x.shape, jax.NamedSharding(mesh, cut), lambda index: host[index]
+        )
 
     return jax.tree.map(put, state)
 
@@ -227,20 +264,31 @@ def main(argv=None):
     mesh = None
     if options.of > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"localhost:{options.port}", options.of, options.process,
-                                   heartbeat_timeout_seconds=10)
+        jax.distributed.initialize(
+            f"localhost:{options.port}", options.of, options.process, heartbeat_timeout_seconds=10
+        )
         mesh = jax.make_mesh((options.of,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     try:
-        run(options.workdir, steps=options.steps, slow=options.slow, mesh=mesh, workers=options.workers,
-            hang=options.hang, raises=options.raises, harmed=options.infinite, config=options.config,
-            called=options.on_step, log=options.log)
+        run(
+            options.workdir,
+            steps=options.steps,
+            slow=options.slow,
+            mesh=mesh,
+            workers=options.workers,
+            hang=options.hang,
+            raises=options.raises,
+            harmed=options.infinite,
+            config=options.config,
+            called=options.on_step,
+            log=options.log,
+        )
     except tr.Interrupted as stopped:
         print(stopped, file=sys.stderr, flush=True)
         return 0
     except (tr.CheckpointError, tr.ConfigError, tr.Diverged, tr.PeerLost, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         if isinstance(error, tr.PeerLost):
-            os._exit(2)      # jax.distributed would wait for the dead at the exit
+            os._exit(2)  # jax.distributed would wait for the dead at the exit
         return 2
     return 0
 

@@ -37,7 +37,7 @@ class Victim:
         self.err = tempfile.TemporaryFile()
         self._read, write = os.pipe()
         cache = _compiled()
-        with warnings.catch_warnings(action="ignore"):     # JAX warns of forks; here it has not begun
+        with warnings.catch_warnings(action="ignore"):  # JAX warns of forks; here it has not begun
             self.pid = os.fork()
         if self.pid == 0:
             code = 1
@@ -47,7 +47,7 @@ class Victim:
                 if group:
                     os.setpgid(0, 0)
                 try:
-                    if compiled:                           # a killed process never leaves half a file there
+                    if compiled:  # a killed process never leaves half a file there
                         _use_compiled(cache, write=compiled == "write")
                     if before is not None:
                         before()
@@ -80,8 +80,7 @@ class Victim:
         self.signal(9, group=True)
 
     def end(self, seconds=120.0):
-        """Waits for its end, reaps it and returns its exit code: negative: the signal that killed it; None: it hangs.
-        """
+        """Waits for its end, reaps it and returns its exit code: negative: the signal that killed it; None: it hangs."""
         finish = time.monotonic() + seconds
         while self.code is None:
             ready, _, _ = select.select([self._read], [], [], 0.01)
@@ -103,7 +102,11 @@ class Victim:
 
 def one_sentence(text):
     """Whether it is one line without a traceback. What the C++ below says of its connections is not counted."""
-    lines = [line for line in text.splitlines() if line and not line.startswith(("[Gloo]", "W0000", "E0000", "I0000"))]
+    lines = [
+        line
+        for line in text.splitlines()
+        if line and not line.startswith(("[Gloo]", "W0000", "E0000", "I0000"))
+    ]
     return len(lines) == 1 and "Traceback" not in text
 
 
@@ -114,10 +117,15 @@ def newest(workdir):
 def remains(workdir):
     """Each leaf of the last checkpoint with its checksum, and the metrics without times: what a run comes to."""
     folder = location(workdir) / "checkpoints" / str(newest(workdir))
-    leaves = {path: {key: value for key, value in leaf.items() if key != "pieces"}
-              | {"crc32": [piece["crc32"] for piece in leaf["pieces"]]}
-              for path, leaf in _manifest.read_manifest(folder)["leaves"].items()}
-    rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in tr.read_metrics(workdir)]
+    leaves = {
+        path: {key: value for key, value in leaf.items() if key != "pieces"}
+        | {"crc32": [piece["crc32"] for piece in leaf["pieces"]]}
+        for path, leaf in _manifest.read_manifest(folder)["leaves"].items()
+    }
+    rows = [
+        {k: v for k, v in row.items() if not k.startswith("time/")}
+        for row in tr.read_metrics(workdir)
+    ]
     return json.loads(json.dumps([leaves, rows]))
 
 

@@ -24,7 +24,10 @@ class Series:
 
 class DataFrame:
     def __init__(self, data):
-        self.data = {name: column if isinstance(column, Series) else Series(column) for name, column in data.items()}
+        self.data = {
+            name: column if isinstance(column, Series) else Series(column)
+            for name, column in data.items()
+        }
         self.columns = list(data)
         self.iloc = Rows(self)
 

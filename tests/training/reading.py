@@ -62,7 +62,9 @@ def start(key=None):
 def main():
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     parallel.initialize(f"127.0.0.1:{PORT}", COUNT, ME, initialization_timeout=60)
-    plan = parallel.plan(step, start, {"x": np.zeros(4, np.float32)}, strategy="data", compile=False)
+    plan = parallel.plan(
+        step, start, {"x": np.zeros(4, np.float32)}, strategy="data", compile=False
+    )
     options = {"plan": plan, "config": {}, "tensorboard": False, "tune": False, "log_every": 1}
 
     def run(name, steps):
@@ -73,7 +75,7 @@ def main():
         return np.asarray(state.params["seen"].addressable_data(0)).tobytes().hex(), source.read
 
     whole, _ = run("whole", 9)
-    for steps in (4, 9):                                   # inside an epoch of each
+    for steps in (4, 9):  # inside an epoch of each
         parts, read = run("parts", steps)
     return {"same": parts == whole, "read": read}
 

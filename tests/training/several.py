@@ -12,9 +12,21 @@ def processes(script, count, where):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION")}
-    every = [subprocess.Popen([sys.executable, str(script), str(port), str(i), str(count), where], env=env,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for i in range(count)]
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION")
+    }
+    every = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(port), str(i), str(count), where],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(count)
+    ]
     ends = []
     for process in every:
         try:

@@ -46,7 +46,9 @@ def test_crops_are_windows_of_the_padded_image():
     places = set()
     for image, source in zip(out, padded):
         found = [
-            (i, j) for i in range(5) for j in range(5)
+            (i, j)
+            for i in range(5)
+            for j in range(5)
             if np.array_equal(image, source[i : i + 8, j : j + 10])
         ]
         assert found
@@ -68,7 +70,7 @@ def test_cutout_is_one_square_at_most_this_large():
     np.testing.assert_array_equal(hole[..., 0], hole[..., 1])
     for mask in hole[..., 0]:
         rows, columns = mask.any(1), mask.any(0)
-        assert 2 <= rows.sum() <= 4 and 2 <= columns.sum() <= 4    # half may lie outside
+        assert 2 <= rows.sum() <= 4 and 2 <= columns.sum() <= 4  # half may lie outside
         np.testing.assert_array_equal(mask, rows[:, None] & columns[None])
     assert tr.cutout(KEY, IMAGES, 0).tolist() == IMAGES.tolist()
 
@@ -88,7 +90,9 @@ def test_affine_turns_by_up_to_the_angle():
     best = []
     for turned in out:
         errors = {
-            a: np.abs(scipy.ndimage.rotate(image, a, reshape=False, order=1) - turned)[2:-2, 2:-2].max()
+            a: np.abs(scipy.ndimage.rotate(image, a, reshape=False, order=1) - turned)[
+                2:-2, 2:-2
+            ].max()
             for a in np.arange(-31, 31.5, 0.5)
         }
         best.append(min(errors, key=errors.get))

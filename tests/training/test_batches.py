@@ -26,7 +26,7 @@ def test_a_batch_depends_on_seed_and_step_alone():
     data = {"x": np.arange(100), "y": -np.arange(100)}
     one, two = (tr.Batches(data, batch_size=8, seed=1) for _ in range(2))
     ahead = [one(i)["x"] for i in range(40)]
-    for i in (39, 3, 17):                                  # in any order, across epochs
+    for i in (39, 3, 17):  # in any order, across epochs
         np.testing.assert_array_equal(two(i)["x"], ahead[i])
         np.testing.assert_array_equal(two(i)["y"], -ahead[i])
     other = tr.Batches(data, batch_size=8, seed=2)
@@ -57,7 +57,7 @@ def test_wrong_batches(data, size, text):
 def test_integers_of_memory_mapped_files_are_checked_when_they_are_read(tmp_path, read):
     """JAX would wrap around 64-bit integers without an error."""
     values = np.arange(8)
-    values[6] = 1_700_000_000_000                          # milliseconds
+    values[6] = 1_700_000_000_000  # milliseconds
     np.save(tmp_path / "time.npy", values)
     times = np.load(tmp_path / "time.npy", mmap_mode="r")
     with pytest.raises(TypeError, match=r"holds 1700000000000, which does not fit into 32 bits"):
@@ -66,13 +66,21 @@ def test_integers_of_memory_mapped_files_are_checked_when_they_are_read(tmp_path
             assert batches(0)["time"].tolist() == [0, 1, 2, 3]
             batches(1)
         elif read == "evaluator":
-            tr.evaluator(lambda state, batch: {"n": tr.mean(batch["weight"], batch["weight"])}, {"time": times}, 4)(0)
-        elif read == "fit":                                # any function may give batches
+            tr.evaluator(
+                lambda state, batch: {"n": tr.mean(batch["weight"], batch["weight"])},
+                {"time": times},
+                4,
+            )(0)
+        elif read == "fit":  # any function may give batches
             state = tr.TrainState.create({"w": jnp.zeros(1)}, optax.sgd(0.1))
-            tr.fit(lambda state, batch: (state.apply(optax.sgd(0.1), {"w": jnp.zeros(1)}), {}), state,
-                   lambda i: {"time": times[4 * i:4 * i + 4]}, steps=2)
+            tr.fit(
+                lambda state, batch: (state.apply(optax.sgd(0.1), {"w": jnp.zeros(1)}), {}),
+                state,
+                lambda i: {"time": times[4 * i : 4 * i + 4]},
+                steps=2,
+            )
         else:
-            tr.from_iterator(lambda: ({"time": times[i:i + 4]} for i in (0, 4)))(1)
+            tr.from_iterator(lambda: ({"time": times[i : i + 4]} for i in (0, 4)))(1)
 
 
 def test_the_range_of_memory_mapped_float64(tmp_path):
@@ -99,12 +107,12 @@ def test_a_digest_reads_every_value(dtype, shape):
 
 
 def test_a_digest_reads_a_large_file_throughout(tmp_path):
-    rows = np.zeros((1 << 15, 1 << 10), np.uint8)          # 32 MiB
+    rows = np.zeros((1 << 15, 1 << 10), np.uint8)  # 32 MiB
     digests = set()
     for start in (None, 0, 1 << 14, (1 << 15) - 1000):
         changed = rows.copy()
         if start is not None:
-            changed[start:start + 1000] = 1
+            changed[start : start + 1000] = 1
         np.save(tmp_path / "x.npy", changed)
         digests.add(tr.Batches({"x": np.load(tmp_path / "x.npy", mmap_mode="r")}, 8).digest())
     assert len(digests) == 4

@@ -28,7 +28,9 @@ X = np.linspace(0, 1, 16, dtype=np.float32)
 
 
 def step(state, batch):
-    value, grads = jax.value_and_grad(lambda p: jnp.mean((p["w"] * batch["x"] - 1) ** 2))(state.params)
+    value, grads = jax.value_and_grad(lambda p: jnp.mean((p["w"] * batch["x"] - 1) ** 2))(
+        state.params
+    )
     return state.apply(TX, grads), {"loss": value}
 
 
@@ -50,20 +52,26 @@ def events(workdir):
         raw = file.read_bytes()
         while raw:
             size = int.from_bytes(raw[:8], "little")
-            data = raw[12:12 + size]
-            assert int.from_bytes(raw[12 + size:16 + size], "little") == masked_crc32c(data)
+            data = raw[12 : 12 + size]
+            assert int.from_bytes(raw[12 + size : 16 + size], "little") == masked_crc32c(data)
             found.append(Event.FromString(data))
-            raw = raw[16 + size:]
+            raw = raw[16 + size :]
     return found
 
 
 def shown(workdir):
-    return {(event.step, value.tag): value for event in events(workdir) for value in event.summary.value}
+    return {
+        (event.step, value.tag): value for event in events(workdir) for value in event.summary.value
+    }
 
 
 def test_called_after_each_step_with_its_own_metrics():
     seen, plain, state = [], [], start()
-    trained = train(on_step=[lambda end: seen.append((end.step, end.metrics["loss"], float(end.state.params["w"])))])
+    trained = train(
+        on_step=[
+            lambda end: seen.append((end.step, end.metrics["loss"], float(end.state.params["w"])))
+        ]
+    )
     for i in range(4):
         state, metrics = jax.jit(step)(state, tr.Batches({"x": X}, 4)(i))
         plain.append((i + 1, float(metrics["loss"]), float(state.params["w"])))
@@ -96,7 +104,11 @@ def test_an_exception_ends_the_run_with_its_state_saved(tmp_path):
 
 
 def test_stopping_is_the_end_of_the_run(tmp_path):
-    options = {"workdir": tmp_path, "config": {}, "evaluate": {"v": lambda state: {"w": float(state.params["w"])}}}
+    options = {
+        "workdir": tmp_path,
+        "config": {},
+        "evaluate": {"v": lambda state: {"w": float(state.params["w"])}},
+    }
     stopping = lambda end: end.stop() if end.step == 2 else None
     assert int(train(on_step=stopping, **options).step) == 2
     assert int(train(**options).step) == 2 and tr.load(tmp_path).step == 2
@@ -116,7 +128,9 @@ def test_a_signal_ends_a_function_that_waits(tmp_path, at):
     with pytest.raises(tr.Interrupted) if at == 2 else contextlib.suppress(tr.Interrupted):
         train(workdir=tmp_path, config={}, on_step=waiting)
     assert not finished and tr.load(tmp_path).step == at
-    np.testing.assert_array_equal(train(workdir=tmp_path, config={}).params["w"], train().params["w"])
+    np.testing.assert_array_equal(
+        train(workdir=tmp_path, config={}).params["w"], train().params["w"]
+    )
 
 
 @pytest.mark.quick_cases(2)
@@ -124,6 +138,7 @@ def test_a_signal_ends_a_function_that_waits(tmp_path, at):
 @pytest.mark.parametrize("end", ["signal", "error"])
 def test_what_is_left_to_be_done_at_its_step_is_done_after_the_restart(tmp_path, at, end):
     """The log and the evaluation come after on_step, so a checkpoint written there notes them."""
+
     def ending(step_end):
         step_end.log({"train/own": step_end.step})
         if step_end.step == at and end == "error":
@@ -133,16 +148,25 @@ def test_what_is_left_to_be_done_at_its_step_is_done_after_the_restart(tmp_path,
             time.sleep(30)
 
     def rows(workdir):
-        return [{name: value for name, value in row.items() if not name.startswith("time/")}
-                for row in tr.read_metrics(workdir)]
+        return [
+            {name: value for name, value in row.items() if not name.startswith("time/")}
+            for row in tr.read_metrics(workdir)
+        ]
 
-    options = {"config": {}, "log_every": 2, "every": 4, "evaluate": {"v": lambda state: {"w": state.params["w"]}}}
+    options = {
+        "config": {},
+        "log_every": 2,
+        "every": 4,
+        "evaluate": {"v": lambda state: {"w": state.params["w"]}},
+    }
     with pytest.raises(ZeroDivisionError if end == "error" else tr.Interrupted):
         train(6, workdir=tmp_path / "parts", on_step=ending, **options)
     assert tr.load(tmp_path / "parts").step == at
     out = io.StringIO()
     own = lambda step_end: step_end.log({"train/own": step_end.step})
-    train(6, workdir=tmp_path / "parts", on_step=own, progress=tr.Progress(out, bar=False), **options)
+    train(
+        6, workdir=tmp_path / "parts", on_step=own, progress=tr.Progress(out, bar=False), **options
+    )
     assert re.search(rf"step {at}/6  (v/w|loss) ", out.getvalue())
     train(6, workdir=tmp_path / "whole", on_step=own, **options)
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
@@ -151,12 +175,14 @@ def test_what_is_left_to_be_done_at_its_step_is_done_after_the_restart(tmp_path,
 
 def test_a_signal_before_it_leaves_it_half_a_second(tmp_path):
     """It is called once for each step that is saved, and a function that waits is ended all the same."""
+
     def source(i):
         if i == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         return {"x": X[:4]}
 
     seen, began = [], []
+
     def waiting(end):
         seen.append(end.step)
         if _signals._runs[-1].received:
@@ -164,14 +190,28 @@ def test_a_signal_before_it_leaves_it_half_a_second(tmp_path):
             threading.Event().wait(30)
 
     with pytest.raises(tr.Interrupted):
-        tr.fit(step, start(), source, steps=9, workdir=tmp_path, config={}, on_step=waiting, tensorboard=False)
+        tr.fit(
+            step,
+            start(),
+            source,
+            steps=9,
+            workdir=tmp_path,
+            config={},
+            on_step=waiting,
+            tensorboard=False,
+        )
     assert time.monotonic() - began[0] < 5 and seen == list(range(1, tr.load(tmp_path).step + 1))
-    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and signal.getitimer(
+        signal.ITIMER_REAL
+    ) == (0, 0)
 
 
-@pytest.mark.parametrize(("failing", "at"), [("metrics.jsonl", 3), ("tfevents", 3), ("metrics.jsonl", 5)])
+@pytest.mark.parametrize(
+    ("failing", "at"), [("metrics.jsonl", 3), ("tfevents", 3), ("metrics.jsonl", 5)]
+)
 def test_a_log_that_cannot_be_written_loses_no_step(tmp_path, monkeypatch, failing, at):
     """Half of the line is written, as on a full disk; the step is saved, and its line is written after the restart."""
+
     def rows(workdir):
         return [(row["step"], row["train/loss"]) for row in tr.read_metrics(workdir)]
 
@@ -179,7 +219,7 @@ def test_a_log_that_cannot_be_written_loses_no_step(tmp_path, monkeypatch, faili
 
     def broken(file, data):
         if failing in str(file.name) and next(count) == at:
-            written(file, data[:len(data) // 2])
+            written(file, data[: len(data) // 2])
             raise OSError(errno.EIO, "Input/output error", file.name)
         written(file, data)
 
@@ -190,10 +230,13 @@ def test_a_log_that_cannot_be_written_loses_no_step(tmp_path, monkeypatch, faili
     monkeypatch.undo()
     assert tr.load(tmp_path / "parts").step == (4 if failing == "tfevents" else 2 * at + 2)
     train(12, workdir=tmp_path / "parts", **options)
-    for steps in (12, 14):                                 # the metrics of the last step begin anew as well
+    for steps in (12, 14):  # the metrics of the last step begin anew as well
         train(steps, workdir=tmp_path / "parts", **options)
         train(steps, workdir=tmp_path / "whole", **options)
-        assert rows(tmp_path / "parts") == rows(tmp_path / "whole") and len(rows(tmp_path / "whole")) == steps / 2
+        assert (
+            rows(tmp_path / "parts") == rows(tmp_path / "whole")
+            and len(rows(tmp_path / "whole")) == steps / 2
+        )
 
 
 def test_a_display_that_raises_loses_no_step(tmp_path):
@@ -207,8 +250,12 @@ def test_a_display_that_raises_loses_no_step(tmp_path):
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     for bar in (False, True):
-        train(workdir=tmp_path / str(bar), config={}, evaluate={"café": lambda state: {"a": 1.0}},
-              progress=tr.Progress(stream, bar=bar))
+        train(
+            workdir=tmp_path / str(bar),
+            config={},
+            evaluate={"café": lambda state: {"a": 1.0}},
+            progress=tr.Progress(stream, bar=bar),
+        )
     stream.flush()
     assert raw.getvalue().count(b"caf\\xe9/a 1") == 2
 
@@ -218,9 +265,11 @@ def pixels(png):
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     at, data = 8, b""
     while at < len(png):
-        size, kind = struct.unpack(">I4s", png[at:at + 8])
-        body = png[at + 8:at + 8 + size]
-        assert struct.unpack(">I", png[at + 8 + size:at + 12 + size])[0] == zlib.crc32(kind + body)
+        size, kind = struct.unpack(">I4s", png[at : at + 8])
+        body = png[at + 8 : at + 8 + size]
+        assert struct.unpack(">I", png[at + 8 + size : at + 12 + size])[0] == zlib.crc32(
+            kind + body
+        )
         if kind == b"IHDR":
             width, height, depth, color = struct.unpack(">IIBB", body[:10])
         data += body if kind == b"IDAT" else b""
@@ -238,24 +287,49 @@ def test_what_tensorboard_is_shown(tmp_path):
 
     def log(end):
         if end.step == 2:
-            end.log({"values": tr.Histogram(values, bins=2), "pictures/gray": tr.Image(gray), "color": tr.Image(color),
-                     "note": tr.Text("**two**"), "rate": 0.5, "grid": tr.Image(np.stack([color] * 3))})
+            end.log(
+                {
+                    "values": tr.Histogram(values, bins=2),
+                    "pictures/gray": tr.Image(gray),
+                    "color": tr.Image(color),
+                    "note": tr.Text("**two**"),
+                    "rate": 0.5,
+                    "grid": tr.Image(np.stack([color] * 3)),
+                }
+            )
 
-    evaluate = {"test": lambda state: {"w": float(state.params["w"]), "weights": tr.Histogram(state.params["w"])}}
+    evaluate = {
+        "test": lambda state: {
+            "w": float(state.params["w"]),
+            "weights": tr.Histogram(state.params["w"]),
+        }
+    }
     config = {"rate": 0.1, "name": "a", "wide": True, "none": None, "widths": [1, 2]}
-    train(workdir=tmp_path, config=config, on_step=log, evaluate=evaluate, best="test/w", best_mode="max")
+    train(
+        workdir=tmp_path,
+        config=config,
+        on_step=log,
+        evaluate=evaluate,
+        best="test/w",
+        best_mode="max",
+    )
     found = shown(tmp_path)
     histogram = found[2, "values"].histo
     assert (histogram.num, histogram.min, histogram.max, histogram.sum) == (4, 0, 1, 2.5)
     assert histogram.sum_squares == 2.25
     assert list(histogram.bucket) == [0, 1, 3] and list(histogram.bucket_limit) == [0, 0.5, 1]
-    assert pixels(found[2, "pictures/gray"].image.encoded_image_string)[..., 0].tolist() == [[0, 128], [255, 255]]
+    assert pixels(found[2, "pictures/gray"].image.encoded_image_string)[..., 0].tolist() == [
+        [0, 128],
+        [255, 255],
+    ]
     np.testing.assert_array_equal(pixels(found[2, "color"].image.encoded_image_string), color)
     grid = pixels(found[2, "grid"].image.encoded_image_string)
     np.testing.assert_array_equal(grid, np.block([[[color], [color]], [[color], [color * 0]]]))
     assert (found[2, "grid"].image.height, found[2, "grid"].image.width) == (4, 8)
     text = found[2, "note/text_summary"]
-    assert text.tensor.string_val == [b"**two**"] and text.metadata.plugin_data.plugin_name == "text"
+    assert (
+        text.tensor.string_val == [b"**two**"] and text.metadata.plugin_data.plugin_name == "text"
+    )
     assert found[2, "rate"].simple_value == 0.5 and found[4, "test/weights"].histo.num == 1
     rows = tr.read_metrics(tmp_path)
     assert [row for row in rows if row["step"] == 2] == [{"step": 2, "rate": 0.5}]
@@ -266,27 +340,62 @@ def test_hyperparameters(tmp_path):
     from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
     config = {"rate": 0.1, "name": "a", "wide": True, "none": None, "widths": [1, 2]}
-    train(workdir=tmp_path, config=config, evaluate={"test": lambda state: {"w": 1.0}}, best="test/w", best_mode="max")
-    found = {tag: value.metadata.plugin_data for (_, tag), value in shown(tmp_path).items() if "_hparams_" in tag}
+    train(
+        workdir=tmp_path,
+        config=config,
+        evaluate={"test": lambda state: {"w": 1.0}},
+        best="test/w",
+        best_mode="max",
+    )
+    found = {
+        tag: value.metadata.plugin_data
+        for (_, tag), value in shown(tmp_path).items()
+        if "_hparams_" in tag
+    }
     data = {tag: HParamsPluginData.FromString(plugin.content) for tag, plugin in found.items()}
     started = data["_hparams_/session_start_info"].session_start_info.hparams
-    assert {name: value.number_value or value.string_value or value.bool_value for name, value in started.items()} == {
-        "rate": 0.1, "name": "a", "wide": True, "widths": "[1, 2]"}
+    assert {
+        name: value.number_value or value.string_value or value.bool_value
+        for name, value in started.items()
+    } == {"rate": 0.1, "name": "a", "wide": True, "widths": "[1, 2]"}
     experiment = data["_hparams_/experiment"].experiment
     assert [info.name.tag for info in experiment.metric_infos] == ["test/w"]
     assert {plugin.plugin_name for plugin in found.values()} == {"hparams"}
 
 
-@pytest.mark.parametrize(("make", "error", "text"), [
-    (lambda: tr.Image(np.zeros((2, 2, 2))), ValueError, "with 1, 3 or 4 channels, .* got float64[2, 2, 2]"),
-    (lambda: tr.Image(np.zeros((2, 2), np.int32)), ValueError, "got int32[2, 2]"),
-    (lambda: tr.Image(np.zeros((0, 2))), ValueError, "got float64[0, 2]"),
-    (lambda: train(on_step=3), TypeError, "on_step=): expected a function of a StepEnd, or several; got (3,)"),
-    (lambda: train(on_step=[3]), TypeError, "on_step=): expected a function of a StepEnd, or several; got (3,)"),
-    (lambda: train(on_step=lambda end: end.log({"x": np.zeros(3)})), TypeError,
-     "log: 'x' is a ndarray: expected a number, tr.Histogram(values), tr.Image(pixels) or tr.Text(text)"),
-    (lambda: train(on_step=lambda end: end.log({"x": "text"})), TypeError, "log: 'x' is a str: expected a number"),
-], ids=range(7))
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (
+            lambda: tr.Image(np.zeros((2, 2, 2))),
+            ValueError,
+            "with 1, 3 or 4 channels, .* got float64[2, 2, 2]",
+        ),
+        (lambda: tr.Image(np.zeros((2, 2), np.int32)), ValueError, "got int32[2, 2]"),
+        (lambda: tr.Image(np.zeros((0, 2))), ValueError, "got float64[0, 2]"),
+        (
+            lambda: train(on_step=3),
+            TypeError,
+            "on_step=): expected a function of a StepEnd, or several; got (3,)",
+        ),
+        (
+            lambda: train(on_step=[3]),
+            TypeError,
+            "on_step=): expected a function of a StepEnd, or several; got (3,)",
+        ),
+        (
+            lambda: train(on_step=lambda end: end.log({"x": np.zeros(3)})),
+            TypeError,
+            "log: 'x' is a ndarray: expected a number, tr.Histogram(values), tr.Image(pixels) or tr.Text(text)",
+        ),
+        (
+            lambda: train(on_step=lambda end: end.log({"x": "text"})),
+            TypeError,
+            "log: 'x' is a str: expected a number",
+        ),
+    ],
+    ids=range(7),
+)
 def test_wrong_values(make, error, text):
     with pytest.raises(error, match=re.escape(text).replace(r"\.\*", ".*")):
         make()

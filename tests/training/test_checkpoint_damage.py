@@ -18,7 +18,12 @@ import pytest
 from fnet import training as tr
 from fnet.training.checkpoints import _folder, _manifest, _writing
 
-TREE = {"a": jnp.ones((2, 3)), "b": jnp.arange(64, dtype=jnp.float32), "empty": jnp.zeros((0, 2)), "n": 7}
+TREE = {
+    "a": jnp.ones((2, 3)),
+    "b": jnp.arange(64, dtype=jnp.float32),
+    "empty": jnp.zeros((0, 2)),
+    "n": 7,
+}
 
 
 def checkpoints_of(folder, steps=(1, 2)):
@@ -46,7 +51,9 @@ def test_no_flipped_bit_passes(saved):
             damaged = bytearray(sound)
             damaged[place] ^= 1 << int(rng.integers(8))
             file.write_bytes(damaged)
-            with pytest.raises(tr.CheckpointError, match=rf"2: this checkpoint is damaged \(.*{_named(file)}"):
+            with pytest.raises(
+                tr.CheckpointError, match=rf"2: this checkpoint is damaged \(.*{_named(file)}"
+            ):
                 saved.verify(2)
             tried += 1
         file.write_bytes(sound)
@@ -119,7 +126,9 @@ def test_folders_that_changed_places(saved):
     (folder / "1").rename(folder / "x")
     (folder / "2").rename(folder / "1")
     (folder / "x").rename(folder / "2")
-    with pytest.raises(tr.CheckpointError, match=r"can be read: step 2 is damaged .*that of step 1"):
+    with pytest.raises(
+        tr.CheckpointError, match=r"can be read: step 2 is damaged .*that of step 1"
+    ):
         saved.restore(TREE)
     saved.close()
 
@@ -127,7 +136,10 @@ def test_folders_that_changed_places(saved):
 def test_none_good_is_an_error_today_and_tomorrow(saved):
     for step in ("1", "2"):
         (saved.folder / step / "manifest.json").unlink()
-    with pytest.raises(tr.CheckpointError, match=r"step 2 is damaged .*; step 1 is .* start again from the first step"):
+    with pytest.raises(
+        tr.CheckpointError,
+        match=r"step 2 is damaged .*; step 1 is .* start again from the first step",
+    ):
         saved.restore(TREE)
     saved.close()
     with pytest.raises(tr.CheckpointError, match=r"set aside: 1\.damaged, 2\.damaged"):
@@ -136,7 +148,9 @@ def test_none_good_is_an_error_today_and_tomorrow(saved):
 
 def test_a_damaged_step_that_was_asked_for_by_number_stays(saved):
     (saved.folder / "2" / "manifest.json").unlink()
-    with pytest.raises(tr.CheckpointError, match=r"damaged \(manifest.json is missing\); there are also steps 1$"):
+    with pytest.raises(
+        tr.CheckpointError, match=r"damaged \(manifest.json is missing\); there are also steps 1$"
+    ):
         saved.restore(TREE, 2)
     assert saved.steps() == [1, 2]
 
@@ -145,7 +159,9 @@ def test_while_another_run_writes_nothing_is_renamed(saved):
     (saved.folder / "2" / "manifest.json").unlink()
     with tr.Checkpoints(saved.folder) as other:
         other.lock()
-        with pytest.warns(tr.CheckpointWarning, match=r"step 2 is damaged \(manifest.json is missing\); going on"):
+        with pytest.warns(
+            tr.CheckpointWarning, match=r"step 2 is damaged \(manifest.json is missing\); going on"
+        ):
             assert saved.restore(TREE)["n"] == 1
     assert saved.steps() == [1, 2]
 
@@ -159,12 +175,22 @@ def test_what_a_manifest_may_not_say(saved):
         (("leaves", "a", "dtype"), "object", "KeyError: 'object'"),
         (("leaves", "a", "pieces", 0, "at"), [0, 1 << 40], "'a' lies outside"),
         (("leaves", "a", "pieces", 0, "file"), "../1/arrays-0.safetensors", "KeyError"),
-        (("leaves", "b", "pieces", 0, "at"), sound["leaves"]["a"]["pieces"][0]["at"], "'b' has 24 bytes"),
-        (("files",), {"/etc/passwd": {"bytes": 3, "crc32": 3}}, "'/etc/passwd' is not a file of a checkpoint"),
+        (
+            ("leaves", "b", "pieces", 0, "at"),
+            sound["leaves"]["a"]["pieces"][0]["at"],
+            "'b' has 24 bytes",
+        ),
+        (
+            ("files",),
+            {"/etc/passwd": {"bytes": 3, "crc32": 3}},
+            "'/etc/passwd' is not a file of a checkpoint",
+        ),
         (("version",), 2, "version 2; this fnet reads"),
         (("step",), -1, "-1 is no count"),
     ]:
-        broken = json.loads(json.dumps({key: value for key, value in sound.items() if key != "blake2b"}))
+        broken = json.loads(
+            json.dumps({key: value for key, value in sound.items() if key != "blake2b"})
+        )
         place = broken
         for key in where[:-1]:
             place = place[key]
@@ -186,18 +212,22 @@ def test_checksums_are_joined_as_zlib_would_go_on():
 
 # Saving where it cannot be done.
 
+
 def test_a_full_disk(saved, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(_manifest, "write_arrays", full)
     saved.save(3, TREE)
-    with pytest.raises(tr.CheckpointError, match=r"step 3 could not be saved \(No space left on device\); the "
-                                                 "checkpoint of step 2 is whole"):
+    with pytest.raises(
+        tr.CheckpointError,
+        match=r"step 3 could not be saved \(No space left on device\); the "
+        "checkpoint of step 2 is whole",
+    ):
         saved.wait()
     assert sorted(path.name for path in saved.folder.iterdir()) == [".lock", "1", "2"]
     monkeypatch.undo()
-    saved.save(3, TREE)                                    # once there is room again
+    saved.save(3, TREE)  # once there is room again
     saved.close()
     assert saved.steps() == [1, 2, 3]
 
@@ -207,7 +237,9 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(_folder, "Lock", read_only)
-    with pytest.raises(tr.CheckpointError, match=r"nothing can be saved here \(Read-only file system\): choose"):
+    with pytest.raises(
+        tr.CheckpointError, match=r"nothing can be saved here \(Read-only file system\): choose"
+    ):
         tr.Checkpoints(tmp_path).save(1, TREE)
 
 
@@ -221,8 +253,12 @@ def test_what_killed_saves_left_is_cleared_away(saved):
     folder = saved.folder
     (folder / ".saving-9").mkdir()
     (folder / ".deleting-8").mkdir()
-    shutil.copytree(folder / "2", folder / ".replaced-2")      # replaced, and the old one not yet removed
-    (folder / "1").rename(folder / ".replaced-1")              # moved away, and the new one not yet in its place
+    shutil.copytree(
+        folder / "2", folder / ".replaced-2"
+    )  # replaced, and the old one not yet removed
+    (folder / "1").rename(
+        folder / ".replaced-1"
+    )  # moved away, and the new one not yet in its place
     assert saved.steps() == [2]
     saved.lock()
     assert saved.steps() == [1, 2] and saved.restore(TREE, 1)["n"] == 1
@@ -233,9 +269,12 @@ def test_what_killed_saves_left_is_cleared_away(saved):
 def test_two_runs_in_one_folder(saved):
     saved.lock()
     other = tr.Checkpoints(saved.folder)
-    with pytest.raises(tr.CheckpointError, match=rf"another run is using this folder \(process {os.getpid()}\): wait"):
+    with pytest.raises(
+        tr.CheckpointError,
+        match=rf"another run is using this folder \(process {os.getpid()}\): wait",
+    ):
         other.save(3, TREE)
-    assert other.restore(TREE)["n"] == 2                       # reading is free
+    assert other.restore(TREE)["n"] == 2  # reading is free
     saved.close()
     other.save(3, TREE)
     other.close()
@@ -244,10 +283,14 @@ def test_two_runs_in_one_folder(saved):
 @pytest.mark.exhaustive
 def test_the_lock_ends_with_its_process_and_not_with_its_child(tmp_path):
     """A forked child, which shares the parent's open files, outlives it."""
-    program = ("import os, sys, time\nfrom fnet.training.checkpoints._lock import Lock\nimport pathlib\n"
-               f"lock = Lock(pathlib.Path({str(tmp_path)!r}))\nchild = os.fork()\n"
-               "if child == 0: time.sleep(60)\nprint(child, flush=True)\ntime.sleep(60)")
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+    program = (
+        "import os, sys, time\nfrom fnet.training.checkpoints._lock import Lock\nimport pathlib\n"
+        f"lock = Lock(pathlib.Path({str(tmp_path)!r}))\nchild = os.fork()\n"
+        "if child == 0: time.sleep(60)\nprint(child, flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as process:
         child = int(process.stdout.readline())
         try:
             with pytest.raises(tr.CheckpointError, match="another run"):
@@ -272,8 +315,11 @@ def test_a_save_waits_for_nobody_in_vain(tmp_path, monkeypatch):
     checkpoints_of(tmp_path, (1,))
     monkeypatch.setattr(_writing, "_PATIENCE", 0.1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(tr.CheckpointError, match=r"step 2 could not be saved \(.*not all processes wrote their part"):
+    with pytest.raises(
+        tr.CheckpointError,
+        match=r"step 2 could not be saved \(.*not all processes wrote their part",
+    ):
         with tr.Checkpoints(tmp_path) as checkpoints:
-            checkpoints._shared = True                     # it has been locked before
+            checkpoints._shared = True  # it has been locked before
             checkpoints.save(2, TREE)
     assert tr.Checkpoints(tmp_path).steps() == [1]

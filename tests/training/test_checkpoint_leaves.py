@@ -15,7 +15,12 @@ from fnet import training as tr
 from fnet.training.checkpoints._leaves import DTYPES
 
 SHAPES = [(), (1,), (3,), (2, 3), (0,), (0, 4), (4, 1, 2)]
-WIDE = {"float64", "int64", "uint64", "complex128"}        # NumPy's alone where JAX is not told to hold 64 bits
+WIDE = {
+    "float64",
+    "int64",
+    "uint64",
+    "complex128",
+}  # NumPy's alone where JAX is not told to hold 64 bits
 
 
 def held(name):
@@ -47,15 +52,30 @@ seeds = st.integers(0, 2**32 - 1)
 leaves = st.one_of(
     st.builds(of_bits, st.sampled_from(sorted(DTYPES)), st.sampled_from(SHAPES), seeds),
     st.builds(on_device, st.sampled_from(sorted(ON_DEVICE)), st.sampled_from(SHAPES), seeds),
-    st.builds(lambda impl, seed, n: jax.random.split(jax.random.key(seed, impl=impl), n), st.sampled_from(KEYS), seeds,
-              st.integers(1, 3)),
+    st.builds(
+        lambda impl, seed, n: jax.random.split(jax.random.key(seed, impl=impl), n),
+        st.sampled_from(KEYS),
+        seeds,
+        st.integers(1, 3),
+    ),
     st.builds(jax.random.key, seeds),
-    st.booleans(), st.integers(), st.floats(), st.complex_numbers(),
-    st.floats(width=32).map(np.float32), st.floats(width=32).map(jnp.asarray),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.floats(width=32).map(np.float32),
+    st.floats(width=32).map(jnp.asarray),
 )
 names = st.text(st.characters(blacklist_characters="/", blacklist_categories=("Cs",)), max_size=8)
-trees = st.recursive(leaves, lambda inner: st.dictionaries(names, inner, max_size=4) | st.lists(inner, max_size=3)
-                     | st.tuples(inner, st.none()), max_leaves=6)
+trees = st.recursive(
+    leaves,
+    lambda inner: (
+        st.dictionaries(names, inner, max_size=4)
+        | st.lists(inner, max_size=3)
+        | st.tuples(inner, st.none())
+    ),
+    max_leaves=6,
+)
 
 
 def bits(leaf):
@@ -92,7 +112,9 @@ def test_any_tree_comes_back_bit_for_bit(tree):
 @pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", sorted(DTYPES))
 def test_every_dtype(tmp_path, name):
-    tree = {"host": of_bits(name, (5, 7), 0)} | ({"device": on_device(name, (5, 7), 1)} if name in ON_DEVICE else {})
+    tree = {"host": of_bits(name, (5, 7), 0)} | (
+        {"device": on_device(name, (5, 7), 1)} if name in ON_DEVICE else {}
+    )
     with tr.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(0, tree)
     same(tree, checkpoints.restore(tree))

@@ -31,7 +31,9 @@ def test_round_trip_of_every_kind_of_leaf(tmp_path):
     checkpoints = tr.Checkpoints(tmp_path)
     checkpoints.save(1, tree())
     checkpoints.wait()
-    target = jax.tree.map(lambda x: x, tree()) | {"kernel": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
+    target = jax.tree.map(lambda x: x, tree()) | {
+        "kernel": jax.ShapeDtypeStruct((2, 3), jnp.float32)
+    }
     back = checkpoints.restore(target)
     checkpoints.close()
     assert jax.tree.structure(back) == jax.tree.structure(tree())
@@ -83,7 +85,7 @@ def test_the_last_few_and_the_best_are_kept(tmp_path):
     checkpoints = tr.Checkpoints(tmp_path, keep=2, best="test/loss", mode="min")
     for step, loss in enumerate([3.0, 1.0, 2.0, float("nan"), 4.0]):
         checkpoints.save(step, {"x": jnp.float32(step)}, metrics={"test/loss": loss})
-    checkpoints.save(5, {"x": jnp.float32(5)})             # not measured here
+    checkpoints.save(5, {"x": jnp.float32(5)})  # not measured here
     checkpoints.wait()
     assert checkpoints.steps() == [1, 4, 5]
     assert (checkpoints.latest(), checkpoints.best()) == (5, 1)
@@ -104,7 +106,10 @@ def saved(tmp_path):
 @pytest.mark.parametrize(
     "target, text",
     [
-        ({"a": jnp.ones((3, 2))}, r"'a': float32\[2, 3\] in the checkpoint, .* has float32\[3, 2\]"),
+        (
+            {"a": jnp.ones((3, 2))},
+            r"'a': float32\[2, 3\] in the checkpoint, .* has float32\[3, 2\]",
+        ),
         ({"a": jnp.ones((2, 3), jnp.bfloat16)}, "'a': float32.*the target has bfloat16"),
         ({"c": jnp.ones(3)}, r"'c': not in the checkpoint, the target has float32\[3\]"),
         ({}, r"'a': float32\[2, 3\] in the checkpoint, not in the target"),
@@ -117,7 +122,9 @@ def test_another_target_is_refused_by_leaf(saved, target, text):
 
 
 def test_no_such_checkpoint(saved, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 9 here, there are steps \[1, 2\]"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no checkpoint of step 9 here, there are steps \[1, 2\]"
+    ):
         saved.restore({}, 9)
     with pytest.raises(FileNotFoundError, match="no checkpoint here"):
         tr.Checkpoints(tmp_path / "empty").restore({})
@@ -128,7 +135,12 @@ def test_all_that_differs_is_listed(saved):
     target = {"a": jnp.ones((3, 2)), "b": jnp.zeros(64, jnp.int32), "c": 1, "d": np.zeros(2)}
     with pytest.raises(tr.CheckpointError) as error:
         saved.restore(target)
-    assert [line[:5] for line in str(error.value).splitlines()[1:]] == ["  'a'", "  'b'", "  'c'", "  'd'"]
+    assert [line[:5] for line in str(error.value).splitlines()[1:]] == [
+        "  'a'",
+        "  'b'",
+        "  'c'",
+        "  'd'",
+    ]
     assert "'c': not in the checkpoint, the target has a Python int" in str(error.value)
 
 
@@ -164,7 +176,9 @@ def test_what_is_not_sound_is_not_saved(tmp_path):
         checkpoints.save(1, {"x": 1.0}, sound=jnp.array(True))
         checkpoints.save(2, {"x": float("nan")}, sound=jnp.array(False))
         checkpoints.wait()
-        assert checkpoints.steps() == [1] and [f.name for f in tmp_path.iterdir() if f.name != ".lock"] == ["1"]
+        assert checkpoints.steps() == [1] and [
+            f.name for f in tmp_path.iterdir() if f.name != ".lock"
+        ] == ["1"]
 
 
 def test_a_step_saved_again_is_replaced(tmp_path):
@@ -179,14 +193,21 @@ def test_notes_come_back(tmp_path):
     with tr.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(5, {"x": 1}, notes={"chip": "TPU v5e", "rules": ["a"], "n": 2})
         checkpoints.wait()
-        assert checkpoints.notes() == checkpoints.notes(5) == {"chip": "TPU v5e", "rules": ["a"], "n": 2}
+        assert (
+            checkpoints.notes()
+            == checkpoints.notes(5)
+            == {"chip": "TPU v5e", "rules": ["a"], "n": 2}
+        )
 
 
-@pytest.mark.parametrize("leaf, text", [
-    ("a string", "'x' is a str: a checkpoint holds arrays of numbers"),
-    (np.array(["a"]), r"'x' is an array of <U1"),
-    (np.array([None]), "'x' is an array of object"),
-])
+@pytest.mark.parametrize(
+    "leaf, text",
+    [
+        ("a string", "'x' is a str: a checkpoint holds arrays of numbers"),
+        (np.array(["a"]), r"'x' is an array of <U1"),
+        (np.array([None]), "'x' is an array of object"),
+    ],
+)
 def test_leaves_of_other_kinds_are_refused(tmp_path, leaf, text):
     with pytest.raises(TypeError, match=text):
         tr.Checkpoints(tmp_path).save(1, {"x": leaf})
@@ -208,7 +229,9 @@ def test_any_framework_reads_the_arrays(saved):
 def test_wrong_arguments_for_checkpoints(tmp_path):
     with pytest.raises(ValueError, match="keep_every=0: expected a number of steps"):
         tr.Checkpoints(tmp_path, keep_every=0)
-    with pytest.raises(ValueError, match="keep=0: expected a whole number of checkpoints, at least 1"):
+    with pytest.raises(
+        ValueError, match="keep=0: expected a whole number of checkpoints, at least 1"
+    ):
         tr.Checkpoints(tmp_path, keep=0)
     with pytest.raises(ValueError, match=r"keep=1\.5: expected a whole number"):
         tr.Checkpoints(tmp_path, keep=1.5)
@@ -222,5 +245,7 @@ def test_restore_waits_for_the_save_that_is_running(tmp_path, monkeypatch):
     with tr.Checkpoints(tmp_path) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, {"w": jnp.full(3, float(step))})
-            np.testing.assert_array_equal(checkpoints.restore({"w": jnp.zeros(3)})["w"], np.full(3, step))
+            np.testing.assert_array_equal(
+                checkpoints.restore({"w": jnp.zeros(3)})["w"], np.full(3, step)
+            )
             np.testing.assert_array_equal(checkpoints.read()[1]["w"], np.full(3, step))

@@ -71,16 +71,28 @@ def counted(monkeypatch, enabled):
                     _compilation_cache.remember(name)
         finally:
             jax.monitoring.unregister_event_listener(listen)
-        np.testing.assert_allclose(result, np.sin(np.arange(4, dtype=np.float32)) * scale, rtol=1e-6)
+        np.testing.assert_allclose(
+            result, np.sin(np.arange(4, dtype=np.float32)) * scale, rtol=1e-6
+        )
         return "cache_misses" in events, "cache_hits" in events
 
     return compile
 
 
 def run(data, workdir, **more):
-    environment = {**os.environ, "FNET_CACHE": str(data), "JAX_ENABLE_COMPILATION_CACHE": "true", **more}
-    done = subprocess.run([sys.executable, "-c", RUN, str(workdir)], env=environment, capture_output=True, text=True,
-                          timeout=300)
+    environment = {
+        **os.environ,
+        "FNET_CACHE": str(data),
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
+        **more,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(workdir)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     hits, misses, weights = done.stdout.split()
     return int(hits), int(misses), weights
@@ -97,8 +109,12 @@ def test_a_second_process_compiles_nothing_and_gets_equal_bits(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_folder_chosen_for_jax_is_used_instead(tmp_path):
-    run(tmp_path / "data", tmp_path / "run", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "jax"),
-        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
+    run(
+        tmp_path / "data",
+        tmp_path / "run",
+        JAX_COMPILATION_CACHE_DIR=str(tmp_path / "jax"),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+    )
     assert any((tmp_path / "jax").iterdir()) and not (tmp_path / "data").exists()
 
 
@@ -106,7 +122,13 @@ def test_a_damaged_program_is_compiled_again(tmp_path, counted):
     assert counted(tmp_path) == (True, False)
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
-    for damaged in (b"", whole[:40], whole[:-1], bytes([whole[0] ^ 1]) + whole[1:], whole[:-1] + b"?"):
+    for damaged in (
+        b"",
+        whole[:40],
+        whole[:-1],
+        bytes([whole[0] ^ 1]) + whole[1:],
+        whole[:-1] + b"?",
+    ):
         file.write_bytes(damaged)
         assert counted(tmp_path) == (True, False)
         assert counted(tmp_path) == (False, True)
@@ -116,14 +138,16 @@ def test_a_damaged_program_is_compiled_again(tmp_path, counted):
 def test_listed_programs_are_loaded_before_jax_looks_them_up(tmp_path, counted, monkeypatch):
     loaded = []
     load = _jax.compilation._load
-    monkeypatch.setattr(_jax.compilation, "_load", lambda *args: loaded.append(load(*args)) or loaded[-1])
+    monkeypatch.setattr(
+        _jax.compilation, "_load", lambda *args: loaded.append(load(*args)) or loaded[-1]
+    )
     assert counted(tmp_path, name="step") == (True, False) and not loaded
     program, listed = sorted(tmp_path.iterdir(), key=lambda file: file.stat().st_size, reverse=True)
     assert counted(tmp_path, name="step") == (False, True)
     counted(tmp_path, name="another step")
     assert [executable is not None for executable, _ in loaded] == [True]
 
-    counted(tmp_path, 4.0, name="step")                    # another program under the name
+    counted(tmp_path, 4.0, name="step")  # another program under the name
     whole = program.read_bytes()
     program.write_bytes(whole[:-1])
     assert counted(tmp_path, name="another step") == (True, False)
@@ -138,8 +162,13 @@ def test_a_listed_program_with_other_options_is_not_used(tmp_path, counted, monk
     store = _compilation_cache.Store(tmp_path)
     key = _compilation_cache._listed("step")
     listed = json.loads(store.get(key))
-    store.put(key, json.dumps({name: (options[:-2], device) for name, (options, device) in listed.items()}).encode())
-    assert counted(tmp_path, name="step") == (False, True)    # which also compares the results
+    store.put(
+        key,
+        json.dumps(
+            {name: (options[:-2], device) for name, (options, device) in listed.items()}
+        ).encode(),
+    )
+    assert counted(tmp_path, name="step") == (False, True)  # which also compares the results
 
 
 def test_garbage_is_collected_after_the_first_step():
@@ -154,7 +183,14 @@ def test_garbage_is_collected_after_the_first_step():
 
     state = tr.TrainState.create({}, optax.identity())
     ended = []
-    tr.fit(step, state, batches, steps=5, progress=None, on_step=lambda end: ended.append(gc.isenabled()))
+    tr.fit(
+        step,
+        state,
+        batches,
+        steps=5,
+        progress=None,
+        on_step=lambda end: ended.append(gc.isenabled()),
+    )
     assert seen[0] == (0, False) and ended == [True] * 5 and gc.isenabled()
     with pytest.raises(ZeroDivisionError):
         tr.fit(lambda state, batch: 1 / 0, state, batches, steps=5, progress=None)
@@ -196,11 +232,12 @@ def test_a_program_that_cannot_be_written_is_not_kept(tmp_path, counted, monkeyp
 
 def test_a_program_that_cannot_be_serialized_is_not_kept(tmp_path, counted, monkeypatch):
     """JAX alone warns: Error writing persistent compilation cache entry for 'jit_f': MemoryError."""
+
     def no_memory(*_):
         raise MemoryError("std::bad_alloc")
 
     monkeypatch.setattr(_jax.compilation, "_write", no_memory)
-    assert counted(tmp_path) == (False, False)    # JAX reports a miss while it writes
+    assert counted(tmp_path) == (False, False)  # JAX reports a miss while it writes
     assert not any(tmp_path.iterdir())
 
 
@@ -210,8 +247,12 @@ def test_a_program_that_calls_onednn_runs_without_a_warning(tmp_path, enabled, m
     monkeypatch.setattr(_compilation_cache, "SHORTEST", 0)
     x, kernel = jnp.ones((1, 8, 8, 16), jnp.bfloat16), jnp.ones((3, 3, 16, 16), jnp.bfloat16)
     with tr.compilation_cache(tmp_path):
-        program = jax.jit(lambda x: jax.lax.conv_general_dilated(
-            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")), compiler_options=ONEDNN)
+        program = jax.jit(
+            lambda x: jax.lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            ),
+            compiler_options=ONEDNN,
+        )
         assert program(x)[0, 4, 4, 0] == 9 * 16
 
 
@@ -219,7 +260,7 @@ def test_the_programs_unused_for_the_longest_time_are_deleted(tmp_path, monkeypa
     store = _compilation_cache.Store(tmp_path)
     monkeypatch.setattr(_compilation_cache, "LIMIT", 250)
     for i, name in enumerate("abc"):
-        store.put(name, bytes(68))                         # 100 bytes with the checksum
+        store.put(name, bytes(68))  # 100 bytes with the checksum
         os.utime(store._file(name), (i, i))
     assert store.get("a") is None and store.get("b") == store.get("c") == bytes(68)
     os.utime(store._file("c"), (5, 5))
@@ -241,5 +282,9 @@ def test_jax_is_as_before_afterwards(tmp_path, counted):
 
 
 def test_a_jax_without_such_a_cache_compiles(tmp_path, counted, monkeypatch):
-    monkeypatch.setattr(_jax.compilation, "_cache", _jax._features.Missing("jax._src.compilation_cache", "the cache"))
+    monkeypatch.setattr(
+        _jax.compilation,
+        "_cache",
+        _jax._features.Missing("jax._src.compilation_cache", "the cache"),
+    )
     assert counted(tmp_path) == (False, False) and not any(tmp_path.iterdir())

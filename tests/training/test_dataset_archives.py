@@ -32,7 +32,7 @@ def test_cifar10(tmp_path, form):
     assert data.train_images.flags.c_contiguous and data.test_images.flags.c_contiguous
     row = np.frombuffer(files["data_batch_2.bin"], np.uint8)[3073 : 2 * 3073]
     assert data.train_labels[4] == row[0]
-    for channel in range(3):    # red, green, blue planes, each row-major
+    for channel in range(3):  # red, green, blue planes, each row-major
         plane = row[1 + 1024 * channel : 1 + 1024 * (channel + 1)].reshape(32, 32)
         np.testing.assert_array_equal(data.train_images[4, :, :, channel], plane)
     assert data.classes == tuple("abcdefghij")
@@ -61,7 +61,10 @@ def cifar_error(tmp_path, blob):
         ({"test_batch.bin": b""}, "test_batch.bin: has 0 bytes, but needs a multiple of 3073"),
         ({"test_batch.bin": b"\xff" + bytes(3072)}, "holds label 255, but the ten classes are 0"),
         ({"data_batch_1.bin": bytes(3073 * 10001)}, "has over 30730000 bytes, but needs"),
-        ({"batches.meta.txt": b"cat dog"}, "names 2 classes, but CIFAR-10 has 10; download it again"),
+        (
+            {"batches.meta.txt": b"cat dog"},
+            "names 2 classes, but CIFAR-10 has 10; download it again",
+        ),
     ],
 )
 def test_cifar10_errors(tmp_path, change, needle):
@@ -71,7 +74,9 @@ def test_cifar10_errors(tmp_path, change, needle):
 def test_archives_that_are_not_the_authors(tmp_path):
     needle = "not the archive that CIFAR-10's authors publish ("
     good = cifar_archive(cifar_files())
-    one_sentence(cifar_error(tmp_path, b"<html>404</html>"), needle, "delete it and download it again")
+    one_sentence(
+        cifar_error(tmp_path, b"<html>404</html>"), needle, "delete it and download it again"
+    )
     one_sentence(cifar_error(tmp_path, good[: len(good) // 2]), needle)
     one_sentence(cifar_error(tmp_path, gzip.compress(b"not a tar" * 99)), needle)
     files = cifar_files()
@@ -112,7 +117,7 @@ def test_a_link_in_an_archive_is_not_followed(tmp_path):
 def member(name=b"x", size=0, kind=b"0", field=None):
     """A tar header as GNU tar writes it."""
     head = bytearray(512)
-    head[:len(name)], head[124:136], head[156:157] = name, field or b"%011o\0" % size, kind
+    head[: len(name)], head[124:136], head[156:157] = name, field or b"%011o\0" % size, kind
     head[257:263], head[148:156] = b"ustar\0", b" " * 8
     head[148:156] = b"%06o\0 " % sum(head)
     return bytes(head)
@@ -122,22 +127,41 @@ HOSTILE = "not the archive that CIFAR-10's authors publish ("
 
 
 @pytest.mark.quick_cases(11)
-@pytest.mark.parametrize("raw, needle", [
-    (member(kind=b"L", size=600) * 20_000, "holds no data_batch_1.bin"),       # long names of long names
-    (member(kind=b"L") * 20_000, "holds no data_batch_1.bin"),
-    (member(kind=b"x") * 20_000, "holds no data_batch_1.bin"),
-    (member(kind=b"x", size=1 << 32), HOSTILE + "it unpacks to more than CIFAR-10 could)"),
-    (member(kind=b"g", size=100 << 20) + bytes(100 << 20), "holds no data_batch_1.bin"),
-    (member(field=b"\x80" + bytes(10) + b"\7"), HOSTILE + "it unpacks to more than CIFAR-10 could)"),
-    (member(field=b"-0000000001\0"), HOSTILE + "a member's header is damaged)"),
-    (member(field=b"0_1        \0"), HOSTILE + "a member's header is damaged)"),
-    (member(kind=b"S", size=512) + bytes(range(256)) * 4, HOSTILE + "a member's header is damaged)"),
-    (member(b"test_batch.bin", 3073)[:-1], HOSTILE + "a member's header is damaged)"),
-    (member(b"test_batch.bin", 3073) + bytes(99), HOSTILE + "it ends within test_batch.bin)"),
-    (2 * (member(b"test_batch.bin", 3073) + bytes(7 * 512)), HOSTILE + "it holds test_batch.bin twice)"),
-    (member(b"batches.meta.txt", 2 << 20) + bytes(2 << 20), "batches.meta.txt: has 2097152 bytes, but needs"),
-    (bytes(250 << 20), HOSTILE + "it unpacks to more than CIFAR-10 could)"),
-], ids=lambda value: None if isinstance(value, bytes) else value[-30:])
+@pytest.mark.parametrize(
+    "raw, needle",
+    [
+        (
+            member(kind=b"L", size=600) * 20_000,
+            "holds no data_batch_1.bin",
+        ),  # long names of long names
+        (member(kind=b"L") * 20_000, "holds no data_batch_1.bin"),
+        (member(kind=b"x") * 20_000, "holds no data_batch_1.bin"),
+        (member(kind=b"x", size=1 << 32), HOSTILE + "it unpacks to more than CIFAR-10 could)"),
+        (member(kind=b"g", size=100 << 20) + bytes(100 << 20), "holds no data_batch_1.bin"),
+        (
+            member(field=b"\x80" + bytes(10) + b"\7"),
+            HOSTILE + "it unpacks to more than CIFAR-10 could)",
+        ),
+        (member(field=b"-0000000001\0"), HOSTILE + "a member's header is damaged)"),
+        (member(field=b"0_1        \0"), HOSTILE + "a member's header is damaged)"),
+        (
+            member(kind=b"S", size=512) + bytes(range(256)) * 4,
+            HOSTILE + "a member's header is damaged)",
+        ),
+        (member(b"test_batch.bin", 3073)[:-1], HOSTILE + "a member's header is damaged)"),
+        (member(b"test_batch.bin", 3073) + bytes(99), HOSTILE + "it ends within test_batch.bin)"),
+        (
+            2 * (member(b"test_batch.bin", 3073) + bytes(7 * 512)),
+            HOSTILE + "it holds test_batch.bin twice)",
+        ),
+        (
+            member(b"batches.meta.txt", 2 << 20) + bytes(2 << 20),
+            "batches.meta.txt: has 2097152 bytes, but needs",
+        ),
+        (bytes(250 << 20), HOSTILE + "it unpacks to more than CIFAR-10 could)"),
+    ],
+    ids=lambda value: None if isinstance(value, bytes) else value[-30:],
+)
 def test_hostile_archives(tmp_path, raw, needle):
     one_sentence(cifar_error(tmp_path, gzip.compress(raw, 1, mtime=0)), needle)
 
@@ -161,7 +185,9 @@ def test_headers_of_gnu_tar_and_pax_are_skipped(tmp_path):
 
 def test_a_small_compressed_file_cannot_unpack_to_a_large_array(tmp_path):
     path = tmp_path / "bomb.gz"
-    path.write_bytes(gzip.compress(idx(np.zeros(0, np.uint8), shape=(65 << 20,)) + bytes(65 << 20), 9))
+    path.write_bytes(
+        gzip.compress(idx(np.zeros(0, np.uint8), shape=(65 << 20,)) + bytes(65 << 20), 9)
+    )
     with pytest.raises(ValueError) as error:
         datasets.read_idx(path)
     one_sentence(error, f"{path}: ", "but max_bytes=67108864; raise it if the file is trusted")

@@ -160,7 +160,10 @@ GOOD = idx(np.zeros((2, 3), np.uint8))
         (b"\0\0\x08\x21" + bytes(200), "has 33 dimensions, but at most 32 can be read"),
         (GOOD[:9], "ends within its header, at byte 9; download it again"),
         (GOOD[:-1], "its header promises uint8 (2, 3), 6 bytes, but 5 follow; download it again"),
-        (GOOD + b"x", "its header promises uint8 (2, 3), 6 bytes, but more follow; download it again"),
+        (
+            GOOD + b"x",
+            "its header promises uint8 (2, 3), 6 bytes, but more follow; download it again",
+        ),
         (gzip.compress(GOOD, mtime=0)[:-9], "not a whole gzip file (Compressed file ended"),
         (gzip.compress(GOOD, mtime=0)[:-8] + bytes(8), "not a whole gzip file (CRC check failed"),
         (
@@ -244,7 +247,11 @@ def replaced(tmp_path, number, array):
         (0, np.zeros((12, 9), np.uint8), "holds uint8 (12, 9), but images are uint8 [n, height,"),
         (2, np.zeros((6, 5, 4), np.int16), "holds int16 (6, 5, 4), but images are uint8"),
         (1, np.zeros(11, np.uint8), "holds uint8 (11,), but the 12 images of train-images-idx3-"),
-        (3, np.full(6, 10, np.uint8), "holds label 10, but the ten classes are 0 to 9; download it"),
+        (
+            3,
+            np.full(6, 10, np.uint8),
+            "holds label 10, but the ten classes are 0 to 9; download it",
+        ),
         (2, np.zeros((6, 4, 5), np.uint8), "holds images of (4, 5) pixels, but train-images-idx3"),
     ],
 )
@@ -255,10 +262,15 @@ def test_idx_set_errors(tmp_path, number, array, needle):
 def test_without_a_home_directory(monkeypatch):
     monkeypatch.delenv("FNET_DATA", raising=False)
     monkeypatch.setenv("HOME", "")
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)       # as where the user has no entry in /etc/passwd
+    monkeypatch.setattr(
+        "os.path.expanduser", lambda path: path
+    )  # as where the user has no entry in /etc/passwd
     with pytest.raises(FileNotFoundError) as error:
         datasets.load("mnist")
-    one_sentence(error, "mnist: this user has no home directory for ~/.cache/fnet; pass data_dir or set FNET_DATA")
+    one_sentence(
+        error,
+        "mnist: this user has no home directory for ~/.cache/fnet; pass data_dir or set FNET_DATA",
+    )
 
 
 # the real files, where they are

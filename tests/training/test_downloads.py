@@ -10,7 +10,14 @@ import threading
 
 import numpy as np
 import pytest
-from dataset_files import IDX_NAMES, cifar_archive, cifar_files, images_and_labels, one_sentence, write_idx_set
+from dataset_files import (
+    IDX_NAMES,
+    cifar_archive,
+    cifar_files,
+    images_and_labels,
+    one_sentence,
+    write_idx_set,
+)
 
 from fnet.training.data import _datasets as datasets
 
@@ -95,7 +102,9 @@ def test_download_of_an_archive(tmp_path, server, monkeypatch):
 
 def test_a_second_address_is_tried(tmp_path, small_mnist, monkeypatch):
     source = datasets._SOURCES["mnist"]
-    both = datasets._Source((f"{small_mnist.url}/gone", small_mnist.url), source.files, "0123456789")
+    both = datasets._Source(
+        (f"{small_mnist.url}/gone", small_mnist.url), source.files, "0123456789"
+    )
     monkeypatch.setitem(datasets._SOURCES, "mnist", both)
     assert len(datasets.load("mnist", tmp_path / "to").train_labels) == 12
     assert len(small_mnist.asked) == 8
@@ -113,7 +122,9 @@ def test_download_with_a_wrong_checksum(tmp_path, small_mnist, damage):
     gave = {"flipped": len(good), "longer": f"over {len(good)}", "shorter": len(good) - 1}[damage]
     error = downloading(tmp_path, small_mnist, kind=ValueError)
     one_sentence(error, f"{IDX_NAMES[1]} gave {gave} bytes with MD5 ")
-    one_sentence(error, f"{len(good)} bytes with MD5 {hashlib.md5(good).hexdigest()} were published")
+    one_sentence(
+        error, f"{len(good)} bytes with MD5 {hashlib.md5(good).hexdigest()} were published"
+    )
     assert [p.name for p in (tmp_path / "to" / "mnist").iterdir()] == [IDX_NAMES[0]]
 
 
@@ -155,7 +166,9 @@ def test_a_folder_that_cannot_be_made(tmp_path, small_mnist):
     (tmp_path / "to").write_text("a file")
     with pytest.raises(FileNotFoundError) as error:
         datasets.load("mnist", tmp_path / "to")
-    one_sentence(error, f"{tmp_path / 'to' / 'mnist'} cannot be created (", "choose another data_dir")
+    one_sentence(
+        error, f"{tmp_path / 'to' / 'mnist'} cannot be created (", "choose another data_dir"
+    )
 
 
 def test_published_sizes_are_plausible():

@@ -79,7 +79,9 @@ OPTIONS = {"every": 4, "log_every": 4, "save_every": 4, "config": {}}
 def whole(tmp_path_factory, evaluate):
     """A run of 24 steps that nothing disturbed."""
     workdir = tmp_path_factory.mktemp("whole")
-    state = tr.fit(step, start(), batches(), steps=24, workdir=workdir, evaluate=evaluate, **OPTIONS)
+    state = tr.fit(
+        step, start(), batches(), steps=24, workdir=workdir, evaluate=evaluate, **OPTIONS
+    )
     return workdir, state
 
 
@@ -98,13 +100,15 @@ def test_train_stop_resume_is_train_bit_for_bit(tmp_path, evaluate, whole):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_anywhere_it_saves_and_goes_on_bit_for_bit(tmp_path, evaluate, whole, number):
     def interrupting(i):
-        if i == 13:                                        # while a step runs, one to three before it
+        if i == 13:  # while a step runs, one to three before it
             os.kill(os.getpid(), number)
         return batches()(i)
 
     before = signal.getsignal(number)
     arguments = {"steps": 24, "workdir": tmp_path, "evaluate": evaluate, **OPTIONS}
-    with pytest.raises(tr.Interrupted, match=r"stopped at step 1[1-4] of 24 and saved it in .*the same"):
+    with pytest.raises(
+        tr.Interrupted, match=r"stopped at step 1[1-4] of 24 and saved it in .*the same"
+    ):
         tr.fit(step, start(), interrupting, **arguments)
     assert signal.getsignal(number) is before
     state = tr.fit(step, start(), batches(), **arguments)
@@ -125,9 +129,16 @@ def test_lines_after_the_last_checkpoint_are_written_once(tmp_path, evaluate, wh
 def test_a_finished_run_is_restored_and_not_trained(tmp_path, whole):
     workdir, state = whole
     called = []
-    again = tr.fit(step, start(), lambda i: called.append(i) or batches()(i), steps=24, workdir=workdir, config={})
+    again = tr.fit(
+        step,
+        start(),
+        lambda i: called.append(i) or batches()(i),
+        steps=24,
+        workdir=workdir,
+        config={},
+    )
     same_bits(again, state)
-    assert set(called) <= {0}                              # for its shapes
+    assert set(called) <= {0}  # for its shapes
 
 
 def test_without_jit_the_step_sees_values_and_gives_the_same_numbers():
@@ -158,7 +169,7 @@ def test_the_step_is_traced_once_and_the_given_state_survives():
 
     state = start()
     tr.fit(counted, state, batches(), steps=5)
-    assert len(traces) == 1                                # for the metrics' shapes, and to compile
+    assert len(traces) == 1  # for the metrics' shapes, and to compile
     assert np.isfinite(np.asarray(state.params["hidden"]["kernel"])).all()
 
 
@@ -193,10 +204,16 @@ def scripted(values):
 def test_early_stopping_counts_across_a_restart(tmp_path):
     values = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.5, 5: 2.5, 6: 2.5}
     rule = tr.EarlyStop(metric="v/loss", patience=3, mode="min")
-    arguments = {"workdir": tmp_path, "evaluate": scripted(values), "every": 1, "early_stop": rule, "config": {}}
+    arguments = {
+        "workdir": tmp_path,
+        "evaluate": scripted(values),
+        "every": 1,
+        "early_stop": rule,
+        "config": {},
+    }
     state = tr.fit(step, start(), batches(), steps=4, **arguments)
-    assert int(state.step) == 4                            # two evaluations without improvement
-    for _ in range(2):                                     # and having stopped, it stays stopped
+    assert int(state.step) == 4  # two evaluations without improvement
+    for _ in range(2):  # and having stopped, it stays stopped
         state = tr.fit(step, start(), batches(), steps=20, **arguments)
         assert int(state.step) == 5
     best = tr.Checkpoints(tmp_path / "checkpoints", best="v/loss", mode="min")
@@ -214,7 +231,10 @@ def test_divergence_is_an_error_and_never_a_checkpoint(tmp_path, bad):
             return state.replace(params=jax.tree.map(lambda p: p * broken, state.params)), {}
         return state, {"loss": metrics["loss"] * broken}
 
-    with pytest.raises(tr.Diverged, match=r"not finite at step 6 of 9 \(batch 5\); the checkpoint of step 4 is sound"):
+    with pytest.raises(
+        tr.Diverged,
+        match=r"not finite at step 6 of 9 \(batch 5\); the checkpoint of step 4 is sound",
+    ):
         tr.fit(breaking, start(), batches(), steps=9, workdir=tmp_path, save_every=2, log_every=2)
     kept = tr.Checkpoints(tmp_path / "checkpoints")
     assert kept.latest() == 4
@@ -230,7 +250,9 @@ def test_a_damaged_checkpoint_is_no_fresh_start(tmp_path):
     for folder in (tmp_path / "checkpoints").iterdir():
         if folder.name == "2":
             (folder / "manifest.json").write_text("{}")
-    with pytest.raises(tr.CheckpointError, match=r"no checkpoint here can be read: step 4 is damaged .*; step 2 is"):
+    with pytest.raises(
+        tr.CheckpointError, match=r"no checkpoint here can be read: step 4 is damaged .*; step 2 is"
+    ):
         tr.fit(step, start(), batches(), steps=8, workdir=tmp_path)
     with pytest.raises(tr.CheckpointError, match=r"set aside: 2\.damaged, 4\.damaged. To start"):
         tr.fit(step, start(), batches(), steps=8, workdir=tmp_path)
@@ -240,7 +262,13 @@ def test_a_damaged_checkpoint_is_no_fresh_start(tmp_path):
 def test_what_is_logged(tmp_path, evaluate, capsys):
     progress = tr.Progress(bar=False)
     tr.fit(
-        step, start(), batches(), steps=4, workdir=tmp_path, evaluate=evaluate, log_every=2,
+        step,
+        start(),
+        batches(),
+        steps=4,
+        workdir=tmp_path,
+        evaluate=evaluate,
+        log_every=2,
         progress=progress,
     )
     out = capsys.readouterr().out
@@ -260,10 +288,13 @@ def events(file):
     raw, found = file.read_bytes(), []
     while raw:
         size = int.from_bytes(raw[:8], "little")
-        data, sums = raw[12:12 + size], (raw[8:12], raw[12 + size:16 + size])
-        assert [int.from_bytes(one, "little") for one in sums] == [masked_crc32c(raw[:8]), masked_crc32c(data)]
+        data, sums = raw[12 : 12 + size], (raw[8:12], raw[12 + size : 16 + size])
+        assert [int.from_bytes(one, "little") for one in sums] == [
+            masked_crc32c(raw[:8]),
+            masked_crc32c(data),
+        ]
         found.append(Event.FromString(data))
-        raw = raw[16 + size:]
+        raw = raw[16 + size :]
     return found
 
 
@@ -272,13 +303,20 @@ def test_what_tensorboard_is_shown(tmp_path):
     logger.write(6, {"train/loss": 0.5, "test/top 5": 0.25, "test/confusion": np.zeros((2, 2))})
     logger.close()
     first, restart, row = events(next((tmp_path / "tensorboard").iterdir()))
-    assert first.file_version == "brain.Event:2" and (restart.step, restart.session_log.status) == (5, 1)
+    assert first.file_version == "brain.Event:2" and (restart.step, restart.session_log.status) == (
+        5,
+        1,
+    )
     assert row.step == 6 and [(v.tag, v.simple_value) for v in row.summary.value] == [
-        ("train/loss", 0.5), ("test/top_5", 0.25)]
+        ("train/loss", 0.5),
+        ("test/top_5", 0.25),
+    ]
 
 
 def test_a_bar_on_a_terminal(capsys):
-    tr.fit(step, start(), batches(), steps=4, log_every=2, progress=tr.Progress(bar=True, refresh=1e9))
+    tr.fit(
+        step, start(), batches(), steps=4, log_every=2, progress=tr.Progress(bar=True, refresh=1e9)
+    )
     out = capsys.readouterr().out
     assert "step 2/4" in out and "accuracy" in out
 
@@ -292,7 +330,10 @@ def test_a_bar_on_a_terminal(capsys):
         ({"steps": 1e14}, "steps=100000000000000.0: expected a number of steps, an integer"),
         ({"steps": True}, "steps=True: expected a number of steps, an integer"),
         ({"log_every": 0}, "log_every=0: expected a number of steps"),
-        ({"best": "dev/accuracy"}, r"'dev/accuracy' is the monitored metric, but evaluate= has \[\]"),
+        (
+            {"best": "dev/accuracy"},
+            r"'dev/accuracy' is the monitored metric, but evaluate= has \[\]",
+        ),
     ],
 )
 def test_wrong_arguments(options, text):
@@ -300,12 +341,23 @@ def test_wrong_arguments(options, text):
         tr.fit(step, start(), batches(), **({"steps": 2} | options))
 
 
-@pytest.mark.parametrize(("arguments", "text"), [
-    ((start, lambda: step, batches), r"^fit\(step, state, batches\): step is a function; got a TrainState$"),
-    ((lambda: step, start, lambda: [1, 2]), r"^fit\(step, state, batches\): batches is a function; got a list$"),
-    ((lambda: step, dict, batches),
-     "^fit: a state has an integer array `step`, as a TrainState has; got a dict without one$"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            (start, lambda: step, batches),
+            r"^fit\(step, state, batches\): step is a function; got a TrainState$",
+        ),
+        (
+            (lambda: step, start, lambda: [1, 2]),
+            r"^fit\(step, state, batches\): batches is a function; got a list$",
+        ),
+        (
+            (lambda: step, dict, batches),
+            "^fit: a state has an integer array `step`, as a TrainState has; got a dict without one$",
+        ),
+    ],
+)
 def test_arguments_of_other_kinds(arguments, text):
     with pytest.raises(TypeError, match=text):
         tr.fit(*(make() for make in arguments), steps=2)
@@ -313,7 +365,9 @@ def test_arguments_of_other_kinds(arguments, text):
 
 def test_a_watched_metric_that_is_not_measured(evaluate):
     rule = tr.EarlyStop(metric="test/loss", patience=1)
-    with pytest.raises(ValueError, match=r"'test/loss' is the monitored metric, but .* return \['test/accuracy'\]"):
+    with pytest.raises(
+        ValueError, match=r"'test/loss' is the monitored metric, but .* return \['test/accuracy'\]"
+    ):
         tr.fit(step, start(), batches(), steps=2, evaluate=evaluate, early_stop=rule)
 
 
@@ -335,8 +389,12 @@ def test_interrupted_without_a_workdir():
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_metrics_that_cannot_be_written_name_their_file(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    logger = tr.Logger.__new__(tr.Logger)                  # opening it would read what is there, which never ends
-    logger.workdir, logger._tensorboard, logger._file = tmp_path, False, (tmp_path / "metrics.jsonl").open("ab", 0)
+    logger = tr.Logger.__new__(tr.Logger)  # opening it would read what is there, which never ends
+    logger.workdir, logger._tensorboard, logger._file = (
+        tmp_path,
+        False,
+        (tmp_path / "metrics.jsonl").open("ab", 0),
+    )
     with pytest.raises(OSError, match=r"No space left on device: '.*metrics.jsonl'"):
         logger.write(1, {"loss": 1.0})
     logger._file.close()

@@ -1,5 +1,4 @@
-"""fit(plan=): a run on eight devices has the numbers of one, resumes with the same bits, and goes on under other plans.
-"""
+"""fit(plan=): a run on eight devices has the numbers of one, resumes with the same bits, and goes on under other plans."""
 
 import re
 
@@ -19,7 +18,7 @@ SHAPES = {name: np.zeros((8, *array.shape[1:]), array.dtype) for name, array in 
 OPTIONS = {"every": 6, "log_every": 4, "save_every": 3, "tensorboard": False, "config": {}}
 
 
-pytestmark = pytest.mark.usefixtures("quickly")    # programs run a few times
+pytestmark = pytest.mark.usefixtures("quickly")  # programs run a few times
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,9 @@ def options():
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, options, plan):
     workdir = tmp_path_factory.mktemp("whole")
-    return workdir, tr.fit(step, start(), batches(), steps=12, workdir=workdir, plan=plan, **options)
+    return workdir, tr.fit(
+        step, start(), batches(), steps=12, workdir=workdir, plan=plan, **options
+    )
 
 
 @pytest.mark.exhaustive
@@ -60,18 +61,30 @@ def test_the_same_bits_after_a_death(tmp_path, options, plan, whole, death):
         return batches()(i)
 
     with pytest.raises(Died):
-        tr.fit(step, plan.init(jax.random.key(0)), feed, steps=12, workdir=tmp_path, plan=plan, **options)
+        tr.fit(
+            step,
+            plan.init(jax.random.key(0)),
+            feed,
+            steps=12,
+            workdir=tmp_path,
+            plan=plan,
+            **options,
+        )
     tr.fit(step, start(), batches(), steps=12, workdir=tmp_path, plan=plan, **options)
     same_run(tmp_path, whole[0])
 
 
 def test_it_goes_on_under_another_plan_and_says_so(tmp_path, options, plan, whole):
-    other = parallel.plan(step, lambda key: start(), SHAPES, strategy="data", devices=jax.devices()[:4])
+    other = parallel.plan(
+        step, lambda key: start(), SHAPES, strategy="data", devices=jax.devices()[:4]
+    )
     tr.fit(step, start(), batches(), steps=6, workdir=tmp_path, plan=plan, **options)
     said = r"the number of devices was 8, is 4; the plan was fsdp over data=8, is data over data=4; from this step on"
     with pytest.warns(tr.ResumeWarning, match=said):
         tr.fit(step, start(), batches(), steps=9, workdir=tmp_path, plan=other, **options)
-    with pytest.warns(tr.ResumeWarning, match="the plan was data over data=4, is none; from this step on"):
+    with pytest.warns(
+        tr.ResumeWarning, match="the plan was data over data=4, is none; from this step on"
+    ):
         state = tr.fit(step, start(), batches(), steps=12, workdir=tmp_path, **options)
     close(state.params, whole[1].params)
     assert len(state.params["hidden"].devices()) == 1
@@ -105,14 +118,16 @@ def test_it_is_compiled_once(plan):
     from jax import monitoring
 
     compiled = []
-    listen = lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None
+    listen = lambda event, seconds, **_: (
+        compiled.append(event) if "backend_compile" in event else None
+    )
 
     def count(steps):
         compiled.clear()
         tr.fit(step, start(), batches(), steps=steps, plan=plan, log_every=1, tune=False)
         return len(compiled)
 
-    count(2)      # what is compiled once for all
+    count(2)  # what is compiled once for all
     monitoring.register_event_duration_secs_listener(listen)
     try:
         assert count(2) == count(7) >= 1
@@ -126,8 +141,19 @@ def test_steps_that_are_not_finite(tmp_path, plan, nonfinite):
         batch = batches()(i)
         return batch | {"x": batch["x"] * np.float32(np.nan)} if i == 5 else batch
 
-    ends = [tr.fit(step, start(), broken, steps=9, workdir=tmp_path / name, nonfinite=nonfinite, plan=where, **OPTIONS)
-            for name, where in (("one", None), ("eight", plan))]
+    ends = [
+        tr.fit(
+            step,
+            start(),
+            broken,
+            steps=9,
+            workdir=tmp_path / name,
+            nonfinite=nonfinite,
+            plan=where,
+            **OPTIONS,
+        )
+        for name, where in (("one", None), ("eight", plan))
+    ]
     close(ends[1].params, ends[0].params)
     assert int(ends[1].step) == 9
 
@@ -145,10 +171,13 @@ def test_short_batches_are_filled_up():
     tx = optax.sgd(0.1)
     begin = lambda key=None: tr.TrainState.create({"w": jnp.ones(4)}, tx)
     shapes = {"x": SHAPES["x"], "weight": np.zeros(8, np.float32)}
-    ragged = lambda i: {"x": DATA["x"][:8 if i % 2 else 5]}
+    ragged = lambda i: {"x": DATA["x"][: 8 if i % 2 else 5]}
     full = lambda i: ragged(i) | {"weight": np.ones(len(ragged(i)["x"]), np.float32)}
     plan = parallel.plan(weighted, begin, shapes, strategy="data")
-    close(tr.fit(weighted, begin(), ragged, steps=4, plan=plan).params, tr.fit(weighted, begin(), full, steps=4).params)
+    close(
+        tr.fit(weighted, begin(), ragged, steps=4, plan=plan).params,
+        tr.fit(weighted, begin(), full, steps=4).params,
+    )
 
 
 @pytest.mark.exhaustive
@@ -161,7 +190,9 @@ def test_debug_names_the_layer(tmp_path, plan):
         with jax.named_scope("squares"):
             return step(state, batch | {"x": jnp.square(batch["x"])})
 
-    place = parallel.plan(squares, lambda key: start(), SHAPES, strategy="fsdp", devices=jax.devices()[:2])
+    place = parallel.plan(
+        squares, lambda key: start(), SHAPES, strategy="fsdp", devices=jax.devices()[:2]
+    )
     with pytest.raises(tr.Diverged, match=r"not finite at step 3 of 5 .*'square' .* in 'squares'"):
         tr.fit(squares, start(), broken, steps=5, plan=place, debug=True)
 
@@ -176,10 +207,17 @@ class Elsewhere:
 
 
 def test_errors(plan):
-    with pytest.raises(ValueError, match=r"fit: this plan is for 8 x .* that are not here; plan for devices='loca"):
+    with pytest.raises(
+        ValueError, match=r"fit: this plan is for 8 x .* that are not here; plan for devices='loca"
+    ):
         Spread(Elsewhere(plan))
     other = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
-    with pytest.raises(ValueError, match="fit: the plan is for a state of another structure: plan with the init that"):
+    with pytest.raises(
+        ValueError,
+        match="fit: the plan is for a state of another structure: plan with the init that",
+    ):
         tr.fit(step, other, batches(), steps=2, plan=plan)
-    with pytest.raises(ValueError, match=re.escape("feed: batch['x'] of shape (16, 4) has 16 rows")):
+    with pytest.raises(
+        ValueError, match=re.escape("feed: batch['x'] of shape (16, 4) has 16 rows")
+    ):
         tr.fit(step, start(), tr.Batches(DATA, batch_size=16), steps=2, plan=plan)

@@ -19,7 +19,9 @@ TX = optax.sgd(0.1)
 
 def step(state, batch):
     seen = state.params["seen"] * 1.01 + batch["x"].sum().astype(jnp.float32)
-    return state.replace(step=state.step + 1, params={"seen": seen}), {"x": batch["x"].sum().astype(jnp.float32)}
+    return state.replace(step=state.step + 1, params={"seen": seen}), {
+        "x": batch["x"].sum().astype(jnp.float32)
+    }
 
 
 def start():
@@ -110,13 +112,21 @@ def test_resumed_is_unbroken_bit_for_bit(tmp_path, name):
     options = {"steps": 15, "log_every": 1, "config": {}, "tensorboard": False, "save_every": 3}
     whole = tr.fit(step, start(), tr.from_iterator(make()), workdir=tmp_path / "whole", **options)
     out = io.StringIO()
-    for stop in (2, 5, 6, 10, 15):                         # inside an epoch, at its end, after it
+    for stop in (2, 5, 6, 10, 15):  # inside an epoch, at its end, after it
         batches = tr.from_iterator(make())
         assert batches.resume == guarantee
-        state = tr.fit(step, start(), batches, workdir=tmp_path / "parts", **options | {"steps": stop},
-                       progress=tr.Progress(out, bar=False))
+        state = tr.fit(
+            step,
+            start(),
+            batches,
+            workdir=tmp_path / "parts",
+            **options | {"steps": stop},
+            progress=tr.Progress(out, bar=False),
+        )
     np.testing.assert_array_equal(state.params["seen"], whole.params["seen"])
-    rows = [[row["train/x"] for row in tr.read_metrics(tmp_path / part)] for part in ("whole", "parts")]
+    rows = [
+        [row["train/x"] for row in tr.read_metrics(tmp_path / part)] for part in ("whole", "parts")
+    ]
     assert rows[0] == rows[1] == [float(batch["x"].sum()) for batch in SEQUENCE]
     assert out.getvalue().count(f"resume guarantee of the data: {guarantee} (a resumed run ") == 5
 
@@ -149,6 +159,7 @@ def test_a_stateful_source_does_not_read_the_epoch_again():
 
 def test_a_state_without_the_shuffle_buffer_is_not_exact():
     """Hugging Face's states leave it out; with real data sets in test_hugging_face."""
+
     class BufferShuffledExamplesIterable:
         pass
 
@@ -179,12 +190,18 @@ def test_a_source_that_cannot_be_repeated_warns_at_a_resume(tmp_path):
     source = lambda: ({"x": np.array([next(count)])} for _ in range(4))
     options = {"workdir": tmp_path, "config": {}, "tensorboard": False}
     tr.fit(step, start(), tr.from_iterator(source, resume="none"), steps=3, **options)
-    with pytest.warns(tr.ResumeWarning, match=r"from its beginning at step 3, not from the position .*: resume='none'"):
+    with pytest.warns(
+        tr.ResumeWarning,
+        match=r"from its beginning at step 3, not from the position .*: resume='none'",
+    ):
         state = tr.fit(step, start(), tr.from_iterator(source, resume="none"), steps=5, **options)
     assert int(state.step) == 5
     loader = tr.from_iterator(Loader(None))
-    assert loader.resume == "none" and "pass a function of the epoch, lambda epoch: DataLoader(" in loader.why
-    assert tr.from_iterator(Loader(object())).resume == "none"                # its generator goes on
+    assert (
+        loader.resume == "none"
+        and "pass a function of the epoch, lambda epoch: DataLoader(" in loader.why
+    )
+    assert tr.from_iterator(Loader(object())).resume == "none"  # its generator goes on
     assert tr.from_iterator(lambda: Loader(object())).resume == "epoch"
     fixed = Loader(None)
     del fixed.generator
@@ -196,15 +213,29 @@ def test_each_process_goes_on_where_it_was(tmp_path):
     """Two processes with epochs of five and three batches: the guarantee "exact" is that of each."""
     script = pathlib.Path(__file__).with_name("reading.py")
     for me, came in enumerate(processes(script, 2, str(tmp_path))):
-        assert came["same"] and came["read"] in (5, 6), (me, came)     # one to look at, five to use: nothing again
+        assert came["same"] and came["read"] in (5, 6), (
+            me,
+            came,
+        )  # one to look at, five to use: nothing again
 
 
 def test_another_number_of_processes_is_reported():
-    saved = {"processes": [{"epoch": 1, "first": 5, "state": "{}"}, {"epoch": 2, "first": 6, "state": "{}"}]}
-    with pytest.warns(tr.ResumeWarning, match="the data was read by 2 processes and is now read by 1: each one reads "
-                                              "its epoch from the start up to step 7, and the batches differ"):
+    saved = {
+        "processes": [
+            {"epoch": 1, "first": 5, "state": "{}"},
+            {"epoch": 2, "first": 6, "state": "{}"},
+        ]
+    }
+    with pytest.warns(
+        tr.ResumeWarning,
+        match="the data was read by 2 processes and is now read by 1: each one reads "
+        "its epoch from the start up to step 7, and the batches differ",
+    ):
         assert _positions.own(saved, 7) == {"epoch": 1, "first": 5, "state": None}
-    assert _positions.own(saved["processes"][0], 7) == saved["processes"][0] and _positions.own(None, 7) is None
+    assert (
+        _positions.own(saved["processes"][0], 7) == saved["processes"][0]
+        and _positions.own(None, 7) is None
+    )
 
 
 def test_a_state_that_json_cannot_hold_reads_the_epoch_again():
@@ -223,7 +254,11 @@ def test_examples_become_batches():
     same = tr.Batches((np.stack([x for x, _ in examples]), np.arange(7)), 4, seed=3)
     for i in (5, 0):
         jax.tree.map(np.testing.assert_array_equal, exact(i), same(i))
-    assert exact.resume == "exact" and exact.steps(2) == same.steps(2) and exact.identity() == same.identity()
+    assert (
+        exact.resume == "exact"
+        and exact.steps(2) == same.steps(2)
+        and exact.identity() == same.identity()
+    )
     grouped = tr.from_iterator(lambda: iter(examples), batch_size=4)
     assert [grouped(i)[1].tolist() for i in range(3)] == [[0, 1, 2, 3], [4, 5, 6], [0, 1, 2, 3]]
 
@@ -249,41 +284,83 @@ class Tensor:
 
 
 def test_tensors_become_arrays():
-    batch = {"x": Tensor([1.5]), "h": Tensor([2.5], "torch.bfloat16"), "l": [Tensor(1), Tensor(2)], "j": jnp.ones(2)}
+    batch = {
+        "x": Tensor([1.5]),
+        "h": Tensor([2.5], "torch.bfloat16"),
+        "l": [Tensor(1), Tensor(2)],
+        "j": jnp.ones(2),
+    }
     got = tr.from_iterator([batch])(0)
-    assert got["h"].dtype == jnp.bfloat16 and got["h"].tolist() == [2.5] and isinstance(got["x"], np.ndarray)
+    assert (
+        got["h"].dtype == jnp.bfloat16
+        and got["h"].tolist() == [2.5]
+        and isinstance(got["x"], np.ndarray)
+    )
     assert got["l"].tolist() == [1, 2] and isinstance(got["j"], jax.Array)
 
 
 X = {"x": np.ones(2)}
 
 
-@pytest.mark.parametrize(("make", "error", "text"), [
-    (lambda: iter([X]), TypeError, "got a list_iterator, which can be iterated once. Pass the function that"),
-    (lambda: (X for _ in range(2)), TypeError, "got a generator, which can be iterated once"),
-    (lambda: X, TypeError, "expected an iterable of batches, got a dict: use Batches for arrays"),
-    (lambda: 5, TypeError, "expected an iterable of batches, or a function that returns one, got a int"),
-    (lambda: lambda: 5, TypeError, "the function must return an iterable of batches, got a int"),
-    (lambda: [], ValueError, "the source is empty"),
-    (lambda: lambda: [], ValueError, "epoch 0 has no batches$"),
-    (lambda: (lambda one: lambda: one)(iter([X])), ValueError,
-     "epoch 1 has no batches: the function must return a new iterable at each call"),
-    (lambda: [X, {"y": np.ones(2)}], ValueError,
-     r"batch 1 has the arrays \['y'\], and the batches before it have \['x'\]: all batches must have one structure"),
-    (lambda: [{}], ValueError, "batch 0 has no arrays"),
-    (lambda: [{"t": ["a", "b"]}], TypeError, "batch 0: 't' holds text or objects"),
-    (lambda: [{"t": [[1], [1, 2]]}], TypeError, "lists of different lengths: pad them to one length"),
-], ids=range(12))
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (
+            lambda: iter([X]),
+            TypeError,
+            "got a list_iterator, which can be iterated once. Pass the function that",
+        ),
+        (lambda: (X for _ in range(2)), TypeError, "got a generator, which can be iterated once"),
+        (
+            lambda: X,
+            TypeError,
+            "expected an iterable of batches, got a dict: use Batches for arrays",
+        ),
+        (
+            lambda: 5,
+            TypeError,
+            "expected an iterable of batches, or a function that returns one, got a int",
+        ),
+        (
+            lambda: lambda: 5,
+            TypeError,
+            "the function must return an iterable of batches, got a int",
+        ),
+        (lambda: [], ValueError, "the source is empty"),
+        (lambda: lambda: [], ValueError, "epoch 0 has no batches$"),
+        (
+            lambda: (lambda one: lambda: one)(iter([X])),
+            ValueError,
+            "epoch 1 has no batches: the function must return a new iterable at each call",
+        ),
+        (
+            lambda: [X, {"y": np.ones(2)}],
+            ValueError,
+            r"batch 1 has the arrays \['y'\], and the batches before it have \['x'\]: all batches must have one structure",
+        ),
+        (lambda: [{}], ValueError, "batch 0 has no arrays"),
+        (lambda: [{"t": ["a", "b"]}], TypeError, "batch 0: 't' holds text or objects"),
+        (
+            lambda: [{"t": [[1], [1, 2]]}],
+            TypeError,
+            "lists of different lengths: pad them to one length",
+        ),
+    ],
+    ids=range(12),
+)
 def test_sources_that_are_none(make, error, text):
     with pytest.raises(error, match=text):
         batches = tr.from_iterator(make())
         batches(0), batches(1)
 
 
-@pytest.mark.parametrize(("options", "text"), [
-    ({"resume": "exact"}, "resume='exact': expected 'epoch', 'none' or None"),
-    ({"batch_size": 0}, "batch_size=0: a batch needs at least one example"),
-])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"resume": "exact"}, "resume='exact': expected 'epoch', 'none' or None"),
+        ({"batch_size": 0}, "batch_size=0: a batch needs at least one example"),
+    ],
+)
 def test_wrong_options(options, text):
     with pytest.raises(ValueError, match=text):
         tr.from_iterator([X], **options)
@@ -317,8 +394,9 @@ def test_torch():
     assert tr.from_iterator(DataLoader(data, batch_size=4, shuffle=True)).resume == "none"
     x, y = resumes(lambda: [DataLoader(data, batch_size=4)], "epoch")[0]
     assert x.tolist() == [0, 1, 2, 3] and y.dtype == np.int64
-    shuffled = lambda epoch: DataLoader(data, batch_size=4, shuffle=True,
-                                        generator=torch.Generator().manual_seed(epoch))
+    shuffled = lambda epoch: DataLoader(
+        data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(epoch)
+    )
     batches = resumes(lambda: [shuffled], "epoch")
     assert not np.array_equal(batches[0][0], batches[3][0])
     assert tr.from_iterator(data, batch_size=4)(0)[0].shape == (4,)
@@ -331,13 +409,18 @@ def test_hugging_face():
 
     table = datasets.table.InMemoryTable(pyarrow.table({"x": list(range(10)), "t": ["a"] * 10}))
     data = datasets.Dataset(table, fingerprint="none").select_columns(["x"])
-    with pytest.raises(ValueError, match="the items of this data set are examples: pass batch_size="):
+    with pytest.raises(
+        ValueError, match="the items of this data set are examples: pass batch_size="
+    ):
         tr.from_iterator(data)
     exact = tr.from_iterator(data, batch_size=4)
-    assert exact.resume == "exact" and sorted(np.concatenate([exact(0)["x"], exact(1)["x"], exact(2)["x"][:2]])) == [
-        *range(10)]
+    assert exact.resume == "exact" and sorted(
+        np.concatenate([exact(0)["x"], exact(1)["x"], exact(2)["x"][:2]])
+    ) == [*range(10)]
     plain = lambda: tr.from_iterator(data.to_iterable_dataset(), batch_size=4)
-    buffered = lambda: tr.from_iterator(data.to_iterable_dataset().shuffle(seed=0, buffer_size=6), batch_size=4)
+    buffered = lambda: tr.from_iterator(
+        data.to_iterable_dataset().shuffle(seed=0, buffer_size=6), batch_size=4
+    )
     for stream, guarantee in ((plain, "exact"), (buffered, "epoch")):
         whole = stream()
         batches = [whole(i) for i in range(9)]

@@ -33,9 +33,12 @@ def test_batches_of_a_mapped_file(mapped):
     for step in range(8):
         batch = batches(step)
         if step == 3:
-            assert batch["image"][:, 5].tolist() == list(range(1, 17)) and (batch["index"] == where).all()
+            assert (
+                batch["image"][:, 5].tolist() == list(range(1, 17))
+                and (batch["index"] == where).all()
+            )
     assert type(batch["image"]) is np.ndarray and batch["image"].shape == (16, 1 << 16)
-    assert resident() - before < 64 << 20    # a batch is 1 MiB, an epoch's order 8
+    assert resident() - before < 64 << 20  # a batch is 1 MiB, an epoch's order 8
 
 
 def test_the_loop_reads_a_mapped_file(mapped):
@@ -53,8 +56,10 @@ def test_the_loop_reads_a_mapped_file(mapped):
     assert state.params["w"] == 255
 
 
-@pytest.mark.skipif(importlib.util.find_spec("grain") is None,
-                    reason="Grain is not installed: pip install 'fnet[grain]'")
+@pytest.mark.skipif(
+    importlib.util.find_spec("grain") is None,
+    reason="Grain is not installed: pip install 'fnet[grain]'",
+)
 def test_grain_is_a_function_of_the_step():
     import grain
 
@@ -66,4 +71,4 @@ def test_grain_is_a_function_of_the_step():
 
     state = tr.TrainState.create({"w": jnp.zeros(())}, tx)
     state = tr.fit(step, state, dataset.__getitem__, steps=25)
-    assert state.params["w"] == 2 * sum(range(100))    # two epochs
+    assert state.params["w"] == 2 * sum(range(100))  # two epochs

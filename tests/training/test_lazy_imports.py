@@ -8,7 +8,9 @@ import pytest
 
 def loaded(program, *names):
     program += f"\nimport sys; print([name for name in {names!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 

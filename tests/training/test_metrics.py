@@ -38,20 +38,32 @@ def test_confusion_counts():
     np.testing.assert_array_equal(counts, [[1, 0, 0], [0, 0, 1], [0, 0, 2]])
 
 
-LABELS = {"int32": np.int32, "int8": np.int8, "uint8": np.uint8, "int64": np.int64, "bool": np.bool_}
+LABELS = {
+    "int32": np.int32,
+    "int8": np.int8,
+    "uint8": np.uint8,
+    "int64": np.int64,
+    "bool": np.bool_,
+}
 
 
 @pytest.mark.parametrize("kind", LABELS)
 @pytest.mark.parametrize("shape", [(60,), (3, 4, 5), (0,)])
 def test_confusion_of_labels_outside_the_classes(kind, shape):
     """As scikit-learn's confusion_matrix(labels=range(classes)): such pairs do not count."""
-    draw = lambda: RNG.integers(-3, 300, shape) if kind not in ("int8", "bool") else RNG.integers(-3, 5, shape)
-    label, prediction = (np.where(RNG.random(shape) < 0.7, RNG.integers(0, 4, shape), draw()).astype(LABELS[kind])
-                         for _ in range(2))
+    draw = lambda: (
+        RNG.integers(-3, 300, shape) if kind not in ("int8", "bool") else RNG.integers(-3, 5, shape)
+    )
+    label, prediction = (
+        np.where(RNG.random(shape) < 0.7, RNG.integers(0, 4, shape), draw()).astype(LABELS[kind])
+        for _ in range(2)
+    )
     weight = RNG.integers(0, 3, shape).astype(np.float32)
     for classes, w in ((4, None), (2, weight), (260, weight)):
         want = np.zeros((classes, classes))
-        for a, b, n in zip(label.ravel().tolist(), prediction.ravel().tolist(), weight.ravel().tolist()):
+        for a, b, n in zip(
+            label.ravel().tolist(), prediction.ravel().tolist(), weight.ravel().tolist()
+        ):
             if 0 <= a < classes and 0 <= b < classes:
                 want[int(a), int(b)] += 1 if w is None else n
         got = tr.confusion(label, prediction, classes, w).total
@@ -64,13 +76,21 @@ def test_confusion_ignores_the_weight_of_a_pair_that_does_not_count():
     assert counts.tolist() == [[1.0]]
 
 
-@pytest.mark.parametrize(("arguments", "error", "text"), [
-    (([0.0], [0], 2), TypeError, "expected label to be integers, the indices of classes, got float32"),
-    (([0], [np.nan], 2), TypeError, "expected prediction to be integers"),
-    (([0, 1], [0], 2), ValueError, r"of one shape, got \(2,\), \(1,\) and \(2,\)"),
-    (([0], [0], 2, [[1]]), ValueError, r"of one shape, got \(1,\), \(1,\) and \(1, 1\)"),
-    (([0], [0], 0), ValueError, r"confusion\(classes=0\): expected at least one class"),
-], ids=range(5))
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (
+            ([0.0], [0], 2),
+            TypeError,
+            "expected label to be integers, the indices of classes, got float32",
+        ),
+        (([0], [np.nan], 2), TypeError, "expected prediction to be integers"),
+        (([0, 1], [0], 2), ValueError, r"of one shape, got \(2,\), \(1,\) and \(2,\)"),
+        (([0], [0], 2, [[1]]), ValueError, r"of one shape, got \(1,\), \(1,\) and \(1, 1\)"),
+        (([0], [0], 0), ValueError, r"confusion\(classes=0\): expected at least one class"),
+    ],
+    ids=range(5),
+)
 def test_confusion_refuses(arguments, error, text):
     with pytest.raises(error, match=text):
         tr.confusion(*(jnp.asarray(each) if isinstance(each, list) else each for each in arguments))
@@ -85,10 +105,14 @@ def test_one_call_counts_beyond_float32():
 
 def test_an_evaluation_counts_beyond_float32():
     """Each batch counts 2^22 + 1, a float32; the sum of eight of them is none."""
+
     def measure(state, batch):
         many = batch["x"] * batch["weight"] * (2**22 + 1)
-        return {"total": tr.Total(many.sum()), "mean": tr.Mean(many.sum(), many.sum() + 1),
-                "whole": tr.Total(many.sum().astype(jnp.int32))}
+        return {
+            "total": tr.Total(many.sum()),
+            "mean": tr.Mean(many.sum(), many.sum() + 1),
+            "whole": tr.Total(many.sum().astype(jnp.int32)),
+        }
 
     out = tr.evaluator(measure, {"x": np.ones(9, np.float32)}, batch_size=1)(0)
     assert out["total"] == out["whole"] == 9 * (2**22 + 1)
@@ -99,8 +123,14 @@ def test_totals_of_small_dtypes_do_not_wrap():
     full = tr.Total(jnp.full(2, 200, jnp.uint8))
     assert (full + full).total.tolist() == [400, 400]
     assert _metrics.as_metrics({"n": full})["n"].total.dtype == jnp.int32
-    assert tr.evaluator(lambda state, batch: {"n": tr.Total(batch[0].sum(dtype=jnp.uint8))},
-                        (np.full(4, 100, np.uint8),), 2)(0)["n"] == 400
+    assert (
+        tr.evaluator(
+            lambda state, batch: {"n": tr.Total(batch[0].sum(dtype=jnp.uint8))},
+            (np.full(4, 100, np.uint8),),
+            2,
+        )(0)["n"]
+        == 400
+    )
     assert float(tr.mean(jnp.full(100, 200, jnp.uint8)).result()) == 200
     assert float(tr.mean(jnp.full(100, -100, jnp.int8)).result()) == -100
 
@@ -123,7 +153,7 @@ def test_evaluator_is_exact_and_compiles_once(length, size):
         assert out["mean"] == pytest.approx(scale * data["x"][:, 0].mean(), rel=1e-5)
         np.testing.assert_array_equal(np.diag(out["table"]), np.bincount(data["y"], minlength=3))
     assert set(traces) == {(min(size, length), 2)}
-    assert len(traces) <= 3                                # shapes of the metrics twice, one compile
+    assert len(traces) <= 3  # shapes of the metrics twice, one compile
 
 
 def test_evaluator_refuses_what_padding_would_spoil():

@@ -31,8 +31,13 @@ _logs.Logger.write = killing
 def table(folder):
     """Writes iris.csv."""
     iris = sklearn.load_iris()
-    rows = [",".join([*map(str, row), iris.target_names[kind]]) for row, kind in zip(iris.data, iris.target)]
-    (folder / "iris.csv").write_text("\n".join(["sepal length,sepal width,petal length,petal width,species", *rows]))
+    rows = [
+        ",".join([*map(str, row), iris.target_names[kind]])
+        for row, kind in zip(iris.data, iris.target)
+    ]
+    (folder / "iris.csv").write_text(
+        "\n".join(["sepal length,sepal width,petal length,petal width,species", *rows])
+    )
 
 
 def test_it_has_at_most_thirty_lines():
@@ -47,7 +52,9 @@ def test_it_learns_and_survives_a_kill(tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(folder)
         if name == "parts":
             path = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-            killed = subprocess.run([sys.executable, "-c", path + KILLED + PROGRAM], capture_output=True, timeout=300)
+            killed = subprocess.run(
+                [sys.executable, "-c", path + KILLED + PROGRAM], capture_output=True, timeout=300
+            )
             assert killed.returncode == -9, killed.stderr.decode()
         exec(PROGRAM, {})
         shown[name] = capsys.readouterr().out.splitlines()
@@ -59,6 +66,11 @@ def test_it_learns_and_survives_a_kill(tmp_path, monkeypatch, capsys):
         assert a.step == b.step
         jax.tree.map(np.testing.assert_array_equal, a.params, b.params)
     assert b.metrics["validation/accuracy"] >= 0.9 and list((runs[0] / "tensorboard").iterdir())
-    rows = [[{k: v for k, v in row.items() if not k.startswith("time/")} for row in tr.read_metrics(run)]
-            for run in runs]
+    rows = [
+        [
+            {k: v for k, v in row.items() if not k.startswith("time/")}
+            for row in tr.read_metrics(run)
+        ]
+        for run in runs
+    ]
     assert rows[0] == rows[1]

@@ -19,7 +19,11 @@ PARAMS = {
 @pytest.mark.parametrize("name", tr.OPTIMIZERS)
 def test_every_optimizer_goes_downhill_under_strict_promotion(name):
     tx = tr.optimizer(
-        name, tr.schedule("cosine", 0.05, 10), weight_decay=0.0 if name == "adam" else 1e-4, clip=1.0, axes=AXES
+        name,
+        tr.schedule("cosine", 0.05, 10),
+        weight_decay=0.0 if name == "adam" else 1e-4,
+        clip=1.0,
+        axes=AXES,
     )
     loss = lambda p: sum(jnp.sum(x**2) for x in jax.tree.leaves(p))
     state = tr.TrainState.create(PARAMS, tx)
@@ -30,7 +34,9 @@ def test_every_optimizer_goes_downhill_under_strict_promotion(name):
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adamw", "nadamw", "lion", "lamb", "lars", "adafactor"])
+@pytest.mark.parametrize(
+    "name", ["sgd", "momentum", "adamw", "nadamw", "lion", "lamb", "lars", "adafactor"]
+)
 def test_weight_decay_spares_biases_and_norm_scales(name):
     zero = jax.tree.map(jnp.zeros_like, PARAMS)
     moved = {}
@@ -40,7 +46,7 @@ def test_weight_decay_spares_biases_and_norm_scales(name):
         moved[decay_all] = [
             not np.allclose(a, b) for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(PARAMS))
         ]
-    assert moved[False] == [False, True, False]            # dense/bias, dense/kernel, norm/scale
+    assert moved[False] == [False, True, False]  # dense/bias, dense/kernel, norm/scale
     assert moved[True] == [True, True, True]
 
 
@@ -98,7 +104,10 @@ def test_a_final_rate(name):
     "call, text",
     [
         (lambda: tr.optimizer("adamx", 0.1), "no optimizer is called 'adamx'; there are sgd"),
-        (lambda: tr.optimizer("adam", 0.1, weight_decay=0.1), "adam has no weight decay: use adamw"),
+        (
+            lambda: tr.optimizer("adam", 0.1, weight_decay=0.1),
+            "adam has no weight decay: use adamw",
+        ),
         (lambda: tr.optimizer("sgd", 0.1, b1=0.1), "sgd has no option 'b1'; it has"),
         (lambda: tr.schedule("cosin", 0.1, 10), "no schedule is called 'cosin'; there are const"),
         (lambda: tr.schedule("cosine", 0.1, 10, warmup=1.0), "warmup=1.0: expected the fraction"),
@@ -134,8 +143,11 @@ def test_sam_equals_numpy():
     """The gradient at a distance of 0.3 in the direction of the gradient, in momentum."""
     x, y, gradient = logistic()
     with jax.enable_x64(True):
-        tx = optax.contrib.sam(tr.optimizer("momentum", 0.5), optax.chain(optax.contrib.normalize(), optax.sgd(0.3)),
-                               opaque_mode=True)
+        tx = optax.contrib.sam(
+            tr.optimizer("momentum", 0.5),
+            optax.chain(optax.contrib.normalize(), optax.sgd(0.3)),
+            opaque_mode=True,
+        )
         params = trained(tx, 7, x, y, sam=True).params
     w, velocity = np.full(5, 0.1), np.zeros(5)
     for _ in range(7):
@@ -158,4 +170,6 @@ def test_lookahead_equals_numpy():
     np.testing.assert_allclose(np.concatenate(list(state.params.values())), w, rtol=1e-9)
     np.testing.assert_allclose(np.concatenate(list(state.opt_state.slow.values())), slow, rtol=1e-9)
     with pytest.raises(ValueError, match="lookahead: call update"):
-        tr.lookahead(optax.sgd(0.1)).update(jnp.ones(2), tr.lookahead(optax.sgd(0.1)).init(jnp.ones(2)))
+        tr.lookahead(optax.sgd(0.1)).update(
+            jnp.ones(2), tr.lookahead(optax.sgd(0.1)).init(jnp.ones(2))
+        )

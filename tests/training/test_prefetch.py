@@ -19,7 +19,7 @@ def test_in_order_and_ahead():
         for i in range(3, 9):
             np.testing.assert_array_equal(feed()["x"], [i, i])
             if i == 3:
-                for _ in range(200):    # until the thread has gone as far as it may
+                for _ in range(200):  # until the thread has gone as far as it may
                     if asked == [3, 4, 5, 6]:
                         break
                     time.sleep(0.01)
@@ -39,7 +39,9 @@ def test_one_array_may_be_filled_again():
 
     feed = Prefetch(batches, 0, 3)
     got = [feed() for _ in range(3)]
-    assert [float(batch["x"][0]) for batch in got] == [0, 1, 2] and [batch["note"] for batch in got] == [0, 1, 2]
+    assert [float(batch["x"][0]) for batch in got] == [0, 1, 2] and [
+        batch["note"] for batch in got
+    ] == [0, 1, 2]
     assert all(isinstance(batch["x"], jax.Array) for batch in got)
     feed.close()
 
@@ -69,5 +71,7 @@ def test_waiting_is_counted_and_logged(tmp_path):
     state = TrainState.create({"w": jnp.zeros(())}, optax.sgd(0.1))
     fit(step, state, slow, steps=8, log_every=4, workdir=tmp_path, tensorboard=False)
     rows = [row for row in read_metrics(tmp_path) if "time/data" in row]
-    assert 0.5 < rows[-1]["time/data"] <= 1.1, rows    # the first batches were ready before the step was compiled
+    assert 0.5 < rows[-1]["time/data"] <= 1.1, (
+        rows
+    )  # the first batches were ready before the step was compiled
     fit(step, state, lambda i: {"x": jnp.ones(3)}, steps=8, log_every=4)

@@ -21,9 +21,14 @@ from fnet.training.checkpoints import _manifest
 from fnet.training.loop import _provenance
 
 RNG = np.random.default_rng(0)
-DATA = {"x": RNG.normal(size=(40, 4)).astype(np.float32), "y": RNG.integers(0, 3, 40).astype(np.int32)}
+DATA = {
+    "x": RNG.normal(size=(40, 4)).astype(np.float32),
+    "y": RNG.integers(0, 3, 40).astype(np.int32),
+}
 POLICY = hw.policy("float16")
-TX = ft.loss_scale(optax.adamw(0.02), POLICY, interval=5)      # grows within the run, and overflows at times
+TX = ft.loss_scale(
+    optax.adamw(0.02), POLICY, interval=5
+)  # grows within the run, and overflows at times
 
 
 def batches():
@@ -48,7 +53,9 @@ def step(state, batch):
 def start():
     key = jax.random.key(0)
     params = {"hidden": jax.random.normal(key, (4, 8)) / 2, "head": jnp.zeros((8, 3))}
-    return tr.TrainState.create(params, TX, state={"key": jax.random.key(5), "mean": jnp.zeros(())}, ema=0.9)
+    return tr.TrainState.create(
+        params, TX, state={"key": jax.random.key(5), "mean": jnp.zeros(())}, ema=0.9
+    )
 
 
 def measure(state, batch):
@@ -59,8 +66,13 @@ def measure(state, batch):
 @pytest.fixture(scope="module")
 def options():
     return {
-        "evaluate": {"test": tr.evaluator(measure, DATA, batch_size=16)}, "every": 6, "log_every": 4, "save_every": 3,
-        "early_stop": tr.EarlyStop(metric="test/accuracy", patience=50), "tensorboard": False, "config": {},
+        "evaluate": {"test": tr.evaluator(measure, DATA, batch_size=16)},
+        "every": 6,
+        "log_every": 4,
+        "save_every": 3,
+        "early_stop": tr.EarlyStop(metric="test/accuracy", patience=50),
+        "tensorboard": False,
+        "config": {},
     }
 
 
@@ -74,7 +86,10 @@ def everything(workdir):
     """Each leaf of the last checkpoint with its checksum, and the metrics without times."""
     checkpoints = tr.Checkpoints(workdir / "checkpoints")
     leaves = _manifest.read_manifest(checkpoints.folder / str(checkpoints.latest()))["leaves"]
-    rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in tr.read_metrics(workdir)]
+    rows = [
+        {k: v for k, v in row.items() if not k.startswith("time/")}
+        for row in tr.read_metrics(workdir)
+    ]
     return leaves, rows
 
 
@@ -82,15 +97,27 @@ def same_run(a, b):
     """Equal in everything, and if not, in what."""
     (leaves, rows), (others, other_rows) = everything(a), everything(b)
     assert leaves.keys() == others.keys()
-    assert {path: (leaves[path], others[path]) for path in leaves if leaves[path] != others[path]} == {}
+    assert {
+        path: (leaves[path], others[path]) for path in leaves if leaves[path] != others[path]
+    } == {}
     assert rows == other_rows
 
 
 @pytest.mark.exhaustive
 def test_everything_is_in_the_checkpoint(whole):
     leaves, rows = everything(whole[0])
-    for part in ("state/params/head", "state/opt_state/scale", "state/ema/head", "state/state/key", "state/step",
-                 "loop/metrics/loss/total", "loop/best", "loop/stale", "loop/offset", "loop/skipped"):
+    for part in (
+        "state/params/head",
+        "state/opt_state/scale",
+        "state/ema/head",
+        "state/state/key",
+        "state/step",
+        "loop/metrics/loss/total",
+        "loop/best",
+        "loop/stale",
+        "loop/offset",
+        "loop/skipped",
+    ):
         assert part in leaves, sorted(leaves)
     assert "state/opt_state/inner/0/mu/head" in leaves and len(rows) == 10
     assert len({row["train/scale"] for row in rows if "train/scale" in row}) > 1
@@ -105,6 +132,7 @@ class Died(Exception):
 def test_died_and_gone_on_it_ends_with_the_same_bits(tmp_path, options, whole, deaths):
     """Dead at any step: what was done after the last checkpoint is done again alike."""
     for death in deaths:
+
         def feed(i, death=death):
             if i == death:
                 raise Died
@@ -128,8 +156,12 @@ def test_interrupted_while_evaluating_it_evaluates_again(tmp_path, options, whol
 
     arguments = {"steps": 24, "workdir": tmp_path}
     with pytest.raises(tr.Interrupted, match=rf"SIGTERM: stopped at step {at} of 24 and saved it"):
-        tr.fit(step, start(), batches(), **arguments, **(options | {"evaluate": {"test": interrupted}}))
-    assert [row["step"] for row in tr.read_metrics(tmp_path) if "test/accuracy" in row] == list(range(6, at, 6))
+        tr.fit(
+            step, start(), batches(), **arguments, **(options | {"evaluate": {"test": interrupted}})
+        )
+    assert [row["step"] for row in tr.read_metrics(tmp_path) if "test/accuracy" in row] == list(
+        range(6, at, 6)
+    )
     tr.fit(step, start(), batches(), **arguments, **options)
     same_run(tmp_path, whole[0])
 
@@ -172,7 +204,9 @@ def sharded(count):
     place = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))
     params = {"w": jax.device_put(jnp.ones((4, 8)), place(None, "data"))}
     state = tr.TrainState.create(params, optax.adam(0.1))
-    state = jax.device_put(state, jax.tree.map(lambda x: place(None, "data") if x.ndim == 2 else place(), state))
+    state = jax.device_put(
+        state, jax.tree.map(lambda x: place(None, "data") if x.ndim == 2 else place(), state)
+    )
     return state, lambda i: jax.device_put({"x": batches()(i)["x"]}, place("data"))
 
 
@@ -181,7 +215,10 @@ def test_other_devices_take_over_to_rounding(tmp_path):
     expected = tr.fit(plain, *sharded(8), steps=9)
     tr.fit(plain, *sharded(8), steps=3, workdir=tmp_path, config={})
     for count, steps in ((4, 6), (1, 9)):
-        with pytest.warns(tr.ResumeWarning, match=rf"number of devices was \d, is {count}; from this step.*rounding"):
+        with pytest.warns(
+            tr.ResumeWarning,
+            match=rf"number of devices was \d, is {count}; from this step.*rounding",
+        ):
             state = tr.fit(plain, *sharded(count), steps=steps, workdir=tmp_path, config={})
         assert len(state.params["w"].sharding.device_set) == count
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected)):
@@ -190,12 +227,25 @@ def test_other_devices_take_over_to_rounding(tmp_path):
 
 def test_another_chip_is_reported_and_the_rules_kept(tmp_path, monkeypatch):
     state = lambda: tr.TrainState.create({"w": jnp.ones((4, 8))}, optax.adam(0.1))
-    tr.fit(plain, state(), batches(), steps=2, workdir=tmp_path, config={}, notes={"policy": "as decided"})
+    tr.fit(
+        plain,
+        state(),
+        batches(),
+        steps=2,
+        workdir=tmp_path,
+        config={},
+        notes={"policy": "as decided"},
+    )
     notes = tr.Checkpoints(tmp_path / "checkpoints").notes()
     assert notes["policy"] == "as decided" and notes["chip"] == hw.detect().name and notes["tune"]
     real = _provenance.facts
-    monkeypatch.setattr(_provenance, "facts", lambda state: real(state) | {"chip": "TPU v9", "jaxlib": "9.9"})
-    with pytest.warns(tr.ResumeWarning, match=r"2: the chip was .*, is TPU v9; jaxlib was .*, is 9.9; from this step"):
+    monkeypatch.setattr(
+        _provenance, "facts", lambda state: real(state) | {"chip": "TPU v9", "jaxlib": "9.9"}
+    )
+    with pytest.warns(
+        tr.ResumeWarning,
+        match=r"2: the chip was .*, is TPU v9; jaxlib was .*, is 9.9; from this step",
+    ):
         tr.fit(plain, state(), batches(), steps=3, workdir=tmp_path, config={})
 
 
@@ -211,10 +261,17 @@ def test_tune_goes_on_with_the_rules_of_the_beginning():
 
 # Signals.
 
+
 def test_in_another_thread_no_handler_is_touched():
     before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=lambda: tr.fit(plain, tr.TrainState.create(
-        {"w": jnp.ones((4, 8))}, optax.adam(0.1)), batches(), steps=2))
+    thread = threading.Thread(
+        target=lambda: tr.fit(
+            plain,
+            tr.TrainState.create({"w": jnp.ones((4, 8))}, optax.adam(0.1)),
+            batches(),
+            steps=2,
+        )
+    )
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before
@@ -241,10 +298,13 @@ def died(i):
 @pytest.mark.parametrize("first, second", [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGTERM")])
 def test_a_later_signal_ends_at_once_even_in_a_call_that_no_handler_interrupts(first, second):
     """`threading.Lock` is not such a call, and neither is sleep: hashing in C is. Repeats within a second are one."""
-    program = ("import hashlib\nfrom fnet.training.loop._signals import signals\nwith signals() as seen:\n"
-               "    print('ready', flush=True)\n    hashlib.pbkdf2_hmac('sha256', b'', b'', 1 << 27)\n")
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-                          ) as process:
+    program = (
+        "import hashlib\nfrom fnet.training.loop._signals import signals\nwith signals() as seen:\n"
+        "    print('ready', flush=True)\n    hashlib.pbkdf2_hmac('sha256', b'', b'', 1 << 27)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(getattr(signal, first))
         process.send_signal(getattr(signal, second))
@@ -263,7 +323,7 @@ def test_in_a_notebook_the_second_is_a_keyboard_interrupt(monkeypatch):
     with pytest.raises(KeyboardInterrupt), signals() as seen:
         os.kill(os.getpid(), signal.SIGINT)
         assert seen.received == "SIGINT"
-        os.kill(os.getpid(), signal.SIGINT)                # the same one, within a second
+        os.kill(os.getpid(), signal.SIGINT)  # the same one, within a second
         time.sleep(1.1)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)

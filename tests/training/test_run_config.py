@@ -36,7 +36,7 @@ def test_another_config_names_what_differs(tmp_path):
     with pytest.raises(tr.ConfigError, match=text):
         tr.same_config(Run("a", steps=5, decay=0.5), tmp_path)
     tr.same_config(Run("a", steps=5), tmp_path, but=("steps",))
-    tr.same_config(Run("a", steps=20), tmp_path)           # longer
+    tr.same_config(Run("a", steps=20), tmp_path)  # longer
 
 
 @pytest.mark.parametrize(
@@ -80,13 +80,14 @@ def test_the_log(tmp_path):
     log.write(2, {"loss": 0.25})
     log.close()
     assert tr.read_metrics(tmp_path) == [
-        {"step": 1, "loss": 0.5, "bad": None}, {"step": 2, "loss": 0.25},
+        {"step": 1, "loss": 0.5, "bad": None},
+        {"step": 2, "loss": 0.25},
     ]
     assert list((tmp_path / "tensorboard").iterdir())
-    log = tr.Logger(tmp_path, step=1, tensorboard=False)   # goes on from step 1
+    log = tr.Logger(tmp_path, step=1, tensorboard=False)  # goes on from step 1
     log.close()
     assert [row["step"] for row in tr.read_metrics(tmp_path)] == [1]
-    tr.Logger(tmp_path, tensorboard=False).close()         # a fresh start
+    tr.Logger(tmp_path, tensorboard=False).close()  # a fresh start
     assert tr.read_metrics(tmp_path) == []
 
 
@@ -107,23 +108,43 @@ def test_early_stop_counts():
         best, stale = rule.update(best, stale, value)
         history.append((best, stale))
     assert history == [(0.5, 0), (0.5, 1), (0.7, 0), (0.7, 1), (0.7, 2)]
-    assert tr.EarlyStop(metric="m", mode="max", patience=2).update(0.5, 0, 0.5) == (0.5, 1)    # equal is not better
+    assert tr.EarlyStop(metric="m", mode="max", patience=2).update(0.5, 0, 0.5) == (
+        0.5,
+        1,
+    )  # equal is not better
 
 
-@pytest.mark.parametrize(("metric", "mode"), [
-    ("validation/accuracy", "max"), ("validation/loss", "min"), ("validation/mae", "min"), ("test/RMSE", "min"),
-    ("validation/accuracy/max", "max"), ("validation/loss/3", "min"), ("validation/perplexity", "min"),
-    ("validation/log_loss", None), ("validation/accuracy_gap", None), ("validation/score", None), ("max", None)])
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [
+        ("validation/accuracy", "max"),
+        ("validation/loss", "min"),
+        ("validation/mae", "min"),
+        ("test/RMSE", "min"),
+        ("validation/accuracy/max", "max"),
+        ("validation/loss/3", "min"),
+        ("validation/perplexity", "min"),
+        ("validation/log_loss", None),
+        ("validation/accuracy_gap", None),
+        ("validation/score", None),
+        ("max", None),
+    ],
+)
 def test_the_direction_of_a_metric_is_known_or_given(tmp_path, metric, mode):
     """Only whole names are known; parts of names, such as 'loss' in 'lossless', say nothing."""
-    made = [lambda **given: tr.EarlyStop(metric=metric, patience=1, **given).mode,
-            lambda **given: tr.Checkpoints(tmp_path, best=metric, **given)._mode]
+    made = [
+        lambda **given: tr.EarlyStop(metric=metric, patience=1, **given).mode,
+        lambda **given: tr.Checkpoints(tmp_path, best=metric, **given)._mode,
+    ]
     for make in made:
         assert make(mode="max") == "max" and make(mode="min") == "min"
         if mode is not None:
             assert make() == mode
         else:
-            with pytest.raises(ValueError, match=r"is its largest or its smallest value the best\? Pass mode=max or"):
+            with pytest.raises(
+                ValueError,
+                match=r"is its largest or its smallest value the best\? Pass mode=max or",
+            ):
                 make()
     assert tr.Checkpoints(tmp_path).best() is None
 
@@ -174,4 +195,6 @@ def test_progress_says_once_why_utilisation_is_unknown():
 def test_the_order_of_keys_is_no_difference():
     assert _fingerprint.same_json({"a": 1, "b": 2}, {"b": 2, "a": 1})
     assert _fingerprint.same_json({"b": 2, "a": 1}, {"a": 1, "b": 2})
-    assert not _fingerprint.same_json({"a": 1}, {"a": 1.0}) and not _fingerprint.same_json([1], [True])
+    assert not _fingerprint.same_json({"a": 1}, {"a": 1.0}) and not _fingerprint.same_json(
+        [1], [True]
+    )

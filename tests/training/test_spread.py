@@ -34,7 +34,9 @@ def test_the_copy_of_a_leaf(kind):
         jax.jit(lambda x: x, donate_argnums=0, keep_unused=True)(copy).block_until_ready()
         assert not leaf.is_deleted()
         data = jax.random.key_data(leaf) if kind == "key" else leaf
-        np.testing.assert_array_equal(data, jax.random.key_data(LEAVES[kind]()) if kind == "key" else LEAVES[kind]())
+        np.testing.assert_array_equal(
+            data, jax.random.key_data(LEAVES[kind]()) if kind == "key" else LEAVES[kind]()
+        )
 
 
 def test_copies_need_no_compiled_program(caplog):

@@ -13,12 +13,17 @@ from fnet import training as tr
 from fnet.training.checkpoints import _lease, _storage
 from fnet.training.checkpoints._checkpoint import Checkpoints
 
-pytestmark = [pytest.mark.skipif(bool(s3.MISSING), reason=s3.REASON), pytest.mark.usefixtures("quickly")]
+pytestmark = [
+    pytest.mark.skipif(bool(s3.MISSING), reason=s3.REASON),
+    pytest.mark.usefixtures("quickly"),
+]
 
 
 def foreign_lock(store, **changes):
     lock = _storage.location(store) / ".lock"
-    lock.write_bytes(json.dumps({"owner": "other", "host": "node7", "process": 12} | changes).encode())
+    lock.write_bytes(
+        json.dumps({"owner": "other", "host": "node7", "process": 12} | changes).encode()
+    )
     return lock
 
 
@@ -26,9 +31,12 @@ def test_two_runs_of_one_machine(store):
     with saved(store) as checkpoints:
         checkpoints.lock()
         other = Checkpoints(store)
-        with pytest.raises(tr.CheckpointError, match=rf"another run is using this folder \(process {os.getpid()} on "):
+        with pytest.raises(
+            tr.CheckpointError,
+            match=rf"another run is using this folder \(process {os.getpid()} on ",
+        ):
             other.save(3, TREE)
-        assert other.restore(TREE)["n"] == 2               # reading is free
+        assert other.restore(TREE)["n"] == 2  # reading is free
     other.save(3, TREE)
     other.close()
     assert other.steps() == [1, 2, 3]
@@ -49,7 +57,9 @@ def test_a_lock_that_another_machine_renews_is_respected(store, monkeypatch):
         pause(0.01)
 
     monkeypatch.setattr(_lease.time, "sleep", renewing)
-    with pytest.raises(tr.CheckpointError, match=r"another run is using this folder \(process 12 on node7\)"):
+    with pytest.raises(
+        tr.CheckpointError, match=r"another run is using this folder \(process 12 on node7\)"
+    ):
         saved(store)
 
 
@@ -64,8 +74,10 @@ def test_a_lock_is_renewed_and_its_loss_is_noticed(store, monkeypatch):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         foreign_lock(store)
-        with pytest.raises(tr.CheckpointError, match="folder was removed or replaced, or another run took it over"):
-            checkpoints.save(2, TREE)                      # the thread may not know yet; then the save itself asks
+        with pytest.raises(
+            tr.CheckpointError, match="folder was removed or replaced, or another run took it over"
+        ):
+            checkpoints.save(2, TREE)  # the thread may not know yet; then the save itself asks
             checkpoints.wait()
     assert checkpoints.steps() == [1] and json.loads(lock.read_bytes())["owner"] == "other"
 
@@ -73,5 +85,8 @@ def test_a_lock_is_renewed_and_its_loss_is_noticed(store, monkeypatch):
 def test_a_signal_ends_the_wait_for_a_lock(store, monkeypatch):
     foreign_lock(f"{store}/checkpoints")
     monkeypatch.setattr(_lease.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(tr.Interrupted, match=r"^SIGTERM: stopped while waiting for the lock of s3://.*nothing was tra"):
+    with pytest.raises(
+        tr.Interrupted,
+        match=r"^SIGTERM: stopped while waiting for the lock of s3://.*nothing was tra",
+    ):
         fit(store)

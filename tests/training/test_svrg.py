@@ -36,8 +36,12 @@ def run(method, x, y, steps, every=30):
         of_batch = lambda w: jax.grad(risk)(w, x[batch], y[batch])
         if method == "svrg":
             full = lambda w: jax.grad(risk)(w, x, y)
-            state = jax.lax.cond(at % every == 0, lambda s: tr.refresh_anchor(s, w, full), lambda s: s, state)
-        updates, state = tx.update(of_batch(w), state, w, **({"gradient": of_batch} if method == "svrg" else {}))
+            state = jax.lax.cond(
+                at % every == 0, lambda s: tr.refresh_anchor(s, w, full), lambda s: s, state
+            )
+        updates, state = tx.update(
+            of_batch(w), state, w, **({"gradient": of_batch} if method == "svrg" else {})
+        )
         return w + updates, state
 
     x, y = jnp.asarray(x), jnp.asarray(y)
@@ -57,7 +61,9 @@ def test_every_iterate_equals_numpy(data):
     for at, batch in enumerate(rows):
         if at % 30 == 0:
             anchor, full = w, gradient(w, x, y)
-        w = w - RATE * (gradient(w, x[batch], y[batch]) - gradient(anchor, x[batch], y[batch]) + full)
+        w = w - RATE * (
+            gradient(w, x[batch], y[batch]) - gradient(anchor, x[batch], y[batch]) + full
+        )
         assert np.abs(path[at] - w).max() <= 1e-6 * np.abs(w).max()
 
 
@@ -68,12 +74,14 @@ def test_the_gap_decreases_linearly_where_sgd_stalls(data):
         best = np.zeros(5)
         for _ in range(5000):
             best = best - 0.5 * gradient(best, x, y)
-        gap = lambda path: [float(risk(jnp.asarray(w), x, y) - risk(jnp.asarray(best), x, y)) for w in path[29::30]]
+        gap = lambda path: [
+            float(risk(jnp.asarray(w), x, y) - risk(jnp.asarray(best), x, y)) for w in path[29::30]
+        ]
         reduced, plain = gap(run("svrg", x, y, 600)[0]), gap(run("sgd", x, y, 600)[0])
     assert reduced[-1] < 1e-10 and min(plain[5:]) > 1e-5
     logs = np.log(np.maximum(reduced, 1e-14))[:12]
     line = np.polyval(np.polyfit(range(12), logs, 1), range(12))
-    assert np.corrcoef(line, logs)[0, 1] > 0.95            # a line in a logarithmic plot
+    assert np.corrcoef(line, logs)[0, 1] > 0.95  # a line in a logarithmic plot
 
 
 def test_noise_of_the_same_key_cancels():

@@ -18,7 +18,11 @@ def block(first):
 @pytest.mark.exhaustive
 def test_the_programs_on_the_page_run(tmp_path, capsys):
     program = block("import jax, jax.numpy")
-    small = {"widths=(32, 64)": "widths=(2, 4)", "epochs=20": "epochs=2", "runs/example": str(tmp_path)}
+    small = {
+        "widths=(32, 64)": "widths=(2, 4)",
+        "epochs=20": "epochs=2",
+        "runs/example": str(tmp_path),
+    }
     for old, new in small.items():
         assert old in program
         program = program.replace(old, new)
@@ -27,5 +31,10 @@ def test_the_programs_on_the_page_run(tmp_path, capsys):
 
     names = {"folder": tmp_path / "checkpoints"}
     last = max(int(path.name) for path in names["folder"].iterdir() if path.name.isdecimal())
-    exec(block("from safetensors").replace('"400"', repr(str(last))).replace('arrays["', 'kernel = arrays["'), names)
+    exec(
+        block("from safetensors")
+        .replace('"400"', repr(str(last)))
+        .replace('arrays["', 'kernel = arrays["'),
+        names,
+    )
     assert names["kernel"].shape == (4, 10)

@@ -6,8 +6,13 @@ from fnet import training as tr
 
 
 def test_clear_removes_the_run_and_no_other_file(tmp_path):
-    for name in ("metrics.jsonl", "config.json", "notes.txt", "checkpoints/1/manifest.json",
-                 "tensorboard/events.out.tfevents.1.host"):
+    for name in (
+        "metrics.jsonl",
+        "config.json",
+        "notes.txt",
+        "checkpoints/1/manifest.json",
+        "tensorboard/events.out.tfevents.1.host",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     tr.clear(tmp_path)

@@ -13,9 +13,13 @@ def rewrite(f):
 
 
 TRANSFORMS = {
-    "rewrite": rewrite, "autocast": lambda f: ft.autocast(f, "bfloat16"), "tune": lambda f: ft.tune(f, "cpu"),
+    "rewrite": rewrite,
+    "autocast": lambda f: ft.autocast(f, "bfloat16"),
+    "tune": lambda f: ft.tune(f, "cpu"),
     "rematerialize": ft.rematerialize,
     "all, jitted": lambda f: jax.jit(rewrite(ft.rematerialize(ft.tune(f, "cpu")))),
 }
-each_transform = pytest.mark.parametrize("transform", sampled(TRANSFORMS, ["autocast", "all, jitted"]))
+each_transform = pytest.mark.parametrize(
+    "transform", sampled(TRANSFORMS, ["autocast", "all, jitted"])
+)
 X = jnp.arange(1.0, 5.0)

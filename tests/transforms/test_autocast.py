@@ -19,10 +19,14 @@ from fnet.hardware import Policy
 @pytest.mark.parametrize("form", ["grad(ac f)", "ac(grad f)"])
 def test_weight_gradients_are_summed_and_kept_in_float32(form):
     f, params, inputs = CASES["mlp"].make()
-    g = jax.grad(ft.autocast(f, "bfloat16")) if form == "grad(ac f)" else ft.autocast(jax.grad(f), "bfloat16")
+    g = (
+        jax.grad(ft.autocast(f, "bfloat16"))
+        if form == "grad(ac f)"
+        else ft.autocast(jax.grad(f), "bfloat16")
+    )
     text = jax.jit(g).lower(params, *inputs).as_text()
     dots = re.findall(r"dot_general.*: \((.*)\) -> (.*)", text)
-    assert len(dots) == 8    # three forward, three for weights, two for activations
+    assert len(dots) == 8  # three forward, three for weights, two for activations
     for operands, result in dots:
         assert operands.count("bf16") == 2 and result.strip().endswith("xf32>"), (operands, result)
 
@@ -32,8 +36,11 @@ X, Y = normal(1, 4, 8), normal(2, 8, 4)
 
 # Constants.
 
+
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(("dtype", "fill"), [("float16", -1e9), ("bfloat16", float(jnp.finfo(F32).min))])
+@pytest.mark.parametrize(
+    ("dtype", "fill"), [("float16", -1e9), ("bfloat16", float(jnp.finfo(F32).min))]
+)
 def test_masks_stay_finite(dtype, fill):
     def f(x, y, mask):
         return jax.nn.softmax(jnp.where(mask, x @ y, fill) * 1.0)
@@ -47,12 +54,16 @@ def test_masks_stay_finite(dtype, fill):
 def test_a_literal_follows_through_jit():
     """jnp.where hands its fill to a jitted function; it does not make the product float32."""
     f = lambda x, y: jnp.where(x @ y > 0, x @ y, 0.5) @ jnp.ones((4, 2))
-    seen = [e.outvars[0].aval.dtype for e in equations(ft.autocast(f, "bfloat16"), X, Y)
-            if e.primitive.name == "select_n"]
+    seen = [
+        e.outvars[0].aval.dtype
+        for e in equations(ft.autocast(f, "bfloat16"), X, Y)
+        if e.primitive.name == "select_n"
+    ]
     assert seen == [BF16]
 
 
 # Control flow.
+
 
 def test_carries_and_branches_keep_their_dtypes():
     w = normal(5, 8, 8, scale=0.3)
@@ -75,21 +86,31 @@ def test_carries_and_branches_keep_their_dtypes():
 
 def test_gradients_of_float32_uses_are_added_up_in_float32():
     """Rounded one by one and then added up in 16 bits, as BatchNorm's would be, they no longer cancel."""
+
     def f(w, x):
         h = x @ w
         return jnp.tanh((h - h.mean(0, keepdims=True)) @ Y.T).sum()
 
     eqns = equations(jax.grad(ft.autocast(f, "bfloat16")), Y, X)
     assert {e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "add_any"} == {F32}
-    widened = [e for e in eqns if e.primitive.name == "convert_element_type" and e.outvars[0].aval.dtype == F32]
+    widened = [
+        e
+        for e in eqns
+        if e.primitive.name == "convert_element_type" and e.outvars[0].aval.dtype == F32
+    ]
     assert len(widened) == 1
 
 
 # What the author says.
 
+
 def test_the_authors_casts_and_precision_win():
-    cast = ft.autocast(lambda x, y: (x.astype(F16) @ y.astype(F16)).astype(F32) + x @ x.T, "bfloat16")
-    dots = [e.invars[0].aval.dtype for e in equations(cast, X, Y) if e.primitive.name == "dot_general"]
+    cast = ft.autocast(
+        lambda x, y: (x.astype(F16) @ y.astype(F16)).astype(F32) + x @ x.T, "bfloat16"
+    )
+    dots = [
+        e.invars[0].aval.dtype for e in equations(cast, X, Y) if e.primitive.name == "dot_general"
+    ]
     assert dots == [F16] and products(cast, X, Y)["bfloat16", "float32"] == 1
     high = ft.autocast(lambda x, y: jnp.matmul(x, y, precision="highest"), "bfloat16")
     same(high(X, Y), jnp.matmul(X, Y, precision="highest"))
@@ -98,7 +119,9 @@ def test_the_authors_casts_and_precision_win():
 @pytest.mark.exhaustive
 def test_without_jit():
     product = lambda a: jnp.tanh(a @ a.T)
-    loop = lambda a: lax.scan(lambda carry, row: (carry + product(row[None]).sum(), None), 0.0, a)[0]
+    loop = lambda a: lax.scan(lambda carry, row: (carry + product(row[None]).sum(), None), 0.0, a)[
+        0
+    ]
     x = jax.random.normal(jax.random.key(0), (8, 16))
     for f in (product, loop, jax.grad(loop), jax.vmap(lambda row: product(row[None]))):
         want = ft.autocast(f, "bfloat16")(x)
@@ -112,7 +135,9 @@ def test_full_precision():
     for g in (ft.autocast(f, "bfloat16"), ft.autocast(jax.jit(f), "bfloat16")):
         assert products(g, X, Y) == {("bfloat16", "float32"): 1, "plain": 1}
     grad = jax.grad(lambda x, y: f(x, y).sum())
-    assert products(ft.autocast(grad, "bfloat16"), X, Y)["plain"] == 3    # the products of its backward pass too
+    assert (
+        products(ft.autocast(grad, "bfloat16"), X, Y)["plain"] == 3
+    )  # the products of its backward pass too
 
 
 MODEL = nn.Sequential(body=nn.Sequential(nn.Dense(8), jnp.tanh, nn.Dense(8)), head=nn.Dense(2))
@@ -124,11 +149,13 @@ def _loss(params, x):
 
 def test_rules_by_scope_forward_and_backward():
     params, _ = MODEL.init(jax.random.key(0), X)
-    count = lambda rules, policy="bfloat16": products(ft.autocast(jax.grad(_loss), policy, rules=rules), params, X)
+    count = lambda rules, policy="bfloat16": products(
+        ft.autocast(jax.grad(_loss), policy, rules=rules), params, X
+    )
     assert count(None)["plain"] == 0
-    assert count({"head": "float32"})["plain"] == 3                  # forward, weights, activations
-    assert count({"body": "float32"})["plain"] == 5                  # a prefix; its input needs no gradient
-    assert count({"body/0": "bfloat16", "body": "float32"})["plain"] == 3    # the first that matches
+    assert count({"head": "float32"})["plain"] == 3  # forward, weights, activations
+    assert count({"body": "float32"})["plain"] == 5  # a prefix; its input needs no gradient
+    assert count({"body/0": "bfloat16", "body": "float32"})["plain"] == 3  # the first that matches
     assert count({".*": "float32"})["plain"] == 8
     mixed = count({"head": "float16"})
     assert mixed["float16", "float32"] + mixed["float16", "float16"] == 3
@@ -151,26 +178,44 @@ def test_a_rule_that_matches_nothing_names_what_is_near():
 
 
 def test_bad_input_in_one_sentence():
-    with pytest.raises(ValueError, match=r"'float16' or the name of a chip in hardware\.chips; got 'bfloat17'"):
+    with pytest.raises(
+        ValueError, match=r"'float16' or the name of a chip in hardware\.chips; got 'bfloat17'"
+    ):
         ft.autocast(jnp.matmul, "bfloat17")
-    with pytest.raises(TypeError, match=r"expected a hardware\.Policy or a string as policy; got a int"):
+    with pytest.raises(
+        TypeError, match=r"expected a hardware\.Policy or a string as policy; got a int"
+    ):
         ft.autocast(jnp.matmul, 16)
-    with pytest.raises(ValueError, match=r"the rule 'head' \(float32, bfloat16, float16\); got 'int8'"):
+    with pytest.raises(
+        ValueError, match=r"the rule 'head' \(float32, bfloat16, float16\); got 'int8'"
+    ):
         ft.autocast(jnp.matmul, "bfloat16", rules={"head": "int8"})
-    with pytest.raises(ValueError, match=r"autocast: the pattern '\(' is not a regular expression \(missing"):
+    with pytest.raises(
+        ValueError, match=r"autocast: the pattern '\(' is not a regular expression \(missing"
+    ):
         ft.autocast(jnp.matmul, "bfloat16", rules={"(": "float32"})
-    with pytest.raises(TypeError, match=r"autocast: expected a dict {pattern: dtype} as rules; got \['head'\]"):
+    with pytest.raises(
+        TypeError, match=r"autocast: expected a dict {pattern: dtype} as rules; got \['head'\]"
+    ):
         ft.autocast(jnp.matmul, "bfloat16", rules=["head"])
-    with pytest.raises(TypeError, match=re.escape("autocast changes only float32 values, and the function has none; "
-                                                  "its inputs are int32[3]")):
+    with pytest.raises(
+        TypeError,
+        match=re.escape(
+            "autocast changes only float32 values, and the function has none; "
+            "its inputs are int32[3]"
+        ),
+    ):
         ft.autocast(lambda x: x + 1, "bfloat16")(jnp.arange(3))
 
 
 # Identities.
 
+
 def test_float32_is_the_function_itself_and_nesting_changes_nothing():
     f, params, inputs = CASES["mlp"].make()
-    assert str(jax.make_jaxpr(ft.autocast(f, "float32"))(params, *inputs)) == str(jax.make_jaxpr(f)(params, *inputs))
+    assert str(jax.make_jaxpr(ft.autocast(f, "float32"))(params, *inputs)) == str(
+        jax.make_jaxpr(f)(params, *inputs)
+    )
     one = ft.autocast(f, "bfloat16")
     two = ft.autocast(one, "bfloat16")
     assert products(two, params, *inputs) == products(one, params, *inputs)
@@ -189,7 +234,14 @@ def test_other_dtypes_are_left_alone():
         return x @ y, n @ n.T, flag & True, draw, z * z
 
     key = jax.random.key(3)
-    args = (X, Y, jnp.arange(6).reshape(2, 3), jnp.array([True, False]), key, jnp.ones(3, jnp.complex64))
+    args = (
+        X,
+        Y,
+        jnp.arange(6).reshape(2, 3),
+        jnp.array([True, False]),
+        key,
+        jnp.ones(3, jnp.complex64),
+    )
     got, want = ft.autocast(f, "bfloat16")(*args), f(*args)
     same(got[1:], want[1:])
     with jax.enable_x64(True):
@@ -201,6 +253,7 @@ def test_other_dtypes_are_left_alone():
 
 # Other transforms.
 
+
 def test_remat_policies_see_products():
     w = [normal(i, 32, 32, scale=0.2) for i in range(2)]
     block = lambda w, x: jnp.sin(jnp.sin(x @ w[0]) @ w[1]).sum()
@@ -209,7 +262,10 @@ def test_remat_policies_see_products():
         grad = jax.grad(ft.autocast(jax.checkpoint(block, policy=policy), "bfloat16"))
         return sum(products(grad, w, normal(9, 8, 32)).values())
 
-    every, none = jax.checkpoint_policies.everything_saveable, jax.checkpoint_policies.nothing_saveable
+    every, none = (
+        jax.checkpoint_policies.everything_saveable,
+        jax.checkpoint_policies.nothing_saveable,
+    )
     assert saved(none) > saved(every)
     assert saved(jax.checkpoint_policies.dots_saveable) == saved(every)
     assert saved(jax.checkpoint_policies.dots_with_no_batch_dims_saveable) == saved(every)
@@ -226,9 +282,13 @@ def test_products_that_remat_saves_are_saved_in_the_low_dtype(dtype):
     exact, got, by_hand = step(w, x), cast(w, x), step(w.astype(dtype), x.astype(dtype))
     error = lambda g: jnp.abs(g.astype(jnp.float32) - exact).max()
     assert 0 < error(got) < 1.2 * error(by_hand)
-    kept = ft.autocast(lambda x: lax.reduce_precision(x @ w, 8, 7), dtype)    # rounding by the user
-    assert all(v.aval.dtype == jnp.float32 for eqn in equations(kept, x)
-               if eqn.primitive.name == "reduce_precision" for v in eqn.outvars)
+    kept = ft.autocast(lambda x: lax.reduce_precision(x @ w, 8, 7), dtype)  # rounding by the user
+    assert all(
+        v.aval.dtype == jnp.float32
+        for eqn in equations(kept, x)
+        if eqn.primitive.name == "reduce_precision"
+        for v in eqn.outvars
+    )
 
 
 def test_pmap():

@@ -40,7 +40,11 @@ def everything_low(f, dtype):
 def wanted(f, case, params, *inputs):
     """A compiled function of (params, *inputs): {"value", "gradient", "hvp"} of f in float32."""
     programs = exact(f, forward=case.forward)
-    return quick(jax.jit(lambda *args: {what: g(*args) for what, g in programs.items()}).lower(params, *inputs))
+    return quick(
+        jax.jit(lambda *args: {what: g(*args) for what, g in programs.items()}).lower(
+            params, *inputs
+        )
+    )
 
 
 def low(f, case, dtype, params, *inputs, only=()):
@@ -50,8 +54,14 @@ def low(f, case, dtype, params, *inputs, only=()):
     """
     made = forms(f, functools.partial(ft.autocast, policy=dtype.name), forward=case.forward)
     # Compiled whole, "ac(grad f)" and its jitted twin are one.
-    made = {form: g for form, g in made.items() if form in (only or made.keys() - {"grad(ac f)", "ac(grad f)"})}
-    traced = jax.jit(lambda *args: {form: g(*args) for form, g in made.items()}).trace(params, *inputs)
+    made = {
+        form: g
+        for form, g in made.items()
+        if form in (only or made.keys() - {"grad(ac f)", "ac(grad f)"})
+    }
+    traced = jax.jit(lambda *args: {form: g(*args) for form, g in made.items()}).trace(
+        params, *inputs
+    )
     for eqn in walk(traced.jaxpr.jaxpr):
         if eqn.primitive.name in UNSAFE:
             assert all(getattr(v.aval, "dtype", None) != dtype for v in eqn.invars), eqn
@@ -63,7 +73,9 @@ def draws(params, *inputs, count=9):
     yield params, *inputs
     for seed in range(1, count):
         rng = np.random.default_rng(seed)
-        vary = lambda x, rng=rng: x * jnp.asarray(rng.uniform(0.9, 1.1, x.shape), F32) if x.dtype == F32 else x
+        vary = lambda x, rng=rng: (
+            x * jnp.asarray(rng.uniform(0.9, 1.1, x.shape), F32) if x.dtype == F32 else x
+        )
         yield jax.tree.map(vary, (params, *inputs))
 
 
@@ -86,13 +98,26 @@ def check_beside_casts_by_hand(f, case, dtype, run, want, params, *inputs):
         assert np.median(values) <= case.by_hand, (form, dtype, np.round(values, 2))
 
 
-BOTH = ("mlp", "conv and BatchNorm", "attention", "LSTM", "Equinox MLP", "while_loop solver", "custom_vjp",
-        "custom_jvp of several outputs", "shard_map", "jax.nn.dot_product_attention")    # the others in bfloat16 only
+BOTH = (
+    "mlp",
+    "conv and BatchNorm",
+    "attention",
+    "LSTM",
+    "Equinox MLP",
+    "while_loop solver",
+    "custom_vjp",
+    "custom_jvp of several outputs",
+    "shard_map",
+    "jax.nn.dot_product_attention",
+)  # the others in bfloat16 only
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("name, dtype", [(name, dtype) for dtype in (BF16, F16) for name in CASES
-                                         if dtype == BF16 or name in BOTH], ids=str)
+@pytest.mark.parametrize(
+    "name, dtype",
+    [(name, dtype) for dtype in (BF16, F16) for name in CASES if dtype == BF16 or name in BOTH],
+    ids=str,
+)
 def test_table(name, dtype):
     case = CASES[name]
     f, params, inputs = case.make()
@@ -100,7 +125,7 @@ def test_table(name, dtype):
     run = low(f, case, dtype, params, *inputs)
     for form, result in run(params, *inputs).items():
         check_form(form, result, want(params, *inputs), bound, leaf_by_leaf=case.leaf_by_leaf)
-    if case.by_hand and case.leaf_by_leaf:    # which activations pass a kink is chance
+    if case.by_hand and case.leaf_by_leaf:  # which activations pass a kink is chance
         check_beside_casts_by_hand(f, case, dtype, run, want, params, *inputs)
 
 
@@ -113,12 +138,16 @@ def test_one_more_rounding_fails():
     def round_products(primitive, scope, inputs, equation):
         if primitive == "lowered":
             y = equation.primitive.bind(*inputs, **equation.params)
-            return [lax.reduce_precision(y, exponent_bits=5, mantissa_bits=10)]    # unlike two casts, never left out
+            return [
+                lax.reduce_precision(y, exponent_bits=5, mantissa_bits=10)
+            ]  # unlike two casts, never left out
         return NotImplemented
 
     def run(*args):
-        cast = {"jit(grad(ac f))": jax.grad(ft.autocast(f, "float16")),
-                "jit(ac(grad f))": ft.autocast(jax.grad(f), "float16")}
+        cast = {
+            "jit(grad(ac f))": jax.grad(ft.autocast(f, "float16")),
+            "jit(ac(grad f))": ft.autocast(jax.grad(f), "float16"),
+        }
         return {form: ft.rewrite(g, round_products)(*args) for form, g in cast.items()}
 
     want, run = wanted(f, case, params, *inputs), quick(jax.jit(run).lower(params, *inputs))
@@ -127,8 +156,9 @@ def test_one_more_rounding_fails():
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("name", sampled([name for name, case in CASES.items() if case.eagerly],
-                                         ["mlp", "custom_vmap"]))
+@pytest.mark.parametrize(
+    "name", sampled([name for name, case in CASES.items() if case.eagerly], ["mlp", "custom_vmap"])
+)
 def test_operation_by_operation(name, quickly):
     """The forms without jit, which the compiled program of the table cannot show."""
     case = CASES[name]
@@ -137,16 +167,22 @@ def test_operation_by_operation(name, quickly):
     for dtype, bound in ((BF16, case.bfloat16), (F16, case.float16)):
         made = forms(f, functools.partial(ft.autocast, policy=dtype.name), forward=case.forward)
         for form in ("f", "grad(ac f)", "ac(grad f)"):
-            check_form(form, made[form](params, *inputs), want, bound, leaf_by_leaf=case.leaf_by_leaf)
+            check_form(
+                form, made[form](params, *inputs), want, bound, leaf_by_leaf=case.leaf_by_leaf
+            )
 
 
 def hold_kinks(f, params, *inputs):
     """f with every relu and every 2 x 2 max pool deciding as it does in float32, at these arguments."""
     decisions = []
 
-    def cut(x):    # [batch, height, width, channels] -> [batch, height / 2, width / 2, channels, 4]
+    def cut(x):  # [batch, height, width, channels] -> [batch, height / 2, width / 2, channels, 4]
         b, h, w, c = x.shape
-        return x.reshape(b, h // 2, 2, w // 2, 2, c).transpose(0, 1, 3, 5, 2, 4).reshape(b, h // 2, w // 2, c, 4)
+        return (
+            x.reshape(b, h // 2, 2, w // 2, 2, c)
+            .transpose(0, 1, 3, 5, 2, 4)
+            .reshape(b, h // 2, w // 2, c, 4)
+        )
 
     def kink(primitive, equation):
         if primitive == "custom_jvp_call":
@@ -180,7 +216,9 @@ def hold_kinks(f, params, *inputs):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "draw", "kinks"), [("conv and BatchNorm", 2, 3), ("Haiku ResNet block", 8, 2)])
+@pytest.mark.parametrize(
+    ("name", "draw", "kinks"), [("conv and BatchNorm", 2, 3), ("Haiku ResNet block", 8, 2)]
+)
 def test_kinks(name, draw, kinks):
     """What exceeds the bound of smooth functions where BatchNorm feeds relu are activations that rounding carries over
     the kink, and nothing else: held on their sides, gradients have the errors of any other net, in every leaf, and no
@@ -193,7 +231,9 @@ def test_kinks(name, draw, kinks):
     assert count == kinks
     want = wanted(held, case, params, *inputs)
     for dtype, bound in ((BF16, 2e-2), (F16, 3e-3)):
-        run = low(held, case, dtype, params, *inputs, only=("jit(grad(ac f))", "jit(ac(grad f))", "hvp"))
+        run = low(
+            held, case, dtype, params, *inputs, only=("jit(grad(ac f))", "jit(ac(grad f))", "hvp")
+        )
         for form, result in run(params, *inputs).items():
             check_form(form, result, want(params, *inputs), bound, leaf_by_leaf=True)
         check_beside_casts_by_hand(held, case, dtype, run, want, params, *inputs)

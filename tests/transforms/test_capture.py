@@ -1,6 +1,5 @@
 """sites, capture, intervene and capture_cotangents: values, structure, composition, cost and errors."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +13,13 @@ from fnet import transforms as ft
 
 pytestmark = pytest.mark.usefixtures("quickly")
 X = jax.random.normal(jax.random.key(0), (2, 5, 8))
-BLOCK = nn.Sequential(attend=nn.Residual(nn.LayerNorm(), attention=nn.Attention(2, causal=True)),
-                      mlp=nn.Residual(nn.LayerNorm(), nn.Dense(12), jnp.tanh, nn.Dense(8)))
-MODEL = nn.Sequential(nn.Dense(8), drop=nn.Dropout(0.5), blocks=nn.Stack(nn.Remat(BLOCK), 3), head=nn.Dense(4))
+BLOCK = nn.Sequential(
+    attend=nn.Residual(nn.LayerNorm(), attention=nn.Attention(2, causal=True)),
+    mlp=nn.Residual(nn.LayerNorm(), nn.Dense(12), jnp.tanh, nn.Dense(8)),
+)
+MODEL = nn.Sequential(
+    nn.Dense(8), drop=nn.Dropout(0.5), blocks=nn.Stack(nn.Remat(BLOCK), 3), head=nn.Dense(4)
+)
 PARAMS = MODEL.init(jax.random.key(1), X)[0]
 ATTEND = "blocks/attend/attention"
 
@@ -36,7 +39,9 @@ def by_hand(params, x, change=lambda name, value, index: value):
         x = site("blocks/attend", BLOCK.layers[0](block["attend"], x), (i,))
         x = site("blocks/mlp", BLOCK.layers[1](block["mlp"], x), (i,))
     y = site("head", nn.Dense(4)(params["head"], x))
-    return y, {name: jnp.stack(values) if "/" in name else values[0] for name, values in seen.items()}
+    return y, {
+        name: jnp.stack(values) if "/" in name else values[0] for name, values in seen.items()
+    }
 
 
 def loss(params, x):
@@ -45,12 +50,28 @@ def loss(params, x):
 
 # What the sites are.
 
+
 def test_sites_are_the_paths_of_layers():
     listed = ft.sites(MODEL)(PARAMS, jax.ShapeDtypeStruct(X.shape, X.dtype))
     assert listed.names == (
-        "0", "drop", "blocks/attend/0", f"{ATTEND}/query", f"{ATTEND}/key", f"{ATTEND}/value", f"{ATTEND}/weights",
-        f"{ATTEND}/out", ATTEND, "blocks/attend", "blocks/mlp/0", "blocks/mlp/1", "blocks/mlp/3", "blocks/mlp",
-        "blocks[:]", "blocks", "head")
+        "0",
+        "drop",
+        "blocks/attend/0",
+        f"{ATTEND}/query",
+        f"{ATTEND}/key",
+        f"{ATTEND}/value",
+        f"{ATTEND}/weights",
+        f"{ATTEND}/out",
+        ATTEND,
+        "blocks/attend",
+        "blocks/mlp/0",
+        "blocks/mlp/1",
+        "blocks/mlp/3",
+        "blocks/mlp",
+        "blocks[:]",
+        "blocks",
+        "head",
+    )
     assert str(listed).splitlines()[6] == f"{ATTEND}/weights  float32[3, 2, 2, 5, 5]"
     assert {site.name: site.scans for site in listed}["blocks[:]"] == (3,)
 
@@ -60,13 +81,22 @@ def test_programs_have_no_tags_outside_of_an_inspection():
     f = jax.jit(MODEL)
     inspected = jax.jit(ft.capture(f, "head"))
     assert "head" in inspected(PARAMS, X)[1]
-    for g in (f, MODEL, jax.grad(loss), inspected, ft.intervene(f, {"head": lambda value, index: value})):
-        assert not any(jaxpr.is_tag(eqn) for eqn in jaxpr.equations(jax.make_jaxpr(g)(PARAMS, X).jaxpr))
+    for g in (
+        f,
+        MODEL,
+        jax.grad(loss),
+        inspected,
+        ft.intervene(f, {"head": lambda value, index: value}),
+    ):
+        assert not any(
+            jaxpr.is_tag(eqn) for eqn in jaxpr.equations(jax.make_jaxpr(g)(PARAMS, X).jaxpr)
+        )
     with jaxpr.tagging(True):
         assert any(jaxpr.is_tag(eqn) for eqn in jaxpr.equations(jax.make_jaxpr(f)(PARAMS, X).jaxpr))
 
 
 # Values.
+
 
 def test_values_equal_those_by_hand():
     y, seen = jax.jit(ft.capture(MODEL, r"0|blocks/(attend|mlp)|head"))(PARAMS, X)
@@ -75,8 +105,10 @@ def test_values_equal_those_by_hand():
     assert seen.keys() == values.keys()
     close(seen, values)
     same(seen["head"], y)
-    same(ft.capture(MODEL, "blocks[1]/mlp")(PARAMS, X)[1]["blocks[1]/mlp"],
-         ft.capture(MODEL, "blocks/mlp")(PARAMS, X)[1]["blocks/mlp"][1])
+    same(
+        ft.capture(MODEL, "blocks[1]/mlp")(PARAMS, X)[1]["blocks[1]/mlp"],
+        ft.capture(MODEL, "blocks/mlp")(PARAMS, X)[1]["blocks/mlp"][1],
+    )
     close(ft.capture(MODEL, "blocks[-1]")(PARAMS, X)[1]["blocks[2]"], values["blocks/mlp"][2])
 
 
@@ -133,12 +165,17 @@ def test_weights_of_attention():
     want = nn.Dense(8)(params["attention"]["out"], mean)
     close(ft.intervene(named, {"attention/weights": uniform})(params, X), want)
     same(jax.jit(ft.capture(named, []))(params, X)[0], jax.jit(named)(params, X))
-    dropping = nn.Sequential(attention=nn.Attention(2, kv_heads=1, causal=True, window=3, dropout=0.5))
-    _, seen = ft.capture(lambda p, x: dropping(p, x, key=jax.random.key(0), train=True), ".*/weights")(params, X)
+    dropping = nn.Sequential(
+        attention=nn.Attention(2, kv_heads=1, causal=True, window=3, dropout=0.5)
+    )
+    _, seen = ft.capture(
+        lambda p, x: dropping(p, x, key=jax.random.key(0), train=True), ".*/weights"
+    )(params, X)
     close(seen["attention/weights"], jnp.asarray(weights), 1e-6)
 
 
 # Scopes without tags.
+
 
 def scoped(x):
     with jax.named_scope("a"):
@@ -146,20 +183,28 @@ def scoped(x):
         with jax.named_scope("b"):
             y = jnp.sin(x)
         z = y * x
-    with jax.named_scope("a"):    # entered twice in a row
+    with jax.named_scope("a"):  # entered twice in a row
         w = z + y
     return w
 
 
 def test_named_scopes():
-    want = {"a/b": np.sin(X + 1), "a#0": (np.sin(X + 1), np.sin(X + 1) * (X + 1)),
-            "a#1": np.sin(X + 1) * (X + 1) + np.sin(X + 1)}
+    want = {
+        "a/b": np.sin(X + 1),
+        "a#0": (np.sin(X + 1), np.sin(X + 1) * (X + 1)),
+        "a#1": np.sin(X + 1) * (X + 1) + np.sin(X + 1),
+    }
     _, seen = ft.capture(scoped, "a.*")(X)
     assert list(seen) == ["a/b", "a#0", "a#1"]
     close(seen, want)
     assert list(ft.capture(scoped, "a")(X)[1]) == ["a#0", "a#1"]
-    changed = ft.intervene(scoped, {"a#0": lambda value, index: (0 * value[0], value[1]), "a#1":
-                                    lambda value, index: value + 3})(X)
+    changed = ft.intervene(
+        scoped,
+        {
+            "a#0": lambda value, index: (0 * value[0], value[1]),
+            "a#1": lambda value, index: value + 3,
+        },
+    )(X)
     close(changed, np.sin(X + 1) * (X + 1) + 3)
 
 
@@ -186,8 +231,10 @@ def nested(x):
             with jax.named_scope("cell"):
                 carry = jnp.tanh(carry + y)
             return carry, 2 * carry
+
         with jax.named_scope("row"):
             return lax.scan(inner, carry, row, reverse=True)
+
     return lax.scan(outer, jnp.zeros(x.shape[2:]), x)
 
 
@@ -214,6 +261,7 @@ def test_nested_scans():
 
 # Other transforms.
 
+
 @pytest.mark.exhaustive
 def test_vmap():
     """vmap(intervene) changes each example, intervene(vmap) the batch."""
@@ -223,7 +271,9 @@ def test_vmap():
     inside = jax.vmap(ft.capture(MODEL, sites), (None, 0))(PARAMS, rows)[1]
     outside = ft.capture(batched, sites)(PARAMS, rows)[1]
     close(inside["drop"], outside["drop"])
-    close(inside["blocks/mlp"], outside["blocks/mlp"].swapaxes(0, 1))    # [batch, depth, ...] and [depth, batch, ...]
+    close(
+        inside["blocks/mlp"], outside["blocks/mlp"].swapaxes(0, 1)
+    )  # [batch, depth, ...] and [depth, batch, ...]
     centered = {"drop": lambda value, index: value - value.mean(0, keepdims=True)}
     each = jax.vmap(ft.intervene(MODEL, centered), (None, 0))(PARAMS, rows)
     whole = ft.intervene(batched, centered)(PARAMS, rows)
@@ -247,18 +297,24 @@ def test_gradients():
     got, seen = jax.jit(ft.capture(step, names))(PARAMS, X)
     near(got, jax.jit(step)(PARAMS, X), 1e-5)
     close(seen, {name: values[name] for name in names})
-    square = lambda params, x: sum(jnp.sum(value**2) for value in ft.capture(MODEL, names)(params, x)[1].values())
+    square = lambda params, x: sum(
+        jnp.sum(value**2) for value in ft.capture(MODEL, names)(params, x)[1].values()
+    )
     reference = lambda params, x: sum(jnp.sum(by_hand(params, x)[1][name] ** 2) for name in names)
     near(jax.jit(jax.grad(square))(PARAMS, X), jax.jit(jax.grad(reference))(PARAMS, X), 1e-5)
     change = {"blocks/mlp": lambda value, index: value * (1 + index[0].astype(jnp.float32))}
-    by_index = lambda name, value, index: value * (1.0 + index[0]) if name == "blocks/mlp" else value
+    by_index = lambda name, value, index: (
+        value * (1.0 + index[0]) if name == "blocks/mlp" else value
+    )
     f = lambda x: jnp.sum(ft.intervene(MODEL, change)(PARAMS, x) ** 2)
     g = lambda x: jnp.sum(by_hand(PARAMS, x, by_index)[0] ** 2)
     close(jax.jit(jax.grad(f))(X), jax.jit(jax.grad(g))(X), 1e-4)
 
 
 def test_second_derivatives():
-    model = nn.Sequential(blocks=nn.Stack(nn.Sequential(dense=nn.Dense(8), tanh=nn.Sequential(jnp.tanh)), 2))
+    model = nn.Sequential(
+        blocks=nn.Stack(nn.Sequential(dense=nn.Dense(8), tanh=nn.Sequential(jnp.tanh)), 2)
+    )
     params, _ = model.init(jax.random.key(0), X)
     double = {"blocks/dense": lambda value, index: 2 * value}
 
@@ -276,9 +332,14 @@ def test_second_derivatives():
 
 @pytest.mark.exhaustive
 def test_cotangents():
-    value, slopes = jax.jit(ft.capture_cotangents(loss, ["blocks/mlp", "blocks[1]/attend", "head"]))(PARAMS, X)
-    zeros = {"blocks/mlp": jnp.zeros((3, *X.shape)), "blocks/attend": jnp.zeros((3, *X.shape)),
-             "head": jnp.zeros((2, 5, 4))}
+    value, slopes = jax.jit(
+        ft.capture_cotangents(loss, ["blocks/mlp", "blocks[1]/attend", "head"])
+    )(PARAMS, X)
+    zeros = {
+        "blocks/mlp": jnp.zeros((3, *X.shape)),
+        "blocks/attend": jnp.zeros((3, *X.shape)),
+        "head": jnp.zeros((2, 5, 4)),
+    }
 
     def shifted(zeros):
         add = lambda name, value, index: value + zeros[name][index] if name in zeros else value
@@ -286,16 +347,27 @@ def test_cotangents():
 
     want = jax.jit(jax.grad(shifted))(zeros)
     close(value, loss(PARAMS, X))
-    close(slopes, {"blocks/mlp": want["blocks/mlp"], "blocks[1]/attend": want["blocks/attend"][1],
-                   "head": want["head"]})
+    close(
+        slopes,
+        {
+            "blocks/mlp": want["blocks/mlp"],
+            "blocks[1]/attend": want["blocks/attend"][1],
+            "head": want["head"],
+        },
+    )
     integers = lambda x: jnp.sum(ft.tag((x, jnp.argmax(x)), "pair")[0] ** 2)
-    same(ft.capture_cotangents(integers, "pair")(jnp.arange(3.0))[1], {"pair": (2 * jnp.arange(3.0), None)})
+    same(
+        ft.capture_cotangents(integers, "pair")(jnp.arange(3.0))[1],
+        {"pair": (2 * jnp.arange(3.0), None)},
+    )
 
 
 @pytest.mark.exhaustive
 def test_one_layer_of_a_stack():
     only = {"blocks[1]/mlp": lambda value, index: 0 * value}
-    by_index = lambda name, value, index: 0 * value if (name, index) == ("blocks/mlp", (1,)) else value
+    by_index = lambda name, value, index: (
+        0 * value if (name, index) == ("blocks/mlp", (1,)) else value
+    )
     close(ft.intervene(MODEL, only)(PARAMS, X), by_hand(PARAMS, X, by_index)[0])
     # The function runs in that layer alone: what would be NaN elsewhere is not computed.
     log = {"blocks[1]/mlp": lambda value, index: value + jnp.log(index[0].astype(jnp.float32))}
@@ -314,7 +386,10 @@ def near(got, want, tolerance):
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(want))
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         error = float(jnp.abs(a.astype(jnp.float32) - b).max())
-        assert a.shape == b.shape and error <= tolerance * largest, (jax.tree_util.keystr(path), error)
+        assert a.shape == b.shape and error <= tolerance * largest, (
+            jax.tree_util.keystr(path),
+            error,
+        )
 
 
 @pytest.mark.exhaustive
@@ -330,6 +405,7 @@ def test_state_and_keys_pass():
 
 # Cost.
 
+
 def memory(f, *args):
     stats = jax.jit(f).lower(*args).compile().memory_analysis()
     return stats.temp_size_in_bytes + stats.output_size_in_bytes
@@ -338,8 +414,12 @@ def memory(f, *args):
 @pytest.mark.exhaustive
 def test_only_the_requested_values_are_kept():
     depth, width, x = 6, 64, jnp.ones((32, 64))
-    block = nn.Sequential(a=nn.Dense(width), tanh=nn.Sequential(jnp.tanh), b=nn.Dense(width),
-                          sin=nn.Sequential(jnp.sin))
+    block = nn.Sequential(
+        a=nn.Dense(width),
+        tanh=nn.Sequential(jnp.tanh),
+        b=nn.Dense(width),
+        sin=nn.Sequential(jnp.sin),
+    )
     model = nn.Sequential(blocks=nn.Stack(block, depth))
     params, _ = model.init(jax.random.key(0), x)
     step = jax.value_and_grad(lambda params, x: jnp.sum(model(params, x) ** 2))
@@ -347,8 +427,16 @@ def test_only_the_requested_values_are_kept():
     for f in (model, step):
         plain = memory(f, params, x)
         assert memory(lambda *args, f=f: ft.capture(f, [])(*args)[0], params, x) == plain
-        assert memory(lambda *args, f=f: ft.intervene(f, {"blocks/a": lambda v, i: v} if f is model else {})(*args),
-                      params, x) <= plain + array
+        assert (
+            memory(
+                lambda *args, f=f: ft.intervene(
+                    f, {"blocks/a": lambda v, i: v} if f is model else {}
+                )(*args),
+                params,
+                x,
+            )
+            <= plain + array
+        )
         one = memory(ft.capture(f, "blocks/a"), params, x) - plain
         assert 0 < one <= (depth + 2) * array, one / array
         # One layer of a stack: not those of the others.
@@ -366,9 +454,14 @@ def test_a_constant_removes_the_computation_before_it():
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_lowering(platform):
     def f(params, x):
-        (value, _), slopes = ft.capture_cotangents(ft.capture(loss, ["blocks/mlp", ".*weights"]), "blocks/attend",
-                                                   has_aux=True)(params, x)
-        return value, slopes, ft.intervene(jax.vmap(MODEL, (None, 0)), {"head": lambda v, i: v})(params, x[None])
+        (value, _), slopes = ft.capture_cotangents(
+            ft.capture(loss, ["blocks/mlp", ".*weights"]), "blocks/attend", has_aux=True
+        )(params, x)
+        return (
+            value,
+            slopes,
+            ft.intervene(jax.vmap(MODEL, (None, 0)), {"head": lambda v, i: v})(params, x[None]),
+        )
 
     text = jax.jit(f).trace(PARAMS, X).lower(lowering_platforms=(platform,)).as_text()
     assert "site" not in text
@@ -376,7 +469,7 @@ def test_lowering(platform):
 
 @pytest.mark.exhaustive
 def test_symbolic_shapes():
-    b, = jax.export.symbolic_shape("b")
+    (b,) = jax.export.symbolic_shape("b")
     spec = jax.ShapeDtypeStruct((b, 5, 8), X.dtype)
     assert ft.sites(MODEL)(PARAMS, spec)[0].value.shape == (b, 5, 8)
     exported = jax.export.export(jax.jit(ft.capture(MODEL, "blocks/mlp")))(PARAMS, spec)

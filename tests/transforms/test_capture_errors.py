@@ -24,6 +24,7 @@ def looping(x):
     def body(x):
         with jax.named_scope("inside"):
             return jnp.sin(x)
+
     return lax.while_loop(lambda x: x.sum() > 100, body, ft.tag(x, "start"))
 
 
@@ -31,6 +32,7 @@ def branching(x):
     def branch(x):
         with jax.named_scope("inside"):
             return jnp.sin(x)
+
     return lax.cond(x.sum() > 0, branch, lambda x: x, x)
 
 
@@ -43,12 +45,20 @@ def own_derivative(x):
 own_derivative.defvjp(lambda x: (own_derivative(x), x), lambda x, g: (g,))
 
 
-@pytest.mark.parametrize("transform", [ft.capture, lambda f, p: ft.intervene(f, {p: lambda v, i: v}),
-                                       ft.capture_cotangents], ids=["capture", "intervene", "capture_cotangents"])
-@pytest.mark.parametrize(("f", "what"), [(looping, "a while loop"), (branching, "a branch of cond")],
-                         ids=["while", "cond"])
+@pytest.mark.parametrize(
+    "transform",
+    [ft.capture, lambda f, p: ft.intervene(f, {p: lambda v, i: v}), ft.capture_cotangents],
+    ids=["capture", "intervene", "capture_cotangents"],
+)
+@pytest.mark.parametrize(
+    ("f", "what"),
+    [(looping, "a while loop"), (branching, "a branch of cond")],
+    ids=["while", "cond"],
+)
 def test_no_single_value(transform, f, what):
-    with pytest.raises(ValueError, match=f"the site 'inside' is inside {what}, where it has no single value"):
+    with pytest.raises(
+        ValueError, match=f"the site 'inside' is inside {what}, where it has no single value"
+    ):
         transform(f, "inside")(X)
     assert f"inside  float32[2, 5, 8]  (inside {what}: not available)" in str(ft.sites(f)(X))
     same(ft.capture(looping, "start")(X)[1]["start"], X)
@@ -58,24 +68,37 @@ def test_inside_a_function_with_its_own_derivative():
     y, seen = ft.capture(own_derivative, "inside")(X)
     same(seen["inside"], y)
     captured = jax.grad(lambda x: ft.capture(own_derivative, "inside")(x)[0].sum())(X)
-    same(captured, jnp.ones_like(X))    # its own derivative, not cos
+    same(captured, jnp.ones_like(X))  # its own derivative, not cos
     with pytest.raises(ValueError, match="the site 'inside' is inside a function with custom_jvp"):
         ft.intervene(own_derivative, {"inside": lambda value, index: value})(X)
 
 
 def test_a_differentiated_site_cannot_be_changed():
-    with pytest.raises(ValueError, match=r"'head' is in a part of the function that has been differentiated.*"
-                                         r"grad\(intervene\(f"):
+    with pytest.raises(
+        ValueError,
+        match=r"'head' is in a part of the function that has been differentiated.*"
+        r"grad\(intervene\(f",
+    ):
         ft.intervene(jax.grad(loss), {"head": lambda value, index: value})(PARAMS, X)
 
 
-@pytest.mark.parametrize(("pattern", "message"), [
-    ("blocks/atend", r"capture: the pattern 'blocks/atend' matches no site; nearest: 'blocks/attend'"),
-    ("blocks[3]/mlp", "has the index 3, and the scan at 'blocks' has 3 iterations"),
-    ("head[0]", r"the pattern 'head\[0\]' matches no site"),
-    ("(", r"the pattern '\(' is not a regular expression \(missing \), unterminated subpattern"),
-    (3, None), ([3], "a pattern must be a string, such as 'blocks/attention'; got a int"),
-])
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (
+            "blocks/atend",
+            r"capture: the pattern 'blocks/atend' matches no site; nearest: 'blocks/attend'",
+        ),
+        ("blocks[3]/mlp", "has the index 3, and the scan at 'blocks' has 3 iterations"),
+        ("head[0]", r"the pattern 'head\[0\]' matches no site"),
+        (
+            "(",
+            r"the pattern '\(' is not a regular expression \(missing \), unterminated subpattern",
+        ),
+        (3, None),
+        ([3], "a pattern must be a string, such as 'blocks/attention'; got a int"),
+    ],
+)
 def test_errors_of_patterns(pattern, message):
     with pytest.raises((ValueError, TypeError), match=message):
         ft.capture(MODEL, pattern)(PARAMS, X)
@@ -92,18 +115,28 @@ def test_an_index_that_is_also_a_regular_expression():
         return lax.scan(lambda c, row: (ft.tag(c + row, "block"), None), x[0], x)[0]
 
     assert list(ft.capture(f, "block(1)")(X)[1]) == ["block1"]
-    with pytest.raises(ValueError, match=r"'block\[1\]' is ambiguous: as a regular expression it matches 'block1', as "
-                                         r"an index 'block\[1\]'"):
+    with pytest.raises(
+        ValueError,
+        match=r"'block\[1\]' is ambiguous: as a regular expression it matches 'block1', as "
+        r"an index 'block\[1\]'",
+    ):
         ft.capture(f, "block[1]")(X)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda value, index: value[0], r"the change of 'head' must return float32\[2, 5, 4\], as the original value; it "
-                                    r"returned float32\[5, 4\]"),
-    (lambda value, index: value.astype(jnp.bfloat16), r"it returned bfloat16\[2, 5, 4\]"),
-    (lambda value, index: (value,), r"it returned \('float32\[2, 5, 4\]',\)"),
-    (lambda value, index: None, "it returned None"),
-], ids=["shape", "dtype", "structure", "None"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda value, index: value[0],
+            r"the change of 'head' must return float32\[2, 5, 4\], as the original value; it "
+            r"returned float32\[5, 4\]",
+        ),
+        (lambda value, index: value.astype(jnp.bfloat16), r"it returned bfloat16\[2, 5, 4\]"),
+        (lambda value, index: (value,), r"it returned \('float32\[2, 5, 4\]',\)"),
+        (lambda value, index: None, "it returned None"),
+    ],
+    ids=["shape", "dtype", "structure", "None"],
+)
 def test_errors_of_changes(change, message):
     with pytest.raises(TypeError, match=message):
         ft.intervene(MODEL, {"head": change})(PARAMS, X)
@@ -112,11 +145,22 @@ def test_errors_of_changes(change, message):
 def test_other_errors():
     with pytest.raises(TypeError, match=r"intervene: changes are \{pattern: change\}"):
         ft.intervene(MODEL, {"head": 0})
-    with pytest.raises(TypeError, match=r"name_scopes: expected a flax\.nnx\.Module, got a Sequential"):
+    with pytest.raises(
+        TypeError, match=r"name_scopes: expected a flax\.nnx\.Module, got a Sequential"
+    ):
         ft.name_scopes(MODEL)
     for f, has_aux, message in (
-            (MODEL, False, r"with has_aux=False the function must return a floating-point scalar; it returned "
-                           r"float32\[2, 5, 4\]"),
-            (loss, True, r"must return a pair \(floating-point scalar, anything else\); it returned a \w*Tracer")):
+        (
+            MODEL,
+            False,
+            r"with has_aux=False the function must return a floating-point scalar; it returned "
+            r"float32\[2, 5, 4\]",
+        ),
+        (
+            loss,
+            True,
+            r"must return a pair \(floating-point scalar, anything else\); it returned a \w*Tracer",
+        ),
+    ):
         with pytest.raises(TypeError, match=message):
             ft.capture_cotangents(f, "head", has_aux=has_aux)(PARAMS, X)

@@ -26,11 +26,16 @@ def test_equinox():
             close(seen[name], x)
             x = jax.nn.relu(x)
         assert list(seen) == linears
-    changed = ft.intervene(model, {"eqx.nn.MLP/eqx.nn.Linear#1": lambda value, index: 0 * value})(X[0, 0])
+    changed = ft.intervene(model, {"eqx.nn.MLP/eqx.nn.Linear#1": lambda value, index: 0 * value})(
+        X[0, 0]
+    )
     close(changed, model.layers[2].bias)
     twice = eqx.nn.Sequential([model.layers[1], model.layers[1]])
-    assert ft.sites(twice)(jnp.ones(6)).names == ("eqx.nn.Sequential/eqx.nn.Linear#0",
-                                                  "eqx.nn.Sequential/eqx.nn.Linear#1", "eqx.nn.Sequential")
+    assert ft.sites(twice)(jnp.ones(6)).names == (
+        "eqx.nn.Sequential/eqx.nn.Linear#0",
+        "eqx.nn.Sequential/eqx.nn.Linear#1",
+        "eqx.nn.Sequential",
+    )
 
 
 @pytest.mark.exhaustive
@@ -75,9 +80,11 @@ def test_nnx():
     same(seen["blocks/0#1"], y)
     square = lambda model, x: jnp.sum(model(x) ** 2)
     same(jax.tree.leaves(nnx.grad(square)(named, X)), jax.tree.leaves(nnx.grad(square)(model, X)))
-    model.stem.bias[...] = jnp.ones(4)    # variables are shared
+    model.stem.bias[...] = jnp.ones(4)  # variables are shared
     same(named(X), model(X))
     assert isinstance(named.stem, nnx.Linear)
     slopes = ft.capture_cotangents(square, "stem")(named, X)[1]
-    tail = lambda h: jnp.sum(model.shared(jnp.tanh(model.blocks[1](jnp.tanh(model.blocks[0](h))))) ** 2)
+    tail = lambda h: jnp.sum(
+        model.shared(jnp.tanh(model.blocks[1](jnp.tanh(model.blocks[0](h))))) ** 2
+    )
     close(slopes["stem"], jax.grad(tail)(model.stem(X)))

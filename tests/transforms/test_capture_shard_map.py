@@ -18,7 +18,9 @@ pytestmark = pytest.mark.usefixtures("quickly")
 
 
 def layers(x):
-    return lax.scan(lambda h, _: (jnp.tanh(ft.tag(h @ W, "h")), None), ft.tag(x * 2, "x"), None, length=3)[0]
+    return lax.scan(
+        lambda h, _: (jnp.tanh(ft.tag(h @ W, "h")), None), ft.tag(x * 2, "x"), None, length=3
+    )[0]
 
 
 def mapped(f, *, out_specs=ROWS):
@@ -33,7 +35,9 @@ def test_captured_values(site):
     close(mapped(found)(X), found(X))
 
 
-@pytest.mark.parametrize("change", [lambda x, index: 2 * x, lambda x, index: jnp.full(x.shape, 0.5)])
+@pytest.mark.parametrize(
+    "change", [lambda x, index: 2 * x, lambda x, index: jnp.full(x.shape, 0.5)]
+)
 @pytest.mark.parametrize("site", ["x", "h", "h[1]"])
 def test_replaced_values(site, change):
     replaced = ft.intervene(layers, {site: change})

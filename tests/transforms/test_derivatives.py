@@ -19,8 +19,20 @@ def loss(params, x):
     return jnp.square(MODEL(params, x)).mean()
 
 
-@pytest.mark.parametrize("name", ["grad", "value_and_grad", "jacobian", "hessian", "jit", "vmap", "custom_vjp",
-                                  "custom_jvp", "checkpoint"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grad",
+        "value_and_grad",
+        "jacobian",
+        "hessian",
+        "jit",
+        "vmap",
+        "custom_vjp",
+        "custom_jvp",
+        "checkpoint",
+    ],
+)
 def test_jax_transforms_are_jax_s_own(name):
     assert getattr(ft, name) is getattr(jax, name)
     assert name in ft.__all__
@@ -29,7 +41,7 @@ def test_jax_transforms_are_jax_s_own(name):
 @pytest.mark.exhaustive
 def test_per_example_equals_a_loop():
     got = jax.jit(ft.per_example(jax.value_and_grad(loss)))(PARAMS, X)
-    rows = [jax.value_and_grad(loss)(PARAMS, X[i:i + 1]) for i in range(len(X))]
+    rows = [jax.value_and_grad(loss)(PARAMS, X[i : i + 1]) for i in range(len(X))]
     close(got, jax.tree.map(lambda *a: jnp.stack(a), *rows))
     close(jax.tree.map(lambda a: a.mean(0), got), jax.value_and_grad(loss)(PARAMS, X))
 
@@ -65,7 +77,7 @@ def test_hvp_is_hessian_times_vector():
 
 
 def test_hvp_hands_options_on():
-    f = lambda x, *, power: (x ** power).sum()
+    f = lambda x, *, power: (x**power).sum()
     x = jnp.array([1.0, 2.0])
     close(ft.hvp(f)(x, jnp.ones(2), power=3), 6 * x)
 
@@ -73,15 +85,18 @@ def test_hvp_hands_options_on():
 ROWS = "the batched arguments must be arrays with the same number of rows (argnums= says which arguments are batched)"
 ERRORS = {
     "vector": (
-        lambda: ft.hvp(lambda x: (x ** 2).sum())(jnp.ones(3), jnp.ones(4)),
-        "hvp: the vector must have the structure, shapes and dtypes of the first argument float32[3]; got float32[4]"),
+        lambda: ft.hvp(lambda x: (x**2).sum())(jnp.ones(3), jnp.ones(4)),
+        "hvp: the vector must have the structure, shapes and dtypes of the first argument float32[3]; got float32[4]",
+    ),
     "rows": (
         lambda: ft.per_example(loss)(None, {"x": jnp.ones((8, 2)), "y": jnp.ones(4)}),
-        f"per_example: {ROWS}; got argument 1['x'] (8, 2); argument 1['y'] (4,)"),
+        f"per_example: {ROWS}; got argument 1['x'] (8, 2); argument 1['y'] (4,)",
+    ),
     "no arrays": (lambda: ft.per_example(loss)(PARAMS, 2.0), f"per_example: {ROWS}; got no arrays"),
     "argnums": (
         lambda: ft.per_example(loss, argnums=2)(PARAMS, X),
-        "per_example: argnums names argument 2; the function was called with 2"),
+        "per_example: argnums names argument 2; the function was called with 2",
+    ),
 }
 
 

@@ -20,11 +20,14 @@ def random(*shape, dtype=jnp.float32):
 
 def varied(tree):
     """Parameters and statistics as after training: no scale is 1, no mean is 0, variances are positive."""
-    return jax.tree.map(lambda x: jnp.asarray(DRAW.uniform(0.5, 1.5, x.shape) if x.ndim == 1 else x, x.dtype), tree)
+    return jax.tree.map(
+        lambda x: jnp.asarray(DRAW.uniform(0.5, 1.5, x.shape) if x.ndim == 1 else x, x.dtype), tree
+    )
 
 
 IMAGES = {
-    "CNN": models.CNN(3, (4, 6)), "ResNet": models.ResNet((1, 1), bottleneck=False, classes=3, width=4),
+    "CNN": models.CNN(3, (4, 6)),
+    "ResNet": models.ResNet((1, 1), bottleneck=False, classes=3, width=4),
     "MobileNetV2": models.MobileNetV2(classes=3, width=0.25),
 }
 
@@ -37,11 +40,16 @@ def test_batch_norm_becomes_a_part_of_the_convolution(name):
     predict = ft.fold(model, params, state)
     close(predict(x), model(params, x, state=state)[0], 1e-5)
     rows = ft.explain(predict, x).rows
-    norms = sum("var" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state))
+    norms = sum(
+        "var" in jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(state)
+    )
     assert len(rows) == norms
     assert {row.primitive for row in rows} == {"conv_general_dilated"}
     small = x[:1, :32]
-    close(jax.jit(predict)(small), model(params, small, state=state)[0], 1e-5)    # another shape, inside jit
+    close(
+        jax.jit(predict)(small), model(params, small, state=state)[0], 1e-5
+    )  # another shape, inside jit
 
 
 S, B = random(6), random(6)
@@ -50,46 +58,133 @@ NHWC = dict(window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "H
 
 # name: (f(params, x), params, x, how many products absorb an affine map)
 PROGRAMS = {
-    "dense, scale and shift": (lambda p, x: (x @ p["w"]) * p["s"][None] + p["b"][None],
-                               {"w": random(4, 6), "s": S, "b": B}, random(5, 4), 1),
-    "division and negation": (lambda p, x: -((p["b"][None] - x @ p["w"]) / p["s"][None]) - 2.0,
-                              {"w": random(4, 6), "s": S, "b": B}, random(5, 4), 1),
-    "division by the product": (lambda p, x: p["s"][None] / (3.0 + jnp.square(x @ p["w"])),
-                                {"w": random(4, 6), "s": S}, random(5, 4), 0),
-    "kernel on the left": (lambda p, x: (p["w"].T @ x) * p["s"][:, None], {"w": random(4, 6), "s": S}, random(4, 5), 1),
-    "a scale for each position": (lambda p, x: (x @ p["w"]) * p["s"], {"w": random(4, 6), "s": random(5, 6)},
-                                  random(5, 4), 0),
-    "two uses of the product": (lambda p, x: (lambda y: y * p["s"][None] + y)(x @ p["w"]),
-                                {"w": random(4, 6), "s": S}, random(5, 4), 0),
-    "an output that is also scaled": (lambda p, x: (lambda y: (y, y * p["s"][None]))(x @ p["w"]),
-                                      {"w": random(4, 6), "s": S}, random(5, 4), 0),
-    "batched kernels": (lambda p, x: jnp.einsum("bij,bjk->bik", x, p["w"]) * p["s"][None, None],
-                        {"w": random(2, 4, 6), "s": S}, random(2, 5, 4), 1),
-    "several kernel axes": (lambda p, x: jnp.einsum("bi,ihd->bhd", x, p["w"]) * p["s"][None],
-                            {"w": random(4, 2, 6), "s": random(2, 6)}, random(5, 4), 1),
+    "dense, scale and shift": (
+        lambda p, x: (x @ p["w"]) * p["s"][None] + p["b"][None],
+        {"w": random(4, 6), "s": S, "b": B},
+        random(5, 4),
+        1,
+    ),
+    "division and negation": (
+        lambda p, x: -((p["b"][None] - x @ p["w"]) / p["s"][None]) - 2.0,
+        {"w": random(4, 6), "s": S, "b": B},
+        random(5, 4),
+        1,
+    ),
+    "division by the product": (
+        lambda p, x: p["s"][None] / (3.0 + jnp.square(x @ p["w"])),
+        {"w": random(4, 6), "s": S},
+        random(5, 4),
+        0,
+    ),
+    "kernel on the left": (
+        lambda p, x: (p["w"].T @ x) * p["s"][:, None],
+        {"w": random(4, 6), "s": S},
+        random(4, 5),
+        1,
+    ),
+    "a scale for each position": (
+        lambda p, x: (x @ p["w"]) * p["s"],
+        {"w": random(4, 6), "s": random(5, 6)},
+        random(5, 4),
+        0,
+    ),
+    "two uses of the product": (
+        lambda p, x: (lambda y: y * p["s"][None] + y)(x @ p["w"]),
+        {"w": random(4, 6), "s": S},
+        random(5, 4),
+        0,
+    ),
+    "an output that is also scaled": (
+        lambda p, x: (lambda y: (y, y * p["s"][None]))(x @ p["w"]),
+        {"w": random(4, 6), "s": S},
+        random(5, 4),
+        0,
+    ),
+    "batched kernels": (
+        lambda p, x: jnp.einsum("bij,bjk->bik", x, p["w"]) * p["s"][None, None],
+        {"w": random(2, 4, 6), "s": S},
+        random(2, 5, 4),
+        1,
+    ),
+    "several kernel axes": (
+        lambda p, x: jnp.einsum("bi,ihd->bhd", x, p["w"]) * p["s"][None],
+        {"w": random(4, 2, 6), "s": random(2, 6)},
+        random(5, 4),
+        1,
+    ),
     "convolution, channels first": (
-        lambda p, x: lax.conv_general_dilated(x, p["k"], (2, 1), "SAME", feature_group_count=2, rhs_dilation=(1, 2),
-                                              dimension_numbers=("NCHW", "OIHW", "NCHW")) * p["s"][None, :, None, None],
-        {"k": random(6, 2, 3, 3), "s": S}, random(2, 4, 8, 9), 1),
+        lambda p, x: (
+            lax.conv_general_dilated(
+                x,
+                p["k"],
+                (2, 1),
+                "SAME",
+                feature_group_count=2,
+                rhs_dilation=(1, 2),
+                dimension_numbers=("NCHW", "OIHW", "NCHW"),
+            )
+            * p["s"][None, :, None, None]
+        ),
+        {"k": random(6, 2, 3, 3), "s": S},
+        random(2, 4, 8, 9),
+        1,
+    ),
     "transposed convolution": (
         lambda p, x: lax.conv_transpose(x, p["k"], (2, 2), "SAME") * p["s"][None, None, None] + 1.0,
-        {"k": K2, "s": S}, X2, 1),
+        {"k": K2, "s": S},
+        X2,
+        1,
+    ),
     "one axis of space": (
-        lambda p, x: lax.conv_general_dilated(x, p["k"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
-        * p["s"][None, None], {"k": random(3, 4, 6), "s": S}, random(2, 9, 4), 1),
+        lambda p, x: (
+            lax.conv_general_dilated(
+                x, p["k"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+            )
+            * p["s"][None, None]
+        ),
+        {"k": random(3, 4, 6), "s": S},
+        random(2, 9, 4),
+        1,
+    ),
     "a kernel that is computed": (
-        lambda p, x: lax.conv_general_dilated(x, (p["k"] - p["k"].mean((0, 1, 2), keepdims=True)) / p["k"].std(
-            (0, 1, 2), keepdims=True), **NHWC) * p["s"][None, None, None], {"k": K2, "s": S}, X2, 1),
-    "inside a scan": (lambda p, x: lax.scan(lambda c, w: (jnp.tanh(c @ w * p["s"][None]), None), x, p["w"])[0],
-                      {"w": random(3, 6, 6), "s": S}, random(5, 6), 0),
-    "between branches": (lambda p, x: lax.cond(x.sum() > 0, lambda: (x @ p["w"]) * p["s"][None], lambda: x @ p["w"]),
-                         {"w": random(4, 6), "s": S}, random(5, 4), 0),
-    "bfloat16": (lambda p, x: (x @ p["w"]) * p["s"][None],
-                 {"w": random(4, 6, dtype=jnp.bfloat16), "s": S.astype(jnp.bfloat16)},
-                 random(5, 4, dtype=jnp.bfloat16), 0),
+        lambda p, x: (
+            lax.conv_general_dilated(
+                x,
+                (p["k"] - p["k"].mean((0, 1, 2), keepdims=True))
+                / p["k"].std((0, 1, 2), keepdims=True),
+                **NHWC,
+            )
+            * p["s"][None, None, None]
+        ),
+        {"k": K2, "s": S},
+        X2,
+        1,
+    ),
+    "inside a scan": (
+        lambda p, x: lax.scan(lambda c, w: (jnp.tanh(c @ w * p["s"][None]), None), x, p["w"])[0],
+        {"w": random(3, 6, 6), "s": S},
+        random(5, 6),
+        0,
+    ),
+    "between branches": (
+        lambda p, x: lax.cond(x.sum() > 0, lambda: (x @ p["w"]) * p["s"][None], lambda: x @ p["w"]),
+        {"w": random(4, 6), "s": S},
+        random(5, 4),
+        0,
+    ),
+    "bfloat16": (
+        lambda p, x: (x @ p["w"]) * p["s"][None],
+        {"w": random(4, 6, dtype=jnp.bfloat16), "s": S.astype(jnp.bfloat16)},
+        random(5, 4, dtype=jnp.bfloat16),
+        0,
+    ),
     "no input": (lambda p, x: p["w"] * 2 + x.sum() * 0, {"w": random(4, 6)}, random(5, 4), 0),
-    "NumPy": (lambda p, x: (x @ p["w"]) * p["s"][None] + p["s"][None],
-              {"w": np.asarray(random(4, 6)), "s": np.asarray(S)}, np.asarray(random(5, 4)), 1),
+    "NumPy": (
+        lambda p, x: (x @ p["w"]) * p["s"][None] + p["s"][None],
+        {"w": np.asarray(random(4, 6)), "s": np.asarray(S)},
+        np.asarray(random(5, 4)),
+        1,
+    ),
 }
 
 
@@ -109,7 +204,11 @@ EXTREME = {
     "division by 0": (lambda y, c: y / c(0, 1, 2), 1, 1.0),
     "infinite scale": (lambda y, c: y * c(jnp.inf, 1, 2), 1, 1.0),
     "division by a subnormal": (lambda y, c: y / c(1e-39, 1, 2), 1, 1.0),
-    "scales that overflow together": (lambda y, c: y * c(1e30, 1, 2) * c(1e30, 1, 1) * c(1e-30, 1, 1), 1, 1.0),
+    "scales that overflow together": (
+        lambda y, c: y * c(1e30, 1, 2) * c(1e30, 1, 1) * c(1e-30, 1, 1),
+        1,
+        1.0,
+    ),
     "scales that underflow together": (lambda y, c: y * c(1e-20, 1, 1) * c(1e-20, 1, 2), 1, 1e30),
     "a kernel that underflows": (lambda y, c: y * c(1e-30, 1, 2), 1e-12, 1e30),
     "a kernel that overflows": (lambda y, c: y * c(1e38, 1, 2), 20, 1e-30),
@@ -146,7 +245,9 @@ def test_other_libraries_modules():
         @linen.compact
         def __call__(self, x):
             x = linen.relu(linen.BatchNorm(use_running_average=True)(linen.Conv(6, (3, 3))(x)))
-            return linen.Dense(3)(linen.BatchNorm(use_running_average=True)(linen.Conv(4, (1, 1))(x)).mean((1, 2)))
+            return linen.Dense(3)(
+                linen.BatchNorm(use_running_average=True)(linen.Conv(4, (1, 1))(x)).mean((1, 2))
+            )
 
     x = random(2, 8, 8, 3)
     with jax.numpy_rank_promotion("allow"):
@@ -161,7 +262,11 @@ def test_derivatives_and_batching():
     params, state = map(varied, model.init(jax.random.key(0), x))
     predict = ft.fold(model, params, state)
     plain = lambda x: model(params, x, state=state)[0]
-    close(jax.grad(lambda x: jnp.square(predict(x)).sum())(x), jax.grad(lambda x: jnp.square(plain(x)).sum())(x), 1e-5)
+    close(
+        jax.grad(lambda x: jnp.square(predict(x)).sum())(x),
+        jax.grad(lambda x: jnp.square(plain(x)).sum())(x),
+        1e-5,
+    )
     close(jax.vmap(lambda row: predict(row[None])[0])(x), plain(x), 1e-5)
     close(ft.tune(predict)(x), plain(x), 1e-5)
 
@@ -189,5 +294,10 @@ def test_float64():
 def test_errors():
     with pytest.raises(TypeError, match=r"fold\(f, params\): expected a function, got a dict"):
         ft.fold({}, {})
-    with pytest.raises(TypeError, match=r"expected fixed parameters, but \['w'\] is traced; call fold outside of jit"):
-        jax.jit(lambda w: ft.fold(lambda p, x: x @ p["w"], {"w": w})(jnp.ones((2, 3))))(jnp.ones((3, 3)))
+    with pytest.raises(
+        TypeError,
+        match=r"expected fixed parameters, but \['w'\] is traced; call fold outside of jit",
+    ):
+        jax.jit(lambda w: ft.fold(lambda p, x: x @ p["w"], {"w": w})(jnp.ones((2, 3))))(
+            jnp.ones((3, 3))
+        )

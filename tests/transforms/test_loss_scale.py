@@ -30,7 +30,9 @@ def test_the_first_state():
     assert [leaf.dtype for leaf in state[:3]] == [jnp.float32, jnp.int32, jnp.int32]
     assert not any(leaf.weak_type or leaf.shape for leaf in state[:3])
     assert ft.loss_scale(optax.sgd(1.0), hw.policy("Tesla T4")).init(PARAMS).scale == 32768.0
-    assert ft.loss_scale(optax.sgd(1.0), hw.policy("Tesla T4"), initial=8.0).init(PARAMS).scale == 8.0
+    assert (
+        ft.loss_scale(optax.sgd(1.0), hw.policy("Tesla T4"), initial=8.0).init(PARAMS).scale == 8.0
+    )
 
 
 def test_without_a_scale_in_the_policy_the_optimizer_is_the_very_same():
@@ -48,8 +50,15 @@ def test_it_grows_after_exactly_2000_good_steps(steps):
         return tx.update(gradient(1.0, 1.0), state, PARAMS)[1], None
 
     state = jax.jit(lambda state: jax.lax.scan(step, state, length=steps)[0])(tx.init(PARAMS))
-    assert scalars(state) == {1999: (32768.0, 1999, 0), 2000: (65536.0, 0, 0), 2001: (65536.0, 1, 0),
-                              4000: (131072.0, 0, 0)}[steps]
+    assert (
+        scalars(state)
+        == {
+            1999: (32768.0, 1999, 0),
+            2000: (65536.0, 0, 0),
+            2001: (65536.0, 1, 0),
+            4000: (131072.0, 0, 0),
+        }[steps]
+    )
 
 
 @pytest.mark.exhaustive
@@ -59,14 +68,14 @@ def test_every_transition_by_hand():
     # (gradient of the scaled loss, the update, scale, good steps, skipped afterwards); the update is -gradient / scale
     for given, update, scale, good, skipped in [
         (8.0, -1.0, 8.0, 1, 0),
-        (8.0, -1.0, 16.0, 0, 0),       # grows; the update is by 8, the scale that was used
+        (8.0, -1.0, 16.0, 0, 0),  # grows; the update is by 8, the scale that was used
         (8.0, -0.5, 16.0, 1, 0),
-        (16.0, -1.0, 16.0, 0, 0),      # would grow to 32: clamped, and counts anew
+        (16.0, -1.0, 16.0, 0, 0),  # would grow to 32: clamped, and counts anew
         (16.0, -1.0, 16.0, 1, 0),
-        (INF, 0.0, 8.0, 0, 1),         # a bad step after a good one: the count begins anew
+        (INF, 0.0, 8.0, 0, 1),  # a bad step after a good one: the count begins anew
         (8.0, -1.0, 8.0, 1, 1),
         (-INF, 0.0, 4.0, 0, 2),
-        (np.nan, 0.0, 4.0, 0, 3),      # would fall to 2: clamped
+        (np.nan, 0.0, 4.0, 0, 3),  # would fall to 2: clamped
         (4.0, -1.0, 4.0, 1, 3),
         (4.0, -1.0, 8.0, 0, 3),
     ]:
@@ -82,12 +91,16 @@ def test_another_growth_and_backoff():
 
 
 def test_a_skipped_step_leaves_the_inner_state_bit_for_bit_and_the_parameters():
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9), optax.add_decayed_weights(0.1),
-                        optax.scale_by_schedule(lambda count: 0.5 + count.astype(jnp.float32)))
+    inner = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.trace(0.9),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_schedule(lambda count: 0.5 + count.astype(jnp.float32)),
+    )
     tx = ft.loss_scale(inner)
     _, state = tx.update(gradient(1e4, 3e4), tx.init(PARAMS), PARAMS)
     updates, after = tx.update(gradient(1.0, INF), state, PARAMS)
-    assert updates["w"].tolist() == [0.0, 0.0]         # no decay of weights either
+    assert updates["w"].tolist() == [0.0, 0.0]  # no decay of weights either
     assert jax.tree.structure(after) == jax.tree.structure(state)
     for old, new in zip(jax.tree.leaves(state.inner), jax.tree.leaves(after.inner)):
         assert np.asarray(old).tobytes() == np.asarray(new).tobytes() and old.dtype == new.dtype
@@ -97,7 +110,8 @@ def test_a_skipped_step_leaves_the_inner_state_bit_for_bit_and_the_parameters():
 
 def test_a_random_key_in_the_inner_state():
     noisy = optax.GradientTransformation(
-        lambda params: jax.random.key(0), lambda g, key, params=None: (g, jax.random.split(key)[0]))
+        lambda params: jax.random.key(0), lambda g, key, params=None: (g, jax.random.split(key)[0])
+    )
     tx = ft.loss_scale(noisy)
     first = tx.init(PARAMS)
     skipped = tx.update(gradient(INF, 0.0), first, PARAMS)[1]
@@ -108,7 +122,7 @@ def test_a_random_key_in_the_inner_state():
 
 @pytest.mark.exhaustive
 def test_the_state_is_a_carry():
-    with jax.numpy_dtype_promotion("standard"):      # optax.adam asks for it
+    with jax.numpy_dtype_promotion("standard"):  # optax.adam asks for it
         tx = ft.loss_scale(optax.adam(1e-2), interval=3)
 
         def loss(params, x):
@@ -122,26 +136,41 @@ def test_the_state_is_a_carry():
 
         xs = jnp.array([[1.0, 1.0], [1.0, INF], [1.0, 2.0], [1.0, 1.0], [1.0, 1.0]])
         carry = PARAMS, tx.init(PARAMS)
-        (params, state), (values, scales) = jax.jit(functools.partial(jax.lax.scan, step))(carry, xs)
-        assert scales.tolist() == [32768.0, 16384.0, 16384.0, 16384.0, 32768.0] and scalars(state) == (32768.0, 0, 1)
-        types = lambda tree: [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(tree)]
+        (params, state), (values, scales) = jax.jit(functools.partial(jax.lax.scan, step))(
+            carry, xs
+        )
+        assert scales.tolist() == [32768.0, 16384.0, 16384.0, 16384.0, 32768.0] and scalars(
+            state
+        ) == (32768.0, 0, 1)
+        types = lambda tree: [
+            (leaf.shape, leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(tree)
+        ]
         assert jax.tree.structure((params, state)) == jax.tree.structure(carry)
         assert types((params, state)) == types(carry)
         eager = carry
         for x in xs:
             eager, _ = step(eager, x)
-        assert jnp.allclose(eager[0]["w"], params["w"], rtol=1e-6) and scalars(eager[1]) == scalars(state)
-        assert int(state.inner[0].count) == 4        # adam counts the steps that were made
+        assert jnp.allclose(eager[0]["w"], params["w"], rtol=1e-6) and scalars(eager[1]) == scalars(
+            state
+        )
+        assert int(state.inner[0].count) == 4  # adam counts the steps that were made
         assert jnp.isinf(values[1]) and jnp.isfinite(values[jnp.array([0, 2, 3, 4])]).all()
 
 
 def test_a_round_trip_through_jit_and_flattening_keeps_every_field():
     state = ft.LossScaleState(jnp.float32(0.25), jnp.int32(7), jnp.int32(3), (jnp.ones(2),))
-    for again in (jax.jit(lambda s: s)(state), jax.tree.unflatten(*reversed(jax.tree.flatten(state)))):
+    for again in (
+        jax.jit(lambda s: s)(state),
+        jax.tree.unflatten(*reversed(jax.tree.flatten(state))),
+    ):
         assert isinstance(again, ft.LossScaleState) and scalars(again) == (0.25, 7, 3)
     tx = ft.loss_scale(optax.sgd(1.0), minimum=0.25, initial=0.5)
     state = jax.jit(tx.update)(gradient(INF, 1.0), tx.init(PARAMS), PARAMS)[1]
-    assert scalars(jax.jit(tx.update)(gradient(INF, 1.0), state, PARAMS)[1]) == (0.25, 0, 2)     # bounds hold under jit
+    assert scalars(jax.jit(tx.update)(gradient(INF, 1.0), state, PARAMS)[1]) == (
+        0.25,
+        0,
+        2,
+    )  # bounds hold under jit
 
 
 def half_loss(w, x):
@@ -158,8 +187,12 @@ def test_overflow_falls_until_the_gradient_fits():
         value, grads = ft.scaled_value_and_grad(half_loss)(state, w, x)
         updates, state = tx.update(grads, state, w)
         scales.append(float(state.scale))
-        assert float(value) == 8.0 and value.dtype == jnp.float32      # the loss itself never overflows
-    assert scales == [16384.0, 8192.0, 4096.0, 2048.0, 2048.0, 2048.0] and scalars(state) == (2048.0, 2, 4)
+        assert float(value) == 8.0 and value.dtype == jnp.float32  # the loss itself never overflows
+    assert scales == [16384.0, 8192.0, 4096.0, 2048.0, 2048.0, 2048.0] and scalars(state) == (
+        2048.0,
+        2,
+        4,
+    )
     assert updates.tolist() == [-16.0]
 
 
@@ -179,18 +212,22 @@ def test_underflow_is_lifted():
 def test_clipping_inside_sees_true_gradients():
     tx = ft.loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
     state = tx.init(PARAMS)
-    small, _ = tx.update(gradient(0.3 * 32768, 0.4 * 32768), state, PARAMS)       # norm 0.5: as it is
-    large, _ = tx.update(gradient(3.0 * 32768, 4.0 * 32768), state, PARAMS)       # norm 5: to 1
+    small, _ = tx.update(gradient(0.3 * 32768, 0.4 * 32768), state, PARAMS)  # norm 0.5: as it is
+    large, _ = tx.update(gradient(3.0 * 32768, 4.0 * 32768), state, PARAMS)  # norm 5: to 1
     assert jnp.allclose(small["w"], jnp.array([-0.3, -0.4]), rtol=1e-6)
     assert jnp.allclose(large["w"], jnp.array([-0.6, -0.8]), rtol=1e-6)
 
 
-@pytest.mark.parametrize("nest", [
-    lambda tx: optax.chain(tx, optax.scale(2.0)),
-    lambda tx: optax.chain(optax.identity(), optax.chain(tx), optax.scale(2.0)),
-    lambda tx: optax.multi_transform({"all": optax.chain(tx, optax.scale(2.0))}, {"w": "all"}),
-    lambda tx: optax.masked(optax.chain(tx, optax.scale(2.0)), {"w": True}),
-], ids=["chain", "chains", "multi_transform", "masked"])
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda tx: optax.chain(tx, optax.scale(2.0)),
+        lambda tx: optax.chain(optax.identity(), optax.chain(tx), optax.scale(2.0)),
+        lambda tx: optax.multi_transform({"all": optax.chain(tx, optax.scale(2.0))}, {"w": "all"}),
+        lambda tx: optax.masked(optax.chain(tx, optax.scale(2.0)), {"w": True}),
+    ],
+    ids=["chain", "chains", "multi_transform", "masked"],
+)
 def test_it_is_found_wherever_it_is(nest):
     tx = nest(ft.loss_scale(optax.sgd(1.0), initial=4.0))
     state = tx.init(PARAMS)
@@ -207,9 +244,13 @@ def test_accumulated_gradients_are_unscaled_once():
     tx = optax.MultiSteps(ft.loss_scale(optax.sgd(1.0), initial=4.0), 2)
     state = tx.init(PARAMS)
     for _ in range(2):
-        with jax.numpy_dtype_promotion("standard"):      # MultiSteps asks for it
+        with jax.numpy_dtype_promotion("standard"):  # MultiSteps asks for it
             updates, state = tx.update(gradient(4.0, 8.0), state, PARAMS)
-    assert updates["w"].tolist() == [-1.0, -2.0] and scalars(ft.loss_scale_state(state)) == (4.0, 1, 0)
+    assert updates["w"].tolist() == [-1.0, -2.0] and scalars(ft.loss_scale_state(state)) == (
+        4.0,
+        1,
+        0,
+    )
 
 
 def test_where_there_is_none():
@@ -217,7 +258,9 @@ def test_where_there_is_none():
     assert ft.loss_scale_state(state) is None
     value, grads = ft.scaled_value_and_grad(lambda p: (p["w"] ** 2).sum())(state, PARAMS)
     assert float(value) == 5.0 and grads["w"].tolist() == [2.0, 4.0]
-    value, aux = ft.scaled_value_and_grad(lambda p: ((p["w"] ** 2).sum(), "aux"), has_aux=True)(state, PARAMS)[0]
+    value, aux = ft.scaled_value_and_grad(lambda p: ((p["w"] ** 2).sum(), "aux"), has_aux=True)(
+        state, PARAMS
+    )[0]
     assert float(value) == 5.0 and aux == "aux"
 
 
@@ -230,7 +273,7 @@ def test_aux_and_argnums():
     a, b = jnp.float32(2.0), jnp.float32(5.0)
     (value, aux), grads = ft.scaled_value_and_grad(loss, (0, 1), has_aux=True)(state, a, b, c=3.0)
     assert float(value) == 30.0 and float(aux["a"]) == 2.0 and aux["count"].dtype == jnp.int32
-    assert [float(g) for g in grads] == [60.0, 24.0]      # 4 * (b c, a c)
+    assert [float(g) for g in grads] == [60.0, 24.0]  # 4 * (b c, a c)
     assert float(ft.scaled_value_and_grad(loss, 1, has_aux=True)(state, a, b, c=3.0)[1]) == 24.0
     grads = ft.scaled_value_and_grad(lambda *args: loss(*args, c=3.0)[0], (1,))(state, a, b)[1]
     assert isinstance(grads, tuple) and [float(g) for g in grads] == [24.0]
@@ -244,7 +287,12 @@ def test_it_carries_the_name_but_not_the_signature_of_the_loss():
     scaled = ft.scaled_value_and_grad(my_loss)
     assert scaled.__name__ == "my_loss" and scaled.__doc__ == "Mine."
     assert next(iter(inspect.signature(scaled).parameters)) == "opt_state"
-    assert ft.scaled_value_and_grad(functools.partial(my_loss, x=2.0))(optax.sgd(1.0).init(PARAMS), PARAMS)[0] == 6.0
+    assert (
+        ft.scaled_value_and_grad(functools.partial(my_loss, x=2.0))(
+            optax.sgd(1.0).init(PARAMS), PARAMS
+        )[0]
+        == 6.0
+    )
 
 
 @pytest.mark.quick_cases(1)
@@ -258,7 +306,9 @@ def test_parameters_of_any_type_keep_it(dtype):
     assert grads["w"].dtype == dtype and grads["w"].tolist() == [128.0, 256.0]
     updates, after = tx.update(grads, state, params)
     assert updates["w"].dtype == dtype and updates["w"].tolist() == [-1.0, -2.0]
-    assert [leaf.dtype for leaf in jax.tree.leaves(after)] == [leaf.dtype for leaf in jax.tree.leaves(state)]
+    assert [leaf.dtype for leaf in jax.tree.leaves(after)] == [
+        leaf.dtype for leaf in jax.tree.leaves(state)
+    ]
 
 
 @pytest.mark.exhaustive
@@ -280,11 +330,18 @@ def test_an_empty_tree():
 
 def test_extra_arguments_reach_the_optimizer_inside():
     inner = optax.GradientTransformationExtraArgs(
-        lambda params: (), lambda g, s, params=None, *, factor: (jax.tree.map(lambda x: x * factor, g), s))
+        lambda params: (),
+        lambda g, s, params=None, *, factor: (jax.tree.map(lambda x: x * factor, g), s),
+    )
     tx = ft.loss_scale(inner, initial=2.0)
-    assert tx.update(gradient(2.0, 4.0), tx.init(PARAMS), PARAMS, factor=3.0)[0]["w"].tolist() == [3.0, 6.0]
+    assert tx.update(gradient(2.0, 4.0), tx.init(PARAMS), PARAMS, factor=3.0)[0]["w"].tolist() == [
+        3.0,
+        6.0,
+    ]
     plain = ft.loss_scale(optax.sgd(1.0), initial=2.0)
-    assert plain.update(gradient(2.0, 4.0), plain.init(PARAMS), PARAMS, factor=3.0)[0]["w"].tolist() == [-1.0, -2.0]
+    assert plain.update(gradient(2.0, 4.0), plain.init(PARAMS), PARAMS, factor=3.0)[0][
+        "w"
+    ].tolist() == [-1.0, -2.0]
 
 
 def learn(policy, tx):
@@ -305,7 +362,9 @@ def learn(policy, tx):
         updates, state = tx.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), value
 
-    (after, state), values = jax.jit(lambda c: jax.lax.scan(step, c, length=200))((params, tx.init(params)))
+    (after, state), values = jax.jit(lambda c: jax.lax.scan(step, c, length=200))(
+        (params, tx.init(params))
+    )
     return float(error(after) / error(params)), values, state
 
 
@@ -324,33 +383,93 @@ SGD = optax.sgd(1.0)
 TWO = "expected one loss scale in the optimizer state; got 2. Wrap the complete optimizer in loss_scale once"
 
 
-@pytest.mark.parametrize(("call", "error", "text"), [
-    (lambda: ft.loss_scale(1e-3), TypeError,
-     "loss_scale: expected an Optax transformation, such as optax.adamw(1e-3); got 0.001"),
-    (lambda: ft.loss_scale(SGD, "float16"), TypeError,
-     "loss_scale: expected a hardware.Policy or None; got 'float16'. hardware.policy(chip) returns a Policy"),
-    *[(lambda options=options: ft.loss_scale(SGD, **options), ValueError,
-       "loss_scale needs 0 < minimum <= initial <= maximum < 2^128, growth >= 1, 0 < backoff < 1 and an integer "
-       f"interval >= 1; got minimum={options.get('minimum', 2.0**-14)}, initial={options.get('initial', 2.0**15)}, "
-       f"maximum={options.get('maximum', 2.0**24)}, growth={options.get('growth', 2.0)}, "
-       f"backoff={options.get('backoff', 0.5)}, interval={options.get('interval', 2000)}")
-      for options in ({"initial": 0.0}, {"initial": float("nan")}, {"initial": 2.0**25}, {"minimum": 2.0**16},
-                      {"maximum": INF}, {"growth": 0.5}, {"backoff": 1.0}, {"backoff": 0.0}, {"interval": 0},
-                      {"interval": 2.5})],
-    (lambda: ft.loss_scale_state(optax.chain(ft.loss_scale(SGD), ft.loss_scale(SGD)).init(PARAMS)), ValueError, TWO),
-    (lambda: ft.loss_scale_state(ft.loss_scale(ft.loss_scale(SGD)).init(PARAMS)), ValueError, TWO),
-    (lambda: ft.scaled_value_and_grad(lambda p: p["w"].sum())(
-        optax.multi_transform({"a": ft.loss_scale(SGD), "b": ft.loss_scale(SGD)}, {"w": "a", "v": "b"}).init(
-            PARAMS | {"v": jnp.ones(2)}), PARAMS), ValueError, TWO),
-    (lambda: ft.scaled_value_and_grad(lambda p: p["w"])(ft.loss_scale(SGD).init(PARAMS), PARAMS), TypeError,
-     "scaled_value_and_grad: the loss must be a floating-point scalar; got float32[2]"),
-    (lambda: ft.scaled_value_and_grad(lambda p: jnp.int32(3))(ft.loss_scale(SGD).init(PARAMS), PARAMS), TypeError,
-     "scaled_value_and_grad: the loss must be a floating-point scalar; got int32[]"),
-    (lambda: ft.scaled_value_and_grad(lambda p: (p["w"].sum(), 1))(ft.loss_scale(SGD).init(PARAMS), PARAMS), TypeError,
-     "scaled_value_and_grad: the loss must be a floating-point scalar; got a tuple"),
-    (lambda: ft.scaled_value_and_grad(lambda p: p["w"].sum(), has_aux=True)(ft.loss_scale(SGD).init(PARAMS), PARAMS),
-     TypeError, "scaled_value_and_grad: with has_aux=True the loss must return a pair (scalar, aux)"),
-])
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda: ft.loss_scale(1e-3),
+            TypeError,
+            "loss_scale: expected an Optax transformation, such as optax.adamw(1e-3); got 0.001",
+        ),
+        (
+            lambda: ft.loss_scale(SGD, "float16"),
+            TypeError,
+            "loss_scale: expected a hardware.Policy or None; got 'float16'. hardware.policy(chip) returns a Policy",
+        ),
+        *[
+            (
+                lambda options=options: ft.loss_scale(SGD, **options),
+                ValueError,
+                "loss_scale needs 0 < minimum <= initial <= maximum < 2^128, growth >= 1, 0 < backoff < 1 and an integer "
+                f"interval >= 1; got minimum={options.get('minimum', 2.0**-14)}, initial={options.get('initial', 2.0**15)}, "
+                f"maximum={options.get('maximum', 2.0**24)}, growth={options.get('growth', 2.0)}, "
+                f"backoff={options.get('backoff', 0.5)}, interval={options.get('interval', 2000)}",
+            )
+            for options in (
+                {"initial": 0.0},
+                {"initial": float("nan")},
+                {"initial": 2.0**25},
+                {"minimum": 2.0**16},
+                {"maximum": INF},
+                {"growth": 0.5},
+                {"backoff": 1.0},
+                {"backoff": 0.0},
+                {"interval": 0},
+                {"interval": 2.5},
+            )
+        ],
+        (
+            lambda: ft.loss_scale_state(
+                optax.chain(ft.loss_scale(SGD), ft.loss_scale(SGD)).init(PARAMS)
+            ),
+            ValueError,
+            TWO,
+        ),
+        (
+            lambda: ft.loss_scale_state(ft.loss_scale(ft.loss_scale(SGD)).init(PARAMS)),
+            ValueError,
+            TWO,
+        ),
+        (
+            lambda: ft.scaled_value_and_grad(lambda p: p["w"].sum())(
+                optax.multi_transform(
+                    {"a": ft.loss_scale(SGD), "b": ft.loss_scale(SGD)}, {"w": "a", "v": "b"}
+                ).init(PARAMS | {"v": jnp.ones(2)}),
+                PARAMS,
+            ),
+            ValueError,
+            TWO,
+        ),
+        (
+            lambda: ft.scaled_value_and_grad(lambda p: p["w"])(
+                ft.loss_scale(SGD).init(PARAMS), PARAMS
+            ),
+            TypeError,
+            "scaled_value_and_grad: the loss must be a floating-point scalar; got float32[2]",
+        ),
+        (
+            lambda: ft.scaled_value_and_grad(lambda p: jnp.int32(3))(
+                ft.loss_scale(SGD).init(PARAMS), PARAMS
+            ),
+            TypeError,
+            "scaled_value_and_grad: the loss must be a floating-point scalar; got int32[]",
+        ),
+        (
+            lambda: ft.scaled_value_and_grad(lambda p: (p["w"].sum(), 1))(
+                ft.loss_scale(SGD).init(PARAMS), PARAMS
+            ),
+            TypeError,
+            "scaled_value_and_grad: the loss must be a floating-point scalar; got a tuple",
+        ),
+        (
+            lambda: ft.scaled_value_and_grad(lambda p: p["w"].sum(), has_aux=True)(
+                ft.loss_scale(SGD).init(PARAMS), PARAMS
+            ),
+            TypeError,
+            "scaled_value_and_grad: with has_aux=True the loss must return a pair (scalar, aux)",
+        ),
+    ],
+)
 def test_errors(call, error, text):
     with pytest.raises(error) as caught:
         call()

@@ -28,8 +28,14 @@ CASES = {
 def product(name, compute, out=jnp.float32):
     f, *shapes = CASES[name]
     x, y = (jax.random.normal(key, shape) for key, shape in zip(jax.random.split(KEY), shapes))
-    eqn = next(e for e in jax.make_jaxpr(f)(x, y).eqns if e.primitive.name in ("dot_general", "conv_general_dilated"))
-    direct = lambda x, y: eqn.primitive.bind(x, y, **{**eqn.params, "preferred_element_type": jnp.dtype("float32")})
+    eqn = next(
+        e
+        for e in jax.make_jaxpr(f)(x, y).eqns
+        if e.primitive.name in ("dot_general", "conv_general_dilated")
+    )
+    direct = lambda x, y: eqn.primitive.bind(
+        x, y, **{**eqn.params, "preferred_element_type": jnp.dtype("float32")}
+    )
     low = lambda x, y: lowered(eqn.primitive, x, y, eqn.params, compute=compute, out=out)
     return low, direct, x, y
 
@@ -84,10 +90,16 @@ def test_derivatives_on_one_mesh_after_another(name):
     _, _, x, y = product(name, "bfloat16")
     low = ft.autocast(CASES[name][0], "bfloat16")
     want = jax.grad(lambda y: low(x, y).sum())(y)
-    for mesh in (jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,)),
-                 jax.make_mesh((2, 2), ("i", "j"), axis_types=(AxisType.Auto,) * 2)):
-        gradient = jax.shard_map(jax.grad(lambda y, x: jax.vmap(low, (0, None))(x[:, None], y).sum()), mesh=mesh,
-                                 in_specs=(P(), P("i")), out_specs=P())
+    for mesh in (
+        jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,)),
+        jax.make_mesh((2, 2), ("i", "j"), axis_types=(AxisType.Auto,) * 2),
+    ):
+        gradient = jax.shard_map(
+            jax.grad(lambda y, x: jax.vmap(low, (0, None))(x[:, None], y).sum()),
+            mesh=mesh,
+            in_specs=(P(), P("i")),
+            out_specs=P(),
+        )
         assert error(jax.jit(gradient)(y, x), want) <= 2e-2
 
 
@@ -104,17 +116,24 @@ def test_gradients_of_replicated_operands_on_an_explicit_mesh(name):
 def test_every_product_of_a_gradient_takes_low_operands_and_sums_in_float32():
     low, _, x, y = product("batch inside", "bfloat16")
     text = jax.jit(jax.grad(lambda x, y: jnp.square(low(x, y)).sum(), (0, 1))).lower(x, y).as_text()
-    types = re.findall(r"dot_general.*?: \(tensor<[\dx]*x(\w+)>, tensor<[\dx]*x(\w+)>\) -> tensor<[\dx]*x(\w+)>", text)
+    types = re.findall(
+        r"dot_general.*?: \(tensor<[\dx]*x(\w+)>, tensor<[\dx]*x(\w+)>\) -> tensor<[\dx]*x(\w+)>",
+        text,
+    )
     assert types == [("bf16", "bf16", "f32")] * 3
 
 
 def test_an_accelerator_sums_in_float32_and_writes_what_is_asked_for():
     low, _, x, y = product("matmul", "bfloat16", jnp.bfloat16)
     text = jax.export.export(jax.jit(low), platforms=["tpu"])(x, y).mlir_module()
-    assert re.search(r"dot_general.*\(tensor<4x6xbf16>, tensor<6x5xbf16>\) -> tensor<4x5xbf16>", text)
+    assert re.search(
+        r"dot_general.*\(tensor<4x6xbf16>, tensor<6x5xbf16>\) -> tensor<4x5xbf16>", text
+    )
     wide, _, x, y = product("matmul", "bfloat16")
     text = jax.export.export(jax.jit(wide), platforms=["cuda"])(x, y).mlir_module()
-    assert re.search(r"dot_general.*\(tensor<4x6xbf16>, tensor<6x5xbf16>\) -> tensor<4x5xf32>", text)
+    assert re.search(
+        r"dot_general.*\(tensor<4x6xbf16>, tensor<6x5xbf16>\) -> tensor<4x5xf32>", text
+    )
 
 
 def test_numpy_operands_and_eager_calls():
@@ -122,10 +141,13 @@ def test_numpy_operands_and_eager_calls():
     np.testing.assert_array_equal(low(np.asarray(x), np.asarray(y)), low(x, y))
 
 
-@pytest.mark.parametrize(("one", "other", "left", "right", "count"), [
-    ((4, 8), (8, 3), 1, 0, 0),      # x w
-    ((8, 5), (8, 3), 0, 0, 2),      # a weight gradient: the narrower operand and the result
-])
+@pytest.mark.parametrize(
+    ("one", "other", "left", "right", "count"),
+    [
+        ((4, 8), (8, 3), 1, 0, 0),  # x w
+        ((8, 5), (8, 3), 0, 0, 2),  # a weight gradient: the narrower operand and the result
+    ],
+)
 def test_which_matrices_are_transposed(one, other, left, right, count):
     """The form decides about the speed alone."""
     product = lambda x, y: as_matrices(x, y, (((left,), (right,)), ((), ())), jnp.bfloat16)

@@ -54,7 +54,11 @@ def test_weighted_loss_sums_numerator_and_weight(dtype, tolerance):
     with jax.enable_x64(dtype == jnp.float64):
         params, batch = cast(dtype, PARAMS, {"x": X, "y": Y, "weight": WEIGHT})
         step = jax.value_and_grad(weighted_loss)
-        close(jax.jit(ft.microbatch(step, 4, weight=total_weight))(params, batch), step(params, batch), tolerance)
+        close(
+            jax.jit(ft.microbatch(step, 4, weight=total_weight))(params, batch),
+            step(params, batch),
+            tolerance,
+        )
 
 
 @pytest.mark.exhaustive
@@ -72,12 +76,19 @@ def test_slice_of_weight_zero_contributes_nothing():
 def test_gradient_of_microbatch_is_microbatch_of_gradient():
     params, batch = cast(jnp.float32, PARAMS, {"x": X, "y": Y})
     close(jax.grad(ft.microbatch(loss, 4))(params, batch), jax.grad(loss)(params, batch))
-    close(jax.jit(ft.hvp(ft.microbatch(loss, 4)))(params, params, batch), ft.hvp(loss)(params, params, batch))
+    close(
+        jax.jit(ft.hvp(ft.microbatch(loss, 4)))(params, params, batch),
+        ft.hvp(loss)(params, params, batch),
+    )
 
 
 def test_integers_are_summed_and_floats_keep_their_dtype():
     def metrics(offset, x):
-        return {"count": jnp.int32(len(x)), "positive": (x > offset).sum(), "mean": x.astype(jnp.bfloat16).mean()}
+        return {
+            "count": jnp.int32(len(x)),
+            "positive": (x > offset).sum(),
+            "mean": x.astype(jnp.bfloat16).mean(),
+        }
 
     x = jnp.asarray(X, jnp.float32)
     got = ft.microbatch(metrics, 4)(0.0, x)
@@ -89,9 +100,9 @@ def test_integers_are_summed_and_floats_keep_their_dtype():
 
 def test_half_precision_is_accumulated_in_float32():
     # 1 + 255 * 2**-8 in bfloat16 would stop at 1 if it were summed there.
-    x = jnp.asarray([1.0] + [2.0 ** -9] * 255)
+    x = jnp.asarray([1.0] + [2.0**-9] * 255)
     got = ft.microbatch(lambda _, x: x.astype(jnp.bfloat16).mean(), 256)(None, x)
-    np.testing.assert_allclose(np.float32(got), (1 + 255 * 2.0 ** -9) / 256, rtol=2 ** -8)
+    np.testing.assert_allclose(np.float32(got), (1 + 255 * 2.0**-9) / 256, rtol=2**-8)
 
 
 def test_keys_are_folded_with_the_slice():
@@ -131,21 +142,27 @@ def test_body_is_traced_once():
 def test_donated_batch():
     params, batch = cast(jnp.float32, PARAMS, {"x": X, "y": Y})
     want = jax.grad(loss)(params, batch)
-    step = jax.jit(ft.microbatch(lambda p, b: jax.tree.map(lambda p, g: p - g, p, jax.grad(loss)(p, b)), 4),
-                   donate_argnums=0)
+    step = jax.jit(
+        ft.microbatch(lambda p, b: jax.tree.map(lambda p, g: p - g, p, jax.grad(loss)(p, b)), 4),
+        donate_argnums=0,
+    )
     start = jax.tree.map(jnp.copy, params)
     close(step(start, batch), jax.tree.map(lambda p, g: p - g, params, want))
     assert all(a.is_deleted() for a in jax.tree.leaves(start))
 
 
 def communication(compiled):
-    return sorted(set(re.findall(r"all-gather|all-to-all|collective-permute|all-reduce", compiled.as_text())))
+    return sorted(
+        set(re.findall(r"all-gather|all-to-all|collective-permute|all-reduce", compiled.as_text()))
+    )
 
 
 @pytest.mark.exhaustive
 def test_sharded_batch_moves_no_rows():
     mesh = Mesh(np.array(jax.devices()), ("batch",))
-    params, batch = cast(jnp.float32, PARAMS, {"x": np.tile(X, (4, 1))[:64], "y": np.tile(Y, (4, 1))[:64]})
+    params, batch = cast(
+        jnp.float32, PARAMS, {"x": np.tile(X, (4, 1))[:64], "y": np.tile(Y, (4, 1))[:64]}
+    )
     want = jax.value_and_grad(loss)(params, batch)
     batch = jax.device_put(batch, NamedSharding(mesh, P("batch")))
     params = jax.device_put(params, NamedSharding(mesh, P()))
@@ -169,6 +186,7 @@ def test_one_slice_is_the_function_itself():
 
 # Slices of weight 0, and of negative weight. The reference is plain JAX on the full batch.
 
+
 def ratio(p, batch):
     return (p * batch["x"] * batch["w"]).sum() / batch["w"].sum()
 
@@ -185,7 +203,10 @@ def rows_of(*weights):
     return {"x": jnp.arange(1.0, 5.0), "w": jnp.array(weights)}
 
 
-PADDED, SIGNED = rows_of(0.0, 2.0, 0.0, 2.0), rows_of(-1.0, 2.0, -1.0, 2.0)    # rows 0 and 2 are slice 0 of 2
+PADDED, SIGNED = (
+    rows_of(0.0, 2.0, 0.0, 2.0),
+    rows_of(-1.0, 2.0, -1.0, 2.0),
+)  # rows 0 and 2 are slice 0 of 2
 WAYS = {
     "value": lambda f: f,
     "reverse": lambda f: jax.grad(f),
@@ -210,14 +231,20 @@ def test_some_slices_of_weight_zero_under_vmap():
     """The condition is batched as well: slice 0 has weight 0 in one example and slice 1 in the other."""
     batch = jax.tree.map(lambda *a: jnp.stack(a), PADDED, rows_of(1.0, 0.0, 3.0, 0.0))
     sliced = ft.microbatch(nonlinear, 2, weight=row_weight)
-    every = lambda f: jax.jit(jax.vmap(lambda p, batch: [derive(f)(p, batch) for derive in WAYS.values()], (None, 0)))
+    every = lambda f: jax.jit(
+        jax.vmap(lambda p, batch: [derive(f)(p, batch) for derive in WAYS.values()], (None, 0))
+    )
     close(every(sliced)(0.5, batch), every(nonlinear)(0.5, batch))
 
 
 @pytest.mark.exhaustive
 def test_published_numbers():
     assert ft.microbatch(ratio, 2, weight=row_weight)(2.0, PADDED) == ratio(2.0, PADDED) == 6
-    assert jax.grad(ft.microbatch(ratio, 2, weight=row_weight))(2.0, PADDED) == jax.grad(ratio)(2.0, PADDED) == 3
+    assert (
+        jax.grad(ft.microbatch(ratio, 2, weight=row_weight))(2.0, PADDED)
+        == jax.grad(ratio)(2.0, PADDED)
+        == 3
+    )
     assert ft.microbatch(jax.grad(ratio), 2, weight=row_weight)(2.0, PADDED) == 3
     assert ft.microbatch(ratio, 2, weight=row_weight)(2.0, SIGNED) == ratio(2.0, SIGNED) == 8
     counted_too = lambda p, batch: (ratio(p, batch), (batch["x"] > 0).sum())
@@ -231,11 +258,16 @@ def test_gradients_of_the_batch_and_of_closures():
     close(jax.jacfwd(sliced, 1)(0.5, PADDED)["x"], jax.jacfwd(nonlinear, 1)(0.5, PADDED)["x"])
 
     def closed(p):
-        return ft.microbatch(lambda _, batch: nonlinear(p, batch), 2, weight=row_weight)(None, PADDED)
+        return ft.microbatch(lambda _, batch: nonlinear(p, batch), 2, weight=row_weight)(
+            None, PADDED
+        )
 
     def by_name(p):
-        return ft.microbatch(lambda _, batch, *, p: nonlinear(p, batch), 2,
-                             weight=lambda _, batch, *, p: batch["w"].sum())(None, PADDED, p=p)
+        return ft.microbatch(
+            lambda _, batch, *, p: nonlinear(p, batch),
+            2,
+            weight=lambda _, batch, *, p: batch["w"].sum(),
+        )(None, PADDED, p=p)
 
     for f in closed, by_name, jax.jit(closed):
         close(jax.grad(f)(0.5), jax.grad(nonlinear)(0.5, PADDED))
@@ -253,21 +285,30 @@ def test_weight_that_depends_on_the_parameters():
     for batch in PADDED, SIGNED:
         # Second derivatives are differences of larger numbers.
         close(every(ft.microbatch(f, 2, weight=total))(0.1, batch), every(f)(0.1, batch), 1e-4)
-    root = lambda p, batch: jnp.sqrt((p * batch["w"]).sum())    # its own derivative at 0 is infinite
+    root = lambda p, batch: jnp.sqrt((p * batch["w"]).sum())  # its own derivative at 0 is infinite
     sliced = ft.microbatch(lambda p, batch: p * batch["x"].mean(), 2, weight=root)
     for derive in jax.grad, jax.jacfwd:
-        np.testing.assert_allclose(derive(sliced)(2.0, PADDED), 3, rtol=1e-6)    # slice 1 alone: x is 2 and 4
+        np.testing.assert_allclose(
+            derive(sliced)(2.0, PADDED), 3, rtol=1e-6
+        )  # slice 1 alone: x is 2 and 4
 
 
 def test_weights_that_add_up_to_zero():
-    for batch, want in (rows_of(0.0, 0.0, 0.0, 0.0), np.nan), (rows_of(1.0, -1.0, 1.0, -1.0), -np.inf):
+    for batch, want in (
+        (rows_of(0.0, 0.0, 0.0, 0.0), np.nan),
+        (rows_of(1.0, -1.0, 1.0, -1.0), -np.inf),
+    ):
         with jax.debug_nans(False):
-            assert np.array_equal(ft.microbatch(ratio, 2, weight=row_weight)(1.0, batch), want, equal_nan=True)
+            assert np.array_equal(
+                ft.microbatch(ratio, 2, weight=row_weight)(1.0, batch), want, equal_nan=True
+            )
             assert np.array_equal(ratio(1.0, batch), want, equal_nan=True)
     assert np.isnan(ft.microbatch(ratio, 2, weight=row_weight)(1.0, rows_of(np.nan, 1.0, 1.0, 1.0)))
 
 
-@pytest.mark.parametrize("convert", [lambda w: w.astype(jnp.int32), lambda w: w.astype(jnp.float16), lambda w: w > 0])
+@pytest.mark.parametrize(
+    "convert", [lambda w: w.astype(jnp.int32), lambda w: w.astype(jnp.float16), lambda w: w > 0]
+)
 def test_dtypes_of_weights(convert):
     f = lambda p, batch: ratio(p, {**batch, "w": convert(batch["w"]).astype(jnp.float32)})
     sliced = ft.microbatch(f, 2, weight=lambda p, batch: convert(batch["w"])[0])
@@ -278,8 +319,14 @@ def test_dtypes_of_weights(convert):
 @pytest.mark.parametrize("weight", [None, lambda *_: 2.0], ids=["unweighted", "weighted"])
 def test_outputs_of_every_kind(weight):
     def f(p, x):
-        return {"python": 1.0, "count": 1, "none": None, "half": x.mean().astype(jnp.float16),
-                "complex": lax.complex(x, -x).mean(), "pair": (x.mean(), ())}
+        return {
+            "python": 1.0,
+            "count": 1,
+            "none": None,
+            "half": x.mean().astype(jnp.float16),
+            "complex": lax.complex(x, -x).mean(),
+            "pair": (x.mean(), ()),
+        }
 
     x = jnp.arange(8.0)
     plain = ft.microbatch(f, 1, weight=weight)(None, x)
@@ -302,8 +349,12 @@ def test_leaves_of_a_batch_that_are_not_arrays():
     f = lambda p, batch: getattr(jnp, batch["name"])(p * batch["f"](batch["x"])).mean()
     batch = {"x": jnp.arange(4.0), "name": "sin", "f": jnp.cos}
     close(ft.microbatch(f, 2)(2.0, batch), f(2.0, batch))
-    close(ft.microbatch(f, 2, weight=lambda p, batch: batch["x"].sum())(2.0, {**batch, "x": jnp.ones(4)}),
-          f(2.0, {**batch, "x": jnp.ones(4)}))
+    close(
+        ft.microbatch(f, 2, weight=lambda p, batch: batch["x"].sum())(
+            2.0, {**batch, "x": jnp.ones(4)}
+        ),
+        f(2.0, {**batch, "x": jnp.ones(4)}),
+    )
     batch["x"] = batch["x"][:, None]
     close(ft.per_example(f, argnums=1)(2.0, batch), jnp.sin(2 * jnp.cos(jnp.arange(4.0))))
 
@@ -316,40 +367,57 @@ def test_weight_is_traced_into_one_loop():
 
 ROWS = "the batched arguments must be arrays with the same number of rows (argnums= says which arguments are batched)"
 ERRORS = {
-    "slices": (lambda: ft.microbatch(loss, 0), "microbatch: the number of slices must be a positive integer; got 0"),
+    "slices": (
+        lambda: ft.microbatch(loss, 0),
+        "microbatch: the number of slices must be a positive integer; got 0",
+    ),
     "indivisible": (
         lambda: ft.microbatch(loss, 5)(PARAMS, jnp.ones((24, 4))),
-        "microbatch: a batch of 24 rows cannot be divided into 5 equal slices; use 4"),
-    "no arrays": (lambda: ft.microbatch(loss, 2)(PARAMS, 1.0), f"microbatch: {ROWS}; got no arrays"),
+        "microbatch: a batch of 24 rows cannot be divided into 5 equal slices; use 4",
+    ),
+    "no arrays": (
+        lambda: ft.microbatch(loss, 2)(PARAMS, 1.0),
+        f"microbatch: {ROWS}; got no arrays",
+    ),
     "rows": (
         lambda: ft.microbatch(loss, 2)(PARAMS, {"x": jnp.ones((8, 4)), "y": jnp.ones(4)}),
-        f"microbatch: {ROWS}; got argument 1['x'] (8, 4); argument 1['y'] (4,)"),
+        f"microbatch: {ROWS}; got argument 1['x'] (8, 4); argument 1['y'] (4,)",
+    ),
     "argnums": (
         lambda: ft.microbatch(loss, 2, argnums=5)(PARAMS, jnp.ones((8, 2))),
-        "microbatch: argnums names argument 5; the function was called with 2"),
+        "microbatch: argnums names argument 5; the function was called with 2",
+    ),
     "weights of rows": (
         lambda: ft.microbatch(ratio, 2, weight=lambda p, batch: batch["w"])(1.0, PADDED),
-        "microbatch: weight= must return a real scalar, the weight of a slice; got float32[2]"),
+        "microbatch: weight= must return a real scalar, the weight of a slice; got float32[2]",
+    ),
     "complex weight": (
         lambda: ft.microbatch(ratio, 2, weight=lambda p, batch: 1j)(1.0, PADDED),
-        "microbatch: weight= must return a real scalar, the weight of a slice; got complex64[]"),
+        "microbatch: weight= must return a real scalar, the weight of a slice; got complex64[]",
+    ),
     "booleans of one slice": (
         lambda: ft.microbatch(lambda _, x: (x > 0).any(), 1)(None, jnp.ones((8, 2))),
         "microbatch: expected outputs with floating-point dtype (averaged over slices) or integer dtype (summed); "
         "got bool[]. If it is the new value of an argument, such as a random key, pass carry= with the position of "
-        "this argument"),
+        "this argument",
+    ),
     "booleans": (
         lambda: ft.microbatch(lambda _, x: (x > 0).any(), 2)(None, jnp.ones((8, 2))),
         "microbatch: expected outputs with floating-point dtype (averaged over slices) or integer dtype (summed); "
         "got bool[]. If it is the new value of an argument, such as a random key, pass carry= with the position of "
-        "this argument"),
+        "this argument",
+    ),
 }
 
 
 def test_arguments_of_the_wrong_type():
-    with pytest.raises(TypeError, match=r"microbatch: weight= must be a function .* slice; got 3.0"):
+    with pytest.raises(
+        TypeError, match=r"microbatch: weight= must be a function .* slice; got 3.0"
+    ):
         ft.microbatch(loss, 2, weight=3.0)
-    with pytest.raises(TypeError, match="microbatch: argnums must be an integer or a tuple of integers; got 'x'"):
+    with pytest.raises(
+        TypeError, match="microbatch: argnums must be an integer or a tuple of integers; got 'x'"
+    ):
         ft.microbatch(loss, 2, argnums="x")(PARAMS, jnp.ones((8, 2)))
     assert ft.microbatch(lambda x: x.mean(), 2, argnums=np.int64(0))(jnp.arange(4.0)) == 1.5
     assert ft.microbatch(lambda _, x: x.mean(), np.int64(2))(None, jnp.arange(4.0)) == 1.5
@@ -368,20 +436,35 @@ def test_inside_shard_map():
     params, batch = cast("float32", PARAMS, {"x": X, "y": Y, "weight": WEIGHT})
 
     def spread(f):
-        return jax.jit(jax.shard_map(lambda p, b: jax.tree.map(lambda y: lax.pmean(y, "data"), f(p, b)), mesh=mesh,
-                                     in_specs=(P(), P("data")), out_specs=P()))
+        return jax.jit(
+            jax.shard_map(
+                lambda p, b: jax.tree.map(lambda y: lax.pmean(y, "data"), f(p, b)),
+                mesh=mesh,
+                in_specs=(P(), P("data")),
+                out_specs=P(),
+            )
+        )
 
     step = spread(ft.microbatch(loss, 3))
     close(step(params, batch), loss(params, batch))
     close(jax.grad(step)(params, batch), jax.grad(loss)(params, batch))
-    sums = spread(ft.microbatch(jax.grad(loss), 3))(params, batch)            # each a sum over the devices
+    sums = spread(ft.microbatch(jax.grad(loss), 3))(params, batch)  # each a sum over the devices
     close(sums, jax.tree.map(lambda g: 2 * g, jax.grad(loss)(params, batch)))
 
     weighted = ft.microbatch(weighted_loss, 3, weight=total_weight)
-    with pytest.raises(ValueError, match=r"vary over the mesh axes \['data'\] and some arguments do not.*to='varying'"):
+    with pytest.raises(
+        ValueError,
+        match=r"vary over the mesh axes \['data'\] and some arguments do not.*to='varying'",
+    ):
         spread(weighted)(params, batch)
-    vary = spread(lambda p, b: weighted(jax.tree.map(lambda a: lax.pcast(a, ("data",), to="varying"), p), b))
+    vary = spread(
+        lambda p, b: weighted(jax.tree.map(lambda a: lax.pcast(a, ("data",), to="varying"), p), b)
+    )
     halves = jax.tree.map(lambda a: a[:12], batch), jax.tree.map(lambda a: a[12:], batch)
     close(vary(params, batch), np.mean([weighted_loss(params, half) for half in halves]))
-    close(jax.grad(vary)(params, batch), jax.tree.map(lambda *g: sum(g) / 2, *(
-        jax.grad(weighted_loss)(params, half) for half in halves)))
+    close(
+        jax.grad(vary)(params, batch),
+        jax.tree.map(
+            lambda *g: sum(g) / 2, *(jax.grad(weighted_loss)(params, half) for half in halves)
+        ),
+    )

@@ -39,14 +39,17 @@ def separate(f, params, state, x):
 
 
 def check(loss, params, state, **options):
-    with jax.numpy_dtype_promotion("standard"):    # Haiku multiplies integers and floats
+    with jax.numpy_dtype_promotion("standard"):  # Haiku multiplies integers and floats
         return checked(loss, params, state, **options)
 
 
 def checked(loss, params, state, **options):
     f = jax.value_and_grad(loss, has_aux=True)
     expected, after = separate(f, params, state, X)
-    for g in (ft.microbatch(f, N, argnums=2, **options), jax.jit(ft.microbatch(jax.jit(f), N, argnums=2, **options))):
+    for g in (
+        ft.microbatch(f, N, argnums=2, **options),
+        jax.jit(ft.microbatch(jax.jit(f), N, argnums=2, **options)),
+    ):
         (value, found), slope = g(params, state, X)
         same(((value, slope), found), (expected, after))
     return after
@@ -64,7 +67,9 @@ def fnet():
 
 
 def haiku():
-    f = hk.without_apply_rng(hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9)(hk.Linear(3)(x), True)))
+    f = hk.without_apply_rng(
+        hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9)(hk.Linear(3)(x), True))
+    )
     with jax.numpy_dtype_promotion("standard"):
         params, state = f.init(jax.random.key(1), X)
 
@@ -81,7 +86,9 @@ def equinox():
 
     def loss(arrays, state, x):
         norm = eqx.combine(arrays, rest)
-        y, state = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+        y, state = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(
+            x, state
+        )
         return jnp.square(y + 1).mean(), state
 
     return loss, arrays, state
@@ -106,7 +113,11 @@ def counter():
         new = {"step": step + 1, "key": jax.random.split(state["key"])[0], "mean": mean}
         return jnp.square(w * x + noise).mean(), new
 
-    return loss, jnp.float32(2), {"step": jnp.int32(5), "key": jax.random.key(3), "mean": jnp.zeros(3)}
+    return (
+        loss,
+        jnp.float32(2),
+        {"step": jnp.int32(5), "key": jax.random.key(3), "mean": jnp.zeros(3)},
+    )
 
 
 @pytest.mark.quick_cases(2)
@@ -121,9 +132,12 @@ def test_declared_state_is_carried(make):
     loss, params, state = make()
     after = check(loss, params, state, carry=1)
     with jax.numpy_dtype_promotion("standard"):
-        full = loss(params, state, X)[1]    # one step on the full batch gives other statistics
-    assert not all(np.array_equal(*map(np.asarray, pair)) for pair in zip(*map(jax.tree.leaves, (after, full)))
-                   if jnp.issubdtype(pair[0].dtype, jnp.inexact))
+        full = loss(params, state, X)[1]  # one step on the full batch gives other statistics
+    assert not all(
+        np.array_equal(*map(np.asarray, pair))
+        for pair in zip(*map(jax.tree.leaves, (after, full)))
+        if jnp.issubdtype(pair[0].dtype, jnp.inexact)
+    )
 
 
 @pytest.mark.quick_cases(1)
@@ -131,18 +145,29 @@ def test_declared_state_is_carried(make):
 def test_statistics_without_integers_must_be_declared(make):
     loss, params, state = make()
     step = ft.microbatch(jax.value_and_grad(loss, has_aux=True), N, argnums=2)
-    with pytest.raises(ValueError, match=r"the result\[0\]\[1\] has the structure of argument 1 and is computed from it"
-                                         r".*pass carry=1: each slice .* pass carry=\(\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"the result\[0\]\[1\] has the structure of argument 1 and is computed from it"
+        r".*pass carry=1: each slice .* pass carry=\(\)",
+    ):
         step(params, state, X)
     averaged = ft.microbatch(loss, N, argnums=2, carry=())(params, state, X)[1]
-    expected = jax.tree.map(lambda *x: sum(x) / N, *(loss(params, state, rows)[1] for rows in slices(X)))
+    expected = jax.tree.map(
+        lambda *x: sum(x) / N, *(loss(params, state, rows)[1] for rows in slices(X))
+    )
     same(averaged, expected)
-    same(ft.microbatch(loss, N, carry=1)(params, state, X)[1], separate(
-        lambda *args: (loss(*args), 0.0), params, state, X)[1])    # carried arguments are not batched
+    same(
+        ft.microbatch(loss, N, carry=1)(params, state, X)[1],
+        separate(lambda *args: (loss(*args), 0.0), params, state, X)[1],
+    )  # carried arguments are not batched
 
 
 def test_a_single_key_or_number_as_state():
-    f = lambda w, key, total, x: (w * x.mean() + jax.random.normal(key), jax.random.split(key)[0], total + x.sum())
+    f = lambda w, key, total, x: (
+        w * x.mean() + jax.random.normal(key),
+        jax.random.split(key)[0],
+        total + x.sum(),
+    )
     key, total = jax.random.key(1), jnp.float32(0)
     got = ft.microbatch(f, N, carry=(1, 2))(2.0, key, total, X)
     mean = 0.0
@@ -150,19 +175,26 @@ def test_a_single_key_or_number_as_state():
         value, key, total = f(2.0, key, total, rows)
         mean += value / N
     same(got, (mean, key, total))
-    with pytest.raises(ValueError, match=r"got key<fry>.*pass carry= with the position of this argument"):
+    with pytest.raises(
+        ValueError, match=r"got key<fry>.*pass carry= with the position of this argument"
+    ):
         ft.microbatch(f, N, argnums=3)(2.0, key, total, X)
 
 
 def test_a_counter_that_is_replaced_is_not_carried():
-    step = lambda w, state, x: (w * x.mean(), {"mean": state["mean"] * 0.9 + x.mean(), "n": jnp.int32(7)})
+    step = lambda w, state, x: (
+        w * x.mean(),
+        {"mean": state["mean"] * 0.9 + x.mean(), "n": jnp.int32(7)},
+    )
     with pytest.raises(ValueError, match=r"the result\[1\] has the structure of argument 1"):
         ft.microbatch(step, N, argnums=2)(2.0, {"mean": jnp.float32(0), "n": jnp.int32(3)}, X)
 
 
 def test_counters_are_not_summed():
     step = lambda w, count, x: (w * x.mean(), count + 1)
-    with pytest.raises(ValueError, match=r"the result\[1\] is an integer that is computed from another integer and"):
+    with pytest.raises(
+        ValueError, match=r"the result\[1\] is an integer that is computed from another integer and"
+    ):
         ft.microbatch(step, N, argnums=2)(2.0, jnp.int32(3), X)
     assert ft.microbatch(step, N, carry=1)(2.0, jnp.int32(3), X)[1] == 3 + N
     assert ft.microbatch(step, N, argnums=2, carry=())(2.0, jnp.int32(3), X)[1] == N * 4
@@ -171,7 +203,10 @@ def test_counters_are_not_summed():
         ft.microbatch(lambda w, x: (w * x.mean(), closed + 1), N)(2.0, X)
     # Counts of a metric are sums, also if they depend on integers that are not state.
     limit = jnp.int32(1)
-    metrics = lambda w, limit, x: {"n": (x > limit.astype(x.dtype)).sum(), "rows": jnp.int32(len(x))}
+    metrics = lambda w, limit, x: {
+        "n": (x > limit.astype(x.dtype)).sum(),
+        "rows": jnp.int32(len(x)),
+    }
     got = ft.microbatch(metrics, N, argnums=2)(2.0, limit, X)
     assert got["n"] == (X > 1).sum() and got["rows"] == 8
 
@@ -184,6 +219,7 @@ def test_a_metric_with_the_shape_of_a_counter_is_a_sum():
 
 def test_gradients_with_the_structure_of_the_state():
     """A moving average has the structure of the parameters and of their gradients."""
+
     def loss(params, average, x):
         moved = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p * x.mean(), average, params)
         return jnp.square(x @ params["w"]).mean(), moved
@@ -193,17 +229,24 @@ def test_gradients_with_the_structure_of_the_state():
 
 
 def test_slices_without_weight_leave_the_state():
-    f = lambda w, state, x, weights: ((w * x.mean(1) * weights).sum() / weights.sum(), {"step": state["step"] + 1})
-    weights = jnp.array([1.0, 0, 1, 0, 1, 0, 1, 0])    # slices 1 and 3 have no weight
+    f = lambda w, state, x, weights: (
+        (w * x.mean(1) * weights).sum() / weights.sum(),
+        {"step": state["step"] + 1},
+    )
+    weights = jnp.array([1.0, 0, 1, 0, 1, 0, 1, 0])  # slices 1 and 3 have no weight
     got = ft.microbatch(f, N, argnums=(2, 3), weight=lambda w, state, x, weights: weights.sum())(
-        2.0, {"step": jnp.int32(0)}, X, weights)
+        2.0, {"step": jnp.int32(0)}, X, weights
+    )
     assert got[1]["step"] == 2
     np.testing.assert_allclose(got[0], 2 * X[::2].mean(), rtol=1e-5)
 
 
 class Block(nnx.Module):
     def __init__(self):
-        self.linear, self.norm = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+        self.linear, self.norm = (
+            nnx.Linear(3, 3, rngs=nnx.Rngs(0)),
+            nnx.BatchNorm(3, rngs=nnx.Rngs(0)),
+        )
         self.dropout, self.steps = nnx.Dropout(0.5, rngs=nnx.Rngs(1)), nnx.Variable(jnp.int32(0))
 
     def __call__(self, x):
@@ -230,15 +273,22 @@ def test_errors():
     f = lambda w, state, x: (w * x.mean(), state)
     with pytest.raises(ValueError, match=r"argument 1 is both in argnums= and in carry="):
         ft.microbatch(f, N, argnums=(1, 2), carry=1)(2.0, X, X)
-    with pytest.raises(ValueError, match=r"carry= names argument 1, whose new value .* no result has those of the "
-                                         r"argument: \['a'\] float32\[2\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"carry= names argument 1, whose new value .* no result has those of the "
+        r"argument: \['a'\] float32\[2\]",
+    ):
         ft.microbatch(lambda w, state, x: w * x.mean(), N, carry=1)(2.0, {"a": jnp.zeros(2)}, X)
     with pytest.raises(ValueError, match=r"the results at \[0\], \[1\] all have"):
         ft.microbatch(lambda w, s, x: (s, s), N, carry=1)(2.0, {"a": jnp.zeros(2)}, X)
-    with pytest.raises(TypeError, match=r"carry= names argument 1, which must contain only .* \['a'\] is a str"):
+    with pytest.raises(
+        TypeError, match=r"carry= names argument 1, which must contain only .* \['a'\] is a str"
+    ):
         ft.microbatch(f, N, carry=1)(2.0, {"a": "b"}, X)
     assert ft.microbatch(lambda w, n, x: (w * x.mean(), n + 1), N, carry=1)(2.0, 3, X)[1] == 3 + N
-    with pytest.raises(TypeError, match="carry must be an integer or a tuple of integers; got 'state'"):
+    with pytest.raises(
+        TypeError, match="carry must be an integer or a tuple of integers; got 'state'"
+    ):
         ft.microbatch(f, N, carry="state")(2.0, {}, X)
     with pytest.raises(ValueError, match="carry names argument 5; the function was called with 3"):
         ft.microbatch(f, N, carry=5)(2.0, {}, X)

@@ -20,8 +20,9 @@ def gpt(x):
     model = models.GPT(64, 32, 4, 2, context=16, dropout=0.1)
     tokens = jnp.abs(x[:, :17, 0] * 30).astype(jnp.int32) % 64
     params = model.init(jax.random.key(0), tokens[:1, :-1])[0]
-    loss = lambda params, tokens: model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:], key=jax.random.key(1),
-                                                      train=True).mean()
+    loss = lambda params, tokens: model.cross_entropy(
+        params, tokens[:, :-1], tokens[:, 1:], key=jax.random.key(1), train=True
+    ).mean()
     return loss, params, tokens
 
 
@@ -35,7 +36,11 @@ def flax(x):
             return x
 
     net = Net()
-    return lambda params, x: jnp.square(net.apply(params, x)).mean(), net.init(jax.random.key(0), x[:1]), x
+    return (
+        lambda params, x: jnp.square(net.apply(params, x)).mean(),
+        net.init(jax.random.key(0), x[:1]),
+        x,
+    )
 
 
 def cnn(x):
@@ -63,7 +68,10 @@ def plain(x):
         def turn(carried, w):
             h, i = carried
             h = layer(h, w, params["b"])
-            return (h + jax.random.normal(jax.random.fold_in(jax.random.key(2), i), h.shape), i + 1), h.mean()
+            return (
+                h + jax.random.normal(jax.random.fold_in(jax.random.key(2), i), h.shape),
+                i + 1,
+            ), h.mean()
 
         (h, _), means = lax.scan(turn, (x, 0), params["w"])
         return jnp.square(h).mean() + means.sum()
@@ -82,8 +90,10 @@ def run(f, *args):
 
 def error(got, want):
     least = 1e-3 * max(np.abs(b).max() for b in jax.tree.leaves(want))
-    return max(np.abs(a - b).max() / max(np.abs(b).max(), least)
-               for a, b in zip(*(map(np.asarray, jax.tree.leaves(tree)) for tree in (got, want))))
+    return max(
+        np.abs(a - b).max() / max(np.abs(b).max(), least)
+        for a, b in zip(*(map(np.asarray, jax.tree.leaves(tree)) for tree in (got, want)))
+    )
 
 
 @pytest.mark.exhaustive
@@ -94,11 +104,22 @@ def test_the_same_numbers(name):
     less = ft.rematerialize(step)
     want = run(step, params, x)
     assert error(run(less, params, x), want) <= 1e-5
-    assert hw.count(less, params, x).total.recomputed > 0.5 * hw.count(jax.jit(loss), params, x).total.matmul
-    assert hw.count(step, params, x).total.recomputed < 0.1 * hw.count(less, params, x).total.recomputed
+    assert (
+        hw.count(less, params, x).total.recomputed
+        > 0.5 * hw.count(jax.jit(loss), params, x).total.matmul
+    )
+    assert (
+        hw.count(step, params, x).total.recomputed
+        < 0.1 * hw.count(less, params, x).total.recomputed
+    )
 
 
-WRAPS = [lambda step: ft.microbatch(step, 2), lambda step: ft.autocast(step, "bfloat16"), jax.jit, ft.tune]
+WRAPS = [
+    lambda step: ft.microbatch(step, 2),
+    lambda step: ft.autocast(step, "bfloat16"),
+    jax.jit,
+    ft.tune,
+]
 
 
 @pytest.mark.quick_cases(1)
@@ -114,8 +135,14 @@ def test_inside_other_transforms(wrap):
 def kept(step, *args):
     """Bytes that loops stack, of the loop that stacks most."""
     scans = [eqn for eqn in jax.make_jaxpr(step)(*args).jaxpr.eqns if eqn.primitive.name == "scan"]
-    return max(sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars
-                   if v.aval.shape[:1] == (eqn.params["length"],)) for eqn in scans)
+    return max(
+        sum(
+            v.aval.size * v.aval.dtype.itemsize
+            for v in eqn.outvars
+            if v.aval.shape[:1] == (eqn.params["length"],)
+        )
+        for eqn in scans
+    )
 
 
 @pytest.mark.parametrize(("name", "most"), [("gpt", 0.3), ("plain", 0.7)])
@@ -130,10 +157,16 @@ def test_a_scan_keeps_what_its_turns_are_given(name, most):
 def test_a_compiled_step_needs_less():
     model = models.GPT(64, 64, 6, 2, context=64)
     tokens = jax.ShapeDtypeStruct((16, 65), jnp.int32)
-    params = jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 64), jnp.int32))[0], jax.random.key(0))
-    step = jax.grad(lambda params, tokens: model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:]).mean())
-    before, after = (jax.jit(f).lower(params, tokens).compile().memory_analysis().temp_size_in_bytes
-                     for f in (step, ft.rematerialize(step)))
+    params = jax.eval_shape(
+        lambda key: model.init(key, jnp.zeros((1, 64), jnp.int32))[0], jax.random.key(0)
+    )
+    step = jax.grad(
+        lambda params, tokens: model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:]).mean()
+    )
+    before, after = (
+        jax.jit(f).lower(params, tokens).compile().memory_analysis().temp_size_in_bytes
+        for f in (step, ft.rematerialize(step))
+    )
     assert after < 0.5 * before, (before, after)
 
 
@@ -144,8 +177,11 @@ def test_symbolic_sizes():
             x = jnp.tanh(jnp.tanh(x @ w) + x)
         return x.sum()
 
-    rows, = jax.export.symbolic_shape("rows")
-    w, types = jnp.eye(3) / 2, (jax.ShapeDtypeStruct((3, 3), jnp.float32), jax.ShapeDtypeStruct((rows, 3), jnp.float32))
+    (rows,) = jax.export.symbolic_shape("rows")
+    w, types = (
+        jnp.eye(3) / 2,
+        (jax.ShapeDtypeStruct((3, 3), jnp.float32), jax.ShapeDtypeStruct((rows, 3), jnp.float32)),
+    )
     step = ft.rematerialize(jax.grad(loss))
     exported = jax.export.export(jax.jit(step))(*types)
     assert "optimization_barrier" in exported.mlir_module()
@@ -173,17 +209,25 @@ def net(w, x):
 
 
 def scanned(w, x):
-    return jnp.square(lax.scan(lambda h, each: (jnp.tanh(jnp.sin(h @ each) * 2), None), x, w)[0]).mean()
+    return jnp.square(
+        lax.scan(lambda h, each: (jnp.tanh(jnp.sin(h @ each) * 2), None), x, w)[0]
+    ).mean()
 
 
 def two_players(w, x):
     """The second forward pass takes what the first backward pass has made."""
     loss, grads = jax.value_and_grad(lambda w: jnp.square(net(w, x) - 1).mean())(w)
-    return loss, grads, jax.value_and_grad(lambda v: jnp.square(net(w - grads, net(v, x * loss))).mean())(w)
+    return (
+        loss,
+        grads,
+        jax.value_and_grad(lambda v: jnp.square(net(w - grads, net(v, x * loss))).mean())(w),
+    )
 
 
 def through_a_gradient(w, x):
-    penalty = lambda w: jnp.square(jax.grad(lambda x: scanned(w, x))(x)).sum() + jnp.square(net(w, x)).mean()
+    penalty = lambda w: (
+        jnp.square(jax.grad(lambda x: scanned(w, x))(x)).sum() + jnp.square(net(w, x)).mean()
+    )
     return jax.value_and_grad(penalty)(w)
 
 
@@ -219,4 +263,4 @@ def test_what_a_layer_does_is_done_once():
 def test_pieces_end_where_few_bytes_are_live():
     """From half of a piece on."""
     cut = _rematerialize._spread(weight=[4, 4, 4, 4, 4], crossing=[1, 9, 9, 1, 9], size=8)
-    assert (cut.ends, cut.cost) == ([0, 2], 18)    # 1 + 9 bytes are kept, and 8 are computed again
+    assert (cut.ends, cut.cost) == ([0, 2], 18)  # 1 + 9 bytes are kept, and 8 are computed again

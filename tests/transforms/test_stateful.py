@@ -40,7 +40,9 @@ def equinox():
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
     def loss(params, state, x):
-        run = jax.vmap(eqx.combine(params, static), in_axes=(0, None), out_axes=(0, None), axis_name="batch")
+        run = jax.vmap(
+            eqx.combine(params, static), in_axes=(0, None), out_axes=(0, None), axis_name="batch"
+        )
         y, state = run(x, state)
         return jnp.square(y - 1).mean(), state
 
@@ -91,10 +93,12 @@ def flax():
 
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     variables = Net().init(keys, batch(0))
-    variables["batch_stats"]["calls"] = jnp.zeros((), jnp.int32)    # init has called it once
+    variables["batch_stats"]["calls"] = jnp.zeros((), jnp.int32)  # init has called it once
 
     def loss(params, stats, key, x):
-        y, stats = Net().apply({"params": params, **stats}, x, rngs={"dropout": key}, mutable=["batch_stats"])
+        y, stats = Net().apply(
+            {"params": params, **stats}, x, rngs={"dropout": key}, mutable=["batch_stats"]
+        )
         return jnp.square(y - 1).mean(), stats
 
     def step(carried, x):
@@ -104,7 +108,11 @@ def flax():
         return (sgd(params, grads), stats, key), value
 
     stats = {"batch_stats": variables["batch_stats"]}
-    return step, (variables["params"], stats, keys["dropout"]), lambda carried: carried[1]["batch_stats"]["calls"]
+    return (
+        step,
+        (variables["params"], stats, keys["dropout"]),
+        lambda carried: carried[1]["batch_stats"]["calls"],
+    )
 
 
 def trained(step, carried, steps=3):
@@ -118,14 +126,16 @@ def trained(step, carried, steps=3):
 def data(tree):
     """Random keys, and what is a Python number without jit, as arrays."""
     key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.tree.map(lambda x: jax.random.key_data(x) if key(x) else x, jax.tree.map(jnp.asarray, tree))
+    return jax.tree.map(
+        lambda x: jax.random.key_data(x) if key(x) else x, jax.tree.map(jnp.asarray, tree)
+    )
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("library", [equinox, haiku, flax])
 @each_transform
 def test_a_step_carries_its_state(library, transform):
-    with jax.numpy_dtype_promotion("standard"):    # Haiku's dropout needs it
+    with jax.numpy_dtype_promotion("standard"):  # Haiku's dropout needs it
         step, carried, calls = library()
         want, got = trained(jax.jit(step), carried), trained(TRANSFORMS[transform](step), carried)
     assert calls(got[0]) == 3 and jax.tree.structure(got[0]) == jax.tree.structure(carried)
@@ -140,6 +150,9 @@ def test_microbatch_averages_statistics_and_adds_up_counts():
         return step((params, stats, key), x)[0][1]["batch_stats"]
 
     for i in range(2):
-        want, got = statistics(stats, batch(i)), ft.microbatch(statistics, 2, carry=())(stats, batch(i))
+        want, got = (
+            statistics(stats, batch(i)),
+            ft.microbatch(statistics, 2, carry=())(stats, batch(i)),
+        )
         close(got["BatchNorm_0"]["mean"], want["BatchNorm_0"]["mean"])
         assert (got["calls"], want["calls"]) == (2, 1)

@@ -9,7 +9,7 @@ from jax.experimental import io_callback
 from stateful import TRANSFORMS, X, each_transform
 
 pytestmark = pytest.mark.usefixtures("quickly")
-LOGS = [], []    # one for each effect: JAX orders callbacks of the same effect only
+LOGS = [], []  # one for each effect: JAX orders callbacks of the same effect only
 
 
 def ordered(x):
@@ -20,12 +20,13 @@ def answered(x):
     def answer(x):
         LOGS[1].append(float(x))
         return np.float32(len(LOGS[1]))
+
     return io_callback(answer, jax.ShapeDtypeStruct((), "float32"), x, ordered=True)
 
 
 def straight(x):
     ordered(x.sum())
-    jax.jit(ordered)(2 * x.sum())    # without a result
+    jax.jit(ordered)(2 * x.sum())  # without a result
     return answered(3 * x.sum()) + answered(x[0])
 
 
@@ -38,7 +39,9 @@ def loops(x):
         ordered(carried[0])
         return carried[0] < 3
 
-    return lax.scan(body, 0.0, x), lax.while_loop(test, lambda c: (c[0] + 1, c[1] + answered(c[1])), (0.0, x[0]))
+    return lax.scan(body, 0.0, x), lax.while_loop(
+        test, lambda c: (c[0] + 1, c[1] + answered(c[1])), (0.0, x[0])
+    )
 
 
 def told(x):
@@ -51,7 +54,9 @@ def gradient_of_a_scan(x):
         def body(h, y):
             d = told(jnp.tanh(h @ w))
             return h + jnp.exp(-jnp.sin(d) * jnp.cos(d)) * y, None
+
         return lax.scan(body, jnp.ones((4, 4)), x)[0].sum()
+
     return jax.grad(loss)(jnp.eye(4))
 
 
@@ -66,6 +71,7 @@ def gradient_of_straight_code(x):
                 changed[0] = jnp.sin(h[1])
                 h = jax.freeze(changed)
         return h.sum()
+
     return jax.grad(loss)(jnp.eye(4))
 
 
@@ -74,6 +80,7 @@ def gradient_of_remat(x):
     def layer(x):
         ordered(x.sum())
         return jnp.sin(jnp.sin(x))
+
     return jax.grad(lambda x: layer(x).sum())(x)
 
 
@@ -102,7 +109,14 @@ def custom_rules(x):
     return both(x[0]), jax.grad(both)(x[1])
 
 
-EFFECTS = [straight, loops, gradient_of_a_scan, gradient_of_straight_code, gradient_of_remat, custom_rules]
+EFFECTS = [
+    straight,
+    loops,
+    gradient_of_a_scan,
+    gradient_of_straight_code,
+    gradient_of_remat,
+    custom_rules,
+]
 
 
 def logged(f):
@@ -120,6 +134,10 @@ def test_callbacks_happen_as_often_and_in_the_same_order(f, transform):
     want = logged(f)
     assert len(want[0]) >= 4
     if transform == "rematerialize" and f is gradient_of_straight_code:
-        assert "rematted_computation" in str(jax.jit(TRANSFORMS[transform](f)).lower(X).as_text(debug_info=True))
+        assert "rematted_computation" in str(
+            jax.jit(TRANSFORMS[transform](f)).lower(X).as_text(debug_info=True)
+        )
     for log, expected in zip(logged(TRANSFORMS[transform](f)), want, strict=True):
-        np.testing.assert_allclose(log, expected, 5e-2 if transform == "autocast" else 1e-5, strict=True)
+        np.testing.assert_allclose(
+            log, expected, 5e-2 if transform == "autocast" else 1e-5, strict=True
+        )

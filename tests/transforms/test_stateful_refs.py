@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("quickly")
 
 # Each function takes a Ref `c` that is closed over, and a Ref `r` and an array as arguments.
 
+
 def at_the_top(c, r, x):
     r[...] = r[...] + x
     c[1:] += 2 * r[1:]
@@ -41,6 +42,7 @@ def in_a_scan(c, r, x):
         s = jax.new_ref(total)
         s[...] += y
         return s[...], c[1]
+
     return lax.scan(body, 0.0, x)
 
 
@@ -50,6 +52,7 @@ def in_a_while(c, r, x):
         r[...] += y
         c[i] = y[0]
         return i + 1, y * 2
+
     return lax.while_loop(lambda carried: carried[0] < 3, body, (0, x))[1]
 
 
@@ -57,6 +60,7 @@ def in_a_branch(c, r, x):
     def changes(x):
         r[...] += x
         return x + c[...]
+
     return lax.cond(x.sum() > 15, changes, lambda x: 2 * x, x)
 
 
@@ -66,6 +70,7 @@ def in_a_jit(c, r, x):
         r[...] += x
         c[0] += 1
         return 2 * x
+
     return double(r, x) + double(r, 2 * x)
 
 
@@ -73,6 +78,7 @@ def in_remat(c, r, x):
     @jax.checkpoint
     def layer(x):
         return jnp.sin(jnp.sin(x) * r[...])
+
     r[...] += x
     return layer(x)
 
@@ -81,6 +87,7 @@ def in_vmap(c, r, x):
     def one(r, y):
         r[...] += y
         return r[...] * y
+
     return jax.vmap(one)(r, x)
 
 
@@ -90,7 +97,9 @@ def in_a_gradient(c, r, x):
             h = jnp.sin(jnp.sin(h * w) + y)
             c[0] += lax.stop_gradient(h)
             return h, h * h
+
         return lax.scan(body, 1.0, x)[1].sum()
+
     return jax.value_and_grad(loss)(2.0)
 
 
@@ -99,6 +108,7 @@ def in_a_gradient_of_what_is_created(c, r, x):
         s = jax.new_ref(x)
         s[...] = jnp.sin(s[...])
         return (s[...] ** 2).sum()
+
     return jax.grad(loss)(x)
 
 
@@ -115,8 +125,20 @@ def in_a_backward_pass(c, r, x):
     return jax.grad(lambda x: jnp.sin(tap(x * x, r)).sum())(x)
 
 
-REFS = [at_the_top, created, in_a_product, in_a_scan, in_a_while, in_a_branch, in_a_jit, in_remat, in_vmap,
-        in_a_gradient, in_a_gradient_of_what_is_created, in_a_backward_pass]
+REFS = [
+    at_the_top,
+    created,
+    in_a_product,
+    in_a_scan,
+    in_a_while,
+    in_a_branch,
+    in_a_jit,
+    in_remat,
+    in_vmap,
+    in_a_gradient,
+    in_a_gradient_of_what_is_created,
+    in_a_backward_pass,
+]
 
 
 def twice(f, transform):
@@ -130,13 +152,22 @@ def twice(f, transform):
 @pytest.mark.parametrize("f", REFS)
 @each_transform
 def test_refs_change_as_without_a_transform(f, transform):
-    close(twice(f, TRANSFORMS[transform]), twice(f, lambda f: f), 1e-2 if transform == "autocast" else 1e-5)
+    close(
+        twice(f, TRANSFORMS[transform]),
+        twice(f, lambda f: f),
+        1e-2 if transform == "autocast" else 1e-5,
+    )
 
 
 @pytest.mark.exhaustive
 def test_a_rule_may_write_to_a_ref():
-    for wrap in (lambda f: f, jax.jit, jax.checkpoint, lambda f: lambda x: lax.cond(x > 0, f, f, x),
-                 lambda f: lambda x: lax.fori_loop(0, 1, lambda i, y: f(y), x)):
+    for wrap in (
+        lambda f: f,
+        jax.jit,
+        jax.checkpoint,
+        lambda f: lambda x: lax.cond(x > 0, f, f, x),
+        lambda f: lambda x: lax.fori_loop(0, 1, lambda i, y: f(y), x),
+    ):
         count = jax.new_ref(jnp.int32(0))
 
         def rule(primitive, scope, inputs, equation, count=count):
@@ -187,7 +218,7 @@ def test_recomputation_beside_a_ref_of_the_backward_pass():
 
     def backward(x, g):
         total = jax.new_ref(g)
-        slope = jnp.cos(x)    # of a value that is computed again
+        slope = jnp.cos(x)  # of a value that is computed again
         total[...] *= slope
         return (total[...],)
 
@@ -210,10 +241,21 @@ def returned(r, x):
 
 
 ERRORS = {
-    "an argument is returned": (returned, lambda r: (r, X), "mutable array references cannot be returned"),
-    "a new one is returned": (lambda r, x: jax.new_ref(x), lambda r: (r, X), "mutable array references cannot be re"),
-    "one is passed twice": (lambda r, s, x: r[...] + s[...], lambda r: (r, r, X),
-                            "only one reference to a mutable array may be passed"),
+    "an argument is returned": (
+        returned,
+        lambda r: (r, X),
+        "mutable array references cannot be returned",
+    ),
+    "a new one is returned": (
+        lambda r, x: jax.new_ref(x),
+        lambda r: (r, X),
+        "mutable array references cannot be re",
+    ),
+    "one is passed twice": (
+        lambda r, s, x: r[...] + s[...],
+        lambda r: (r, r, X),
+        "only one reference to a mutable array may be passed",
+    ),
 }
 
 
@@ -227,8 +269,10 @@ def test_misuse_of_refs_is_jaxs_error_at_the_users_function(name, transform):
 
 
 def test_microbatch_refuses_a_ref_as_batch_and_effects_of_weights():
-    message = ("microbatch: argument 1['x'] is a jax.Ref, which has no slices; expected arrays. Pass "
-               "ref[...], or exclude this argument from argnums=")
+    message = (
+        "microbatch: argument 1['x'] is a jax.Ref, which has no slices; expected arrays. Pass "
+        "ref[...], or exclude this argument from argnums="
+    )
     with pytest.raises(TypeError, match=re.escape(message) + "$"):
         ft.microbatch(lambda p, d: p * d["x"][...].sum(), 2)(1.0, {"x": jax.new_ref(X)})
 
@@ -236,7 +280,9 @@ def test_microbatch_refuses_a_ref_as_batch_and_effects_of_weights():
         jax.debug.callback(lambda x: None, x)
         return x.sum()
 
-    message = ("microbatch: weight= must not have side effects, since it is evaluated twice for each slice; got "
-               "DebugEffect. Move callbacks and uses of a jax.Ref into the function itself")
+    message = (
+        "microbatch: weight= must not have side effects, since it is evaluated twice for each slice; got "
+        "DebugEffect. Move callbacks and uses of a jax.Ref into the function itself"
+    )
     with pytest.raises(ValueError, match=re.escape(message) + "$"):
         ft.microbatch(lambda p, x: p * x.mean(), 2, weight=weight)(1.0, X)

@@ -27,23 +27,45 @@ def fired(f, *args, **how):
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.parametrize("form", ["ij,jk->ik", "ji,jk->ik", "ji,jk->ki", "ij,kj->ik", "btd,de->bte", "btd,bte->de",
-                                  "btd,bte->ed", "de,bte->dbt", "bthd,bshd->bhts", "bhts,bshd->bthd", "bhts,bthd->bshd",
-                                  "bij,bi->bj", "i,i->", "ij,j->i"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "ij,jk->ik",
+        "ji,jk->ik",
+        "ji,jk->ki",
+        "ij,kj->ik",
+        "btd,de->bte",
+        "btd,bte->de",
+        "btd,bte->ed",
+        "de,bte->dbt",
+        "bthd,bshd->bhts",
+        "bhts,bshd->bthd",
+        "bhts,bthd->bshd",
+        "bij,bi->bj",
+        "i,i->",
+        "ij,j->i",
+    ],
+)
 @pytest.mark.parametrize("dtype", [B, pytest.param(jnp.float32, marks=pytest.mark.exhaustive)])
 def test_every_form(form, dtype):
     sizes = {"b": 2, "d": 4, "e": 5, "h": 3, "i": 7, "j": 6, "k": 4, "s": 5, "t": 6}
-    x, y = (normal(i, *(sizes[axis] for axis in part)) for i, part in enumerate(form.split("->")[0].split(",")))
+    x, y = (
+        normal(i, *(sizes[axis] for axis in part))
+        for i, part in enumerate(form.split("->")[0].split(","))
+    )
     f = lambda x, y: jnp.einsum(form, x, y, preferred_element_type=dtype)
     assert fired(f, x, y) == {"bfloat16_products"}
     z = ft.tune(f, "cpu")(x, y)
     assert z.dtype == dtype
     exact = np.einsum(form, np.asarray(x, np.float64), np.asarray(y, np.float64))
-    np.testing.assert_allclose(np.asarray(z, np.float64), exact, rtol=2 ** -8 if dtype == B else 1e-6, atol=1e-5)
+    np.testing.assert_allclose(
+        np.asarray(z, np.float64), exact, rtol=2**-8 if dtype == B else 1e-6, atol=1e-5
+    )
 
 
 def hand(params, x, y):
     """A step with casts by hand, as users write them."""
+
     def loss(params):
         a = x.astype(B)
         for w in params:
@@ -59,7 +81,10 @@ def test_a_step_with_casts_by_hand():
     params = [normal(i, 16, 16).astype(jnp.float32) / 4 for i in range(3)]
     args = params, normal(5, 2, 8, 16).astype(jnp.float32), normal(6, 2, 8, 16).astype(jnp.float32)
     assert fired(hand, *args) == {"bfloat16_products"}
-    wide = [jax.tree.map(lambda a: np.asarray(a, np.float32), f(*args)) for f in (hand, ft.tune(hand, "cpu"))]
+    wide = [
+        jax.tree.map(lambda a: np.asarray(a, np.float32), f(*args))
+        for f in (hand, ft.tune(hand, "cpu"))
+    ]
     # A few roundings to 8 bits, 2^-8 each, in three layers and back.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3), *wide)
 
@@ -70,19 +95,23 @@ def test_what_xla_is_given():
     args = params, normal(5, 2, 8, 16).astype(jnp.float32), normal(6, 2, 8, 16).astype(jnp.float32)
     text = jax.jit(ft.tune(hand, "cpu")).lower(*args).as_text()
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
-    assert len(products) == 8    # three forward, two for inputs, three for weights
+    assert len(products) == 8  # three forward, two for inputs, three for weights
     for line in products:
-        assert "batching_dims = [0] x [0]" in line and line.rstrip().split("->")[1].split(" loc")[0].endswith("xf32>")
+        assert "batching_dims = [0] x [0]" in line and line.rstrip().split("->")[1].split(" loc")[
+            0
+        ].endswith("xf32>")
         assert "contracting_dims = [2] x [1]" in line or "contracting_dims = [2] x [2]" in line
 
 
 def test_under_vmap_it_is_turned_round():
     w, x = normal(0, 5, 4), normal(1, 3, 2, 4)
-    f = lambda w, x: jnp.exp(jnp.moveaxis(jnp.tensordot(w, x, (1, 2)), 0, -1))    # [5, 3, 2], read as [3, 2, 5]
+    f = lambda w, x: jnp.exp(
+        jnp.moveaxis(jnp.tensordot(w, x, (1, 2)), 0, -1)
+    )  # [5, 3, 2], read as [3, 2, 5]
     tuned = jax.jit(ft.tune(f, "cpu"))
     assert " transpose(" not in tuned.lower(w, x).compile().as_text()
     got, want = (np.asarray(g(w, x), np.float32) for g in (tuned, f))
-    np.testing.assert_allclose(got, want, rtol=2e-2)    # one rounding to 8 bits before exp
+    np.testing.assert_allclose(got, want, rtol=2e-2)  # one rounding to 8 bits before exp
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -17,9 +17,27 @@ X = jnp.arange(3.0)
 
 
 def test_values_that_are_not_arrays_may_change_between_calls():
-    f = lambda x, mode: x if mode is None else x * 2 if mode == "double" else mode(x) if callable(mode) else x * mode
+    f = lambda x, mode: (
+        x
+        if mode is None
+        else x * 2
+        if mode == "double"
+        else mode(x)
+        if callable(mode)
+        else x * mode
+    )
     g = ft.tune(f, "cpu")
-    for mode in (None, "double", jnp.sin, 3.0, jnp.float32(4), None, jnp.cos, "double", "other" and "double"):
+    for mode in (
+        None,
+        "double",
+        jnp.sin,
+        3.0,
+        jnp.float32(4),
+        None,
+        jnp.cos,
+        "double",
+        "other" and "double",
+    ):
         np.testing.assert_allclose(g(X, mode), f(X, mode))
     h = ft.tune(lambda x, *, mode=None: f(x, mode), "cpu")
     for options in ({}, {"mode": "double"}, {"mode": jnp.sin}, {}):
@@ -40,8 +58,11 @@ def test_numbers_in_objects_are_told_apart_by_type_and_sign():
 
 
 def test_results_that_are_not_arrays_may_appear_in_later_calls():
-    f = lambda d: {"y": d["a"] * 2, **({"note": "big", "count": len(d)} if "flag" in d else {}),
-                   **({"shape": str(d["a"].shape)} if d["a"].size > 1 else {})}
+    f = lambda d: {
+        "y": d["a"] * 2,
+        **({"note": "big", "count": len(d)} if "flag" in d else {}),
+        **({"shape": str(d["a"].shape)} if d["a"].size > 1 else {}),
+    }
     g = ft.tune(f, "cpu")
     for d in ({"a": X[:1]}, {"a": X[:1], "flag": 1.0}, {"a": X}, {"a": X[:1]}):
         got, want = g(d), f(d)
@@ -57,19 +78,28 @@ def test_steps_with_values_that_are_not_arrays_compile_ahead_of_time():
         np.testing.assert_allclose(y, jnp.cos(X), rtol=1e-6)
         np.testing.assert_array_equal(rest.pop("b"), X + 1)
         assert rest == {"name": "a"}
-    assert tuned.trace(X, jnp.cos, {"b": X}).lower().compile()(X, jnp.cos, {"b": X})[1]["name"] == "a"
+    assert (
+        tuned.trace(X, jnp.cos, {"b": X}).lower().compile()(X, jnp.cos, {"b": X})[1]["name"] == "a"
+    )
     assert "cosine" in tuned.lower(X, jnp.cos, {}).as_text()
 
 
 def test_a_value_without_a_hash_is_named():
-    with pytest.raises(TypeError, match=r"\[0\]\[1\] is a set, which is neither an array nor hashable"):
+    with pytest.raises(
+        TypeError, match=r"\[0\]\[1\] is a set, which is neither an array nor hashable"
+    ):
         ft.tune(lambda x, s: x, "cpu")(X, {1})
-    with pytest.raises(TypeError, match=r"^the result is a set, which is neither an array nor hashable"):
+    with pytest.raises(
+        TypeError, match=r"^the result is a set, which is neither an array nor hashable"
+    ):
         ft.tune(lambda x: {1}, "cpu")(X)
 
 
 def convolution(w, x):
-    return (lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) ** 2).sum()
+    return (
+        lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        ** 2
+    ).sum()
 
 
 CONVOLVED = jnp.ones((3, 3, 4, 8)) / 9, jnp.ones((2, 6, 6, 4))
@@ -87,8 +117,9 @@ def test_options_that_an_outer_jit_loses_are_told_once():
         close(jax.jit(lambda *args: tuned(*args))(*CONVOLVED), want)
     (warning,) = told
     assert "xla_cpu_experimental_ynn_fusion_type" in str(warning.message)
-    assert str(warning.message).endswith("call ft.tune(step) itself instead of jitting it, or pass "
-                                         "compiler_options= to your jit")
+    assert str(warning.message).endswith(
+        "call ft.tune(step) itself instead of jitting it, or pass compiler_options= to your jit"
+    )
     explanation = ft.explain(tuned, *CONVOLVED)
     assert explanation.options and "not under an outer jit" in str(explanation)
 
@@ -131,15 +162,19 @@ def trained(wrap, steps=3):
     run = wrap(step)
     x = jax.random.normal(jax.random.key(0), (8, 4)) + 5
     values = [run(model, optimizer, x) for _ in range(steps)]
-    plain = lambda a: jax.random.key_data(a) if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) else a
+    plain = lambda a: (
+        jax.random.key_data(a) if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) else a
+    )
     return values, jax.tree.map(plain, nnx.to_pure_dict(nnx.state((model, optimizer))))
 
 
 WRAPS = {
-    "tune": lambda f: ft.tune(f, "cpu"), "nnx.jit(tune)": lambda f: nnx.jit(ft.tune(f, "cpu")),
+    "tune": lambda f: ft.tune(f, "cpu"),
+    "nnx.jit(tune)": lambda f: nnx.jit(ft.tune(f, "cpu")),
     "rewrite": lambda f: ft.rewrite(f, lambda *_: NotImplemented),
     "nnx.jit(rewrite)": lambda f: nnx.jit(ft.rewrite(f, lambda *_: NotImplemented)),
-    "tune of tune": lambda f: ft.tune(ft.tune(f, "cpu"), "cpu"), "rematerialize": ft.rematerialize,
+    "tune of tune": lambda f: ft.tune(ft.tune(f, "cpu"), "cpu"),
+    "rematerialize": ft.rematerialize,
 }
 
 
@@ -161,7 +196,9 @@ def test_an_nnx_step_trains_under_autocast(wrap):
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
     first = lambda tree: tree["0" if "0" in tree else 0]
-    np.testing.assert_allclose(first(state)["norm"]["mean"], first(expected)["norm"]["mean"], rtol=1e-2)
+    np.testing.assert_allclose(
+        first(state)["norm"]["mean"], first(expected)["norm"]["mean"], rtol=1e-2
+    )
     assert first(state)["calls"] == 3
 
 
@@ -204,13 +241,21 @@ def test_attributes_and_results_are_those_of_nnx_jit(name):
     def run(wrap):
         holder = Holder(rngs=nnx.Rngs(0))
         call = wrap(evaluate)
-        for _ in range(2):    # compiled by the first call
+        for _ in range(2):  # compiled by the first call
             holder.train()
             y, returned = call(holder, jnp.ones((8, 4)))
             assert returned["holder"] is holder
         model = holder.model
-        return y, model.calls[...], (holder.mode, model.drop.deterministic, model.norm.use_running_average,
-                                     holder.layers[0].deterministic)
+        return (
+            y,
+            model.calls[...],
+            (
+                holder.mode,
+                model.drop.deterministic,
+                model.norm.use_running_average,
+                holder.layers[0].deterministic,
+            ),
+        )
 
     (y, calls, modes), (expected, *_) = run(WRAPS[name]), run(nnx.jit)
     close(y, expected, 1e-6)
@@ -223,7 +268,9 @@ def test_new_variables_are_an_error():
         return x
 
     for wrap in (lambda f: ft.autocast(f, "bfloat16"), lambda f: ft.tune(f, "cpu")):
-        with pytest.raises(TypeError, match="may update the variables of an nnx module, but not add or remove them"):
+        with pytest.raises(
+            TypeError, match="may update the variables of an nnx module, but not add or remove them"
+        ):
             wrap(grows)(Model(rngs=nnx.Rngs(0)), X)
 
 
@@ -237,8 +284,14 @@ def test_a_module_that_is_closed_over_is_an_error():
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
 def test_grouped_convolutions_keep_their_kernels(groups, gradient):
     def f(w, x):
-        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
-                                     feature_group_count=groups)
+        y = lax.conv_general_dilated(
+            x,
+            w,
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
         return jnp.square(y).sum()
 
     args = jnp.ones((3, 3, 4 // groups, 8)), CONVOLVED[1]

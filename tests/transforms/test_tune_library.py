@@ -1,6 +1,5 @@
 """tune's compiler options: which library computes what, by what a program does most, and the numbers of oneDNN's."""
 
-
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -46,10 +45,13 @@ pytestmark = pytest.mark.usefixtures("every_size")
 @pytest.fixture
 def onednn():
     if not library.onednn():
-        pytest.skip("this XLA has no convolutions of oneDNN, or this processor no instructions for bfloat16 products")
+        pytest.skip(
+            "this XLA has no convolutions of oneDNN, or this processor no instructions for bfloat16 products"
+        )
 
 
 # When.
+
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("there", [False, True])
@@ -59,18 +61,26 @@ def test_what_a_program_does_most_decides(monkeypatch, there):
     step, args = net(nn.Conv(16, 3), nn.Conv(16, 3))
     assert options(step, args) == library.YNNPACK
     assert options(ft.autocast(step, "bfloat16"), args) == both
-    assert options(ft.autocast(step, "bfloat16"), args, rules={"convolution_library": False}) == library.YNNPACK
+    assert (
+        options(ft.autocast(step, "bfloat16"), args, rules={"convolution_library": False})
+        == library.YNNPACK
+    )
     assert options(ft.autocast(step, "bfloat16"), args, rules={"convolution_kernels": False}) == (
-        ONEDNN if there else {})
-    by_hand = jax.grad(lambda w, x: convolution(x, w.astype(jnp.bfloat16)).astype(jnp.float32).sum())
-    assert options(by_hand, (normal(1, 3, 3, 8, 8), normal(2, 2, 8, 8, 8, dtype=jnp.bfloat16))) == both
+        ONEDNN if there else {}
+    )
+    by_hand = jax.grad(
+        lambda w, x: convolution(x, w.astype(jnp.bfloat16)).astype(jnp.float32).sum()
+    )
+    assert (
+        options(by_hand, (normal(1, 3, 3, 8, 8), normal(2, 2, 8, 8, 8, dtype=jnp.bfloat16))) == both
+    )
     step, args = net(nn.Conv(2, 1), nn.Flatten(), nn.Dense(256), nn.Dense(256))
     assert options(step, args) == options(ft.autocast(step, "bfloat16"), args) == {}
 
 
 def test_small_convolutions_are_left_alone(monkeypatch):
     monkeypatch.setattr(library, "onednn", lambda: True)
-    step, args = net(nn.Conv(16, 3), nn.Conv(16, 3))    # 589,824 multiplications each
+    step, args = net(nn.Conv(16, 3), nn.Conv(16, 3))  # 589,824 multiplications each
     step = ft.autocast(step, "bfloat16")
     for large, found in (500_000, {**library.YNNPACK, **ONEDNN}), (600_000, library.YNNPACK):
         monkeypatch.setattr(library, "LARGE", large)
@@ -94,6 +104,7 @@ def test_poolings_stay_in_the_kernels_of_small_convolutions(monkeypatch, example
 
 # bfloat16 convolutions without it: the weight gradient is computed, and summed, in float32.
 
+
 def test_weight_gradients_of_low_convolutions(monkeypatch):
     monkeypatch.setattr(library, "onednn", lambda: False)
     x, w, g = normal(1, 4, 8, 8, 16), normal(2, 3, 3, 16, 8), normal(3, 4, 8, 8, 8)
@@ -101,7 +112,9 @@ def test_weight_gradients_of_low_convolutions(monkeypatch):
     rounded = lambda a: a.astype(jnp.bfloat16).astype(jnp.float32)
     want = jax.grad(lambda w, x: jnp.vdot(convolution(x, w), rounded(g)))(w, rounded(x))
     low = ft.tune(ft.autocast(gradient, "bfloat16"), "cpu", rules={"convolution_gradient": True})
-    assert [(row.primitive, row.rule) for row in ft.explain(low, w, x).rows] == [("lowered", "convolution_gradient")]
+    assert [(row.primitive, row.rule) for row in ft.explain(low, w, x).rows] == [
+        ("lowered", "convolution_gradient")
+    ]
     got = low(w, x)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
@@ -150,12 +163,17 @@ def test_the_layout_of_a_kernel_does_not_change_the_gradient(monkeypatch, form):
     g = normal(3, *jax.eval_shape(lambda: convolution(x, w, **params)).shape, dtype=jnp.bfloat16)
     gradient = lambda x: jax.vjp(lambda x: convolution(x, w, **params), x)[1](g)[0]
     off = {"depthwise_convolution": False, "grouped_convolution": False}
-    assert {row.rule for row in ft.explain(ft.tune(gradient, "cpu", rules=off), x).rows} == {"kernel_layout"}
+    assert {row.rule for row in ft.explain(ft.tune(gradient, "cpu", rules=off), x).rows} == {
+        "kernel_layout"
+    }
 
     layouts = []
 
     def rule(primitive, scope, inputs, equation):
-        if primitive != "conv_general_dilated" or kernel_layout(equation, [Value(a) for a in inputs]) is None:
+        if (
+            primitive != "conv_general_dilated"
+            or kernel_layout(equation, [Value(a) for a in inputs]) is None
+        ):
             return NotImplemented
         program = jax.make_jaxpr(lambda *a: kernel_layout(equation, [Value(x) for x in a]))(*inputs)
         layouts.append(program.eqns[-1].params["dimension_numbers"].rhs_spec)
@@ -163,14 +181,19 @@ def test_the_layout_of_a_kernel_does_not_change_the_gradient(monkeypatch, form):
 
     got, want = jax.jit(ft.rewrite(gradient, rule))(x), jax.jit(gradient)(x)
     assert layouts == [(3, 2, 0, 1)]
-    np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=2**-7, atol=1e-6)
+    np.testing.assert_allclose(
+        got.astype(np.float32), want.astype(np.float32), rtol=2**-7, atol=1e-6
+    )
 
 
 def test_sums_of_onednn_are_of_float32(onednn):
     """Ones beside 256: a sum in bfloat16 would stay at 256."""
-    x, w = jnp.ones((2, 4, 4, 512), jnp.bfloat16).at[..., 0].set(256), jnp.ones((1, 1, 512, 16), jnp.bfloat16)
+    x, w = (
+        jnp.ones((2, 4, 4, 512), jnp.bfloat16).at[..., 0].set(256),
+        jnp.ones((1, 1, 512, 16), jnp.bfloat16),
+    )
     low = ft.tune(lambda x, w: convolution(x, w), "cpu")
-    np.testing.assert_array_equal(low(x, w).astype(jnp.float32), 768)    # 767, rounded
+    np.testing.assert_array_equal(low(x, w).astype(jnp.float32), 768)  # 767, rounded
 
 
 @pytest.mark.quick_cases(1)
@@ -190,9 +213,13 @@ def test_nan_and_inf_stay_where_they_were_with_onednn(onednn, bad):
 
 @pytest.mark.exhaustive
 def test_a_net_with_onednn(onednn):
-    step, args = net(nn.Conv(16, 3), jax.nn.gelu, nn.MaxPool(2), nn.Residual(nn.Conv(16, 3), jax.nn.relu))
+    step, args = net(
+        nn.Conv(16, 3), jax.nn.gelu, nn.MaxPool(2), nn.Residual(nn.Conv(16, 3), jax.nn.relu)
+    )
     low = ft.tune(ft.autocast(step, "bfloat16"), "cpu")
-    for got, want in zip(jax.tree.leaves(low(*args)), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+    for got, want in zip(
+        jax.tree.leaves(low(*args)), jax.tree.leaves(jax.jit(step)(*args)), strict=True
+    ):
         np.testing.assert_allclose(got, want, rtol=0, atol=3e-2 * np.abs(want).max())
 
 
@@ -200,7 +227,12 @@ def test_a_net_with_onednn(onednn):
 def test_a_sharded_step_with_onednn(onednn):
     step, (params, x) = net(nn.Conv(16, 3), jax.nn.relu, nn.Conv(16, 3))
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    x, params = jax.device_put(x, NamedSharding(mesh, P("data"))), jax.device_put(params, NamedSharding(mesh, P()))
+    x, params = (
+        jax.device_put(x, NamedSharding(mesh, P("data"))),
+        jax.device_put(params, NamedSharding(mesh, P())),
+    )
     low = ft.tune(ft.autocast(step, "bfloat16"), "cpu")
-    for got, want in zip(jax.tree.leaves(low(params, x)), jax.tree.leaves(jax.jit(step)(params, x)), strict=True):
+    for got, want in zip(
+        jax.tree.leaves(low(params, x)), jax.tree.leaves(jax.jit(step)(params, x)), strict=True
+    ):
         np.testing.assert_allclose(got, want, rtol=0, atol=3e-2 * np.abs(want).max())

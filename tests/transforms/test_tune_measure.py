@@ -17,7 +17,9 @@ W = {"w": np.random.default_rng(1).normal(size=(3, 3, 1, 4)).astype(np.float32)}
 
 
 def loss(params, x):
-    y = jax.lax.conv_general_dilated(x, params["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    y = jax.lax.conv_general_dilated(
+        x, params["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
     y = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
     return (y**2).mean()
 
@@ -36,6 +38,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def taken(monkeypatch, folder):
     """Sets the times of variants, and records what is timed. A missing variant takes 1."""
+
     class Taken(dict):
         def __init__(self):
             self.calls = []
@@ -67,17 +70,26 @@ def variants():
 
 def test_all_rules_are_kept_if_none_is_slower(taken):
     measured, rows = selected()
-    assert taken.calls == [sorted(["all rules", "no rule", *(f"without {name}" for name in variants())])]
+    assert taken.calls == [
+        sorted(["all rules", "no rule", *(f"without {name}" for name in variants())])
+    ]
     assert set(variants()) <= set(measured.rules) and ALL <= rows
-    assert measured.reason == "all rules: the fastest, measured" and measured.seconds["no rule"] == 1
+    assert (
+        measured.reason == "all rules: the fastest, measured" and measured.seconds["no rule"] == 1
+    )
 
 
 def test_a_slow_rule_is_left_out(taken):
     taken["without max_pool"] = 0.9
     measured, rows = selected()
     assert "max_pool" not in measured.rules and rows & ALL == {"max_pool_gradient"}
-    assert str(ft.explain(ft.tune(step, "cpu", measure=True), W, X)).splitlines()[0].startswith(
-        f"{ft.explain(ft.tune(step, 'cpu'), W, X).chip.name}: without max_pool: the fastest, measured (")
+    assert (
+        str(ft.explain(ft.tune(step, "cpu", measure=True), W, X))
+        .splitlines()[0]
+        .startswith(
+            f"{ft.explain(ft.tune(step, 'cpu'), W, X).chip.name}: without max_pool: the fastest, measured ("
+        )
+    )
 
 
 def test_differences_within_noise_change_nothing(taken):
@@ -104,14 +116,17 @@ def test_the_selection_is_kept_for_the_same_program(taken, folder):
     first = selected()
     assert len(taken.calls) == 1 and len(list(folder.iterdir())) == 1
     assert selected() == first and len(taken.calls) == 1
-    assert selected(rules={"max_pool": False})[1] & ALL == {"max_pool_gradient"} and len(taken.calls) == 2
+    assert (
+        selected(rules={"max_pool": False})[1] & ALL == {"max_pool_gradient"}
+        and len(taken.calls) == 2
+    )
     (file, *_) = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
     for damaged in ("", "[]", "{", json.dumps({"rules": ["other"], "seconds": {}, "reason": ""})):
         for each in folder.iterdir():
             each.write_text(damaged)
         before = len(taken.calls)
         assert selected() == first and len(taken.calls) == before + 1
-    ft.tune(step, "cpu", measure=True)(W, X[:1])          # another shape is another program
+    ft.tune(step, "cpu", measure=True)(W, X[:1])  # another shape is another program
     assert len(taken.calls) == before + 2 and file.exists()
 
 
@@ -120,20 +135,32 @@ def test_real_times_and_equal_results(folder):
     params = jax.tree.map(jnp.asarray, W)
     fast = ft.tune(jax.jit(step, donate_argnums=0), "cpu", measure=True)
     measured = fast.measured(params, X)
-    assert min(measured.seconds.values()) > 0 and {"all rules", "no rule"} <= measured.seconds.keys()
+    assert (
+        min(measured.seconds.values()) > 0 and {"all rules", "no rule"} <= measured.seconds.keys()
+    )
     for _ in range(2):
         expected, value = plain(params, X)
-        params, found = fast(params, X)                    # measured on copies: these are donated once
+        params, found = fast(params, X)  # measured on copies: these are donated once
         np.testing.assert_allclose(found, value, rtol=1e-5)
         np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("function", "arguments", "reason"), [
-    (lambda name, x: x @ x.T, ("a", np.ones((600, 600), np.float32)), "an argument is not an array"),
-    (lambda x: jnp.sin(x), (np.ones(3, np.float32),), "no rule applies"),
-    (lambda p, x: (jax.debug.callback(lambda v: None, x.sum()), step(p, x))[1], (W, X),
-     "the step has callbacks, which would run more often"),
-])
+@pytest.mark.parametrize(
+    ("function", "arguments", "reason"),
+    [
+        (
+            lambda name, x: x @ x.T,
+            ("a", np.ones((600, 600), np.float32)),
+            "an argument is not an array",
+        ),
+        (lambda x: jnp.sin(x), (np.ones(3, np.float32),), "no rule applies"),
+        (
+            lambda p, x: (jax.debug.callback(lambda v: None, x.sum()), step(p, x))[1],
+            (W, X),
+            "the step has callbacks, which would run more often",
+        ),
+    ],
+)
 def test_what_is_not_measured(taken, function, arguments, reason):
     fast = ft.tune(function, "cpu", measure=True)
     assert reason in str(fast.measured(*arguments)) and not taken.calls
@@ -157,7 +184,9 @@ def test_shapes_cannot_be_timed_but_later_arrays_can(taken):
 
 @pytest.mark.exhaustive
 def test_under_another_transformation_nothing_is_timed(taken):
-    fast = ft.tune(step, "cpu", measure=True, rules={"convolution_kernels": False})    # options cannot be kept here
+    fast = ft.tune(
+        step, "cpu", measure=True, rules={"convolution_kernels": False}
+    )  # options cannot be kept here
     jax.vmap(fast, in_axes=(None, 0))(W, X[:, None])
     assert not taken.calls
 
@@ -176,16 +205,31 @@ def test_a_long_run_measures_and_a_resumed_run_has_its_rules(taken, tmp_path, mo
 
     def run(steps):
         state = tr.TrainState.create(jax.tree.map(jnp.asarray, W), tx)
-        return tr.fit(train, state, tr.Batches({"x": X}, batch_size=2), steps=steps, workdir=tmp_path / "run",
-                      config={}, progress=tr.Progress())
+        return tr.fit(
+            train,
+            state,
+            tr.Batches({"x": X}, batch_size=2),
+            steps=steps,
+            workdir=tmp_path / "run",
+            config={},
+            progress=tr.Progress(),
+        )
 
     first = run(2)
-    assert "tune: without max_pool: the fastest, measured" in capsys.readouterr().out and len(taken.calls) == 1
+    assert (
+        "tune: without max_pool: the fastest, measured" in capsys.readouterr().out
+        and len(taken.calls) == 1
+    )
     taken["without max_pool"] = 1.1
     for each in (tmp_path / "tuned").iterdir():
         each.unlink()
-    second = run(4)                                        # keeps the rules, measures nothing
+    second = run(4)  # keeps the rules, measures nothing
     assert len(taken.calls) == 1 and int(second.step) == 4 and int(first.step) == 2
     monkeypatch.setattr(_tuning, "_LONG", 1e9)
-    tr.fit(train, tr.TrainState.create(jax.tree.map(jnp.asarray, W), tx), tr.Batches({"x": X}, batch_size=2), steps=2)
+    tr.fit(
+        train,
+        tr.TrainState.create(jax.tree.map(jnp.asarray, W), tx),
+        tr.Batches({"x": X}, batch_size=2),
+        steps=2,
+    )
     assert len(taken.calls) == 1

@@ -35,6 +35,7 @@ def fires(step, *args):
 
 # Arguments and results that are no arrays.
 
+
 def equinox_step():
     model = eqx.nn.MLP(12, 4, 16, 2, key=jax.random.key(0))
     tx = optax.sgd(0.1, momentum=0.9)
@@ -47,11 +48,18 @@ def equinox_step():
         updates, opt_state = tx.update(grads, opt_state, model)
         return eqx.apply_updates(model, updates), opt_state, value
 
-    return step, (model, tx.init(eqx.filter(model, eqx.is_inexact_array)), normal(1, 8, 12), jnp.arange(8) % 4)
+    return step, (
+        model,
+        tx.init(eqx.filter(model, eqx.is_inexact_array)),
+        normal(1, 8, 12),
+        jnp.arange(8) % 4,
+    )
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("how", [ft.tune, lambda f: ft.tune(eqx.filter_jit(f)), lambda f: eqx.filter_jit(ft.tune(f))])
+@pytest.mark.parametrize(
+    "how", [ft.tune, lambda f: ft.tune(eqx.filter_jit(f)), lambda f: eqx.filter_jit(ft.tune(f))]
+)
 def test_a_whole_equinox_model(how):
     """Its activation functions are leaves, and no arrays."""
     step, args = equinox_step()
@@ -59,15 +67,20 @@ def test_a_whole_equinox_model(how):
     got = tuned(*args)
     assert isinstance(got[0], eqx.nn.MLP) and got[0].activation is args[0].activation
     close(*(eqx.filter(result, eqx.is_array) for result in (got, want)))
-    got = tuned(*got[:2], *args[2:])    # and on with what came back
-    close(*(eqx.filter(result, eqx.is_array) for result in (got, eqx.filter_jit(step)(*want[:2], *args[2:]))))
+    got = tuned(*got[:2], *args[2:])  # and on with what came back
+    close(
+        *(
+            eqx.filter(result, eqx.is_array)
+            for result in (got, eqx.filter_jit(step)(*want[:2], *args[2:]))
+        )
+    )
     if hasattr(tuned, "tuned"):
         assert fires(tuned, *args) == {"products"}
 
 
 class Regularized(eqx.Module):
     dense: eqx.nn.Linear
-    dropout: eqx.nn.Dropout    # with a number and a bool
+    dropout: eqx.nn.Dropout  # with a number and a bool
     repeats: int
 
     def __call__(self, x, key):
@@ -80,9 +93,16 @@ class Regularized(eqx.Module):
 def test_options_of_an_equinox_model_stay_python_numbers():
     """So that the model that comes back is one to go on with; numbers that the step changes become arrays."""
     step = lambda model, count, x, key: (
-        eqx.apply_updates(model, eqx.filter_grad(lambda m: (m(x, key) ** 2).sum())(model)), {"count": count + 1})
+        eqx.apply_updates(model, eqx.filter_grad(lambda m: (m(x, key) ** 2).sum())(model)),
+        {"count": count + 1},
+    )
     model = Regularized(eqx.nn.Linear(4, 4, key=jax.random.key(0)), eqx.nn.Dropout(0.5), 2)
-    tuned, plain, got, want = ft.tune(step, "cpu"), eqx.filter_jit(step), (model, {"count": 0}), (model, {"count": 0})
+    tuned, plain, got, want = (
+        ft.tune(step, "cpu"),
+        eqx.filter_jit(step),
+        (model, {"count": 0}),
+        (model, {"count": 0}),
+    )
     for i in range(3):
         rest = normal(i, 4), jax.random.key(i)
         got, want = tuned(got[0], got[1]["count"], *rest), plain(want[0], want[1]["count"], *rest)
@@ -106,7 +126,9 @@ def test_values_that_are_no_arrays_are_traced_for_each():
     assert seen == ["a", "a", "b"]
     lowered = tuned.lower(jnp.ones(3), jnp.cos, name="a").as_text()
     assert "cosine" in lowered
-    with pytest.raises(TypeError, match=re.escape("[0][1] is a set, which is neither an array nor hashable")):
+    with pytest.raises(
+        TypeError, match=re.escape("[0][1] is a set, which is neither an array nor hashable")
+    ):
         tuned(jnp.ones(3), {1})
 
 
@@ -129,6 +151,7 @@ def test_methods():
 
 # Compiled ahead.
 
+
 @pytest.mark.exhaustive
 def test_trace_lower_and_export():
     w, x = normal(1, 6, 4), normal(2, 8, 6)
@@ -136,7 +159,9 @@ def test_trace_lower_and_export():
     for step in (gradient, jax.jit(gradient)):
         tuned = ft.tune(step, "cpu")
         lowered = tuned.lower(w, jax.ShapeDtypeStruct(x.shape, x.dtype))
-        assert "optimization_barrier" in lowered.as_text() and "optimization_barrier" in str(tuned.trace(w, x).jaxpr)
+        assert "optimization_barrier" in lowered.as_text() and "optimization_barrier" in str(
+            tuned.trace(w, x).jaxpr
+        )
         close(lowered.compile()(w, x), want)
         exported = export.export(tuned)(w, x)
         close(exported.call(w, x), want)
@@ -149,7 +174,7 @@ def test_compiling_ahead_has_the_compilers_options():
 
 
 def test_sizes_that_are_not_known():
-    size, = export.symbolic_shape("b")
+    (size,) = export.symbolic_shape("b")
     w, x = normal(1, 6, 4), jax.ShapeDtypeStruct((size, 6), jnp.float32)
     exported = export.export(jax.jit(ft.tune(gradient, "cpu")))(w, x)
     for rows in (3, 8):
@@ -173,7 +198,9 @@ def test_a_planned_step_is_lowered_tuned():
     got, _ = tuned(state, normal(2, 16, 6))
     close(got, want)
     assert state["w"].is_deleted() and got["w"].sharding == want["w"].sharding
-    with pytest.raises(ValueError, match=r"^plan\.jit: .* has 12 rows, not a multiple of 8 devices"):
+    with pytest.raises(
+        ValueError, match=r"^plan\.jit: .* has 12 rows, not a multiple of 8 devices"
+    ):
         ft.tune(plan.jit(step), "cpu")(plan.init(jax.random.key(0)), normal(2, 12, 6))
 
 
@@ -188,6 +215,7 @@ def test_donation_of_a_jitted_step_with_bound_arguments():
 
 
 # Arrays whose author says where they lie.
+
 
 @pytest.mark.exhaustive
 def test_explicit_sharding_is_left_alone():
@@ -210,24 +238,51 @@ def test_explicit_sharding_is_left_alone():
 
 # Errors are those of the step, but for what jit alone would not take.
 
+
 def fails(x):
     raise TypeError("my own")
 
 
-@pytest.mark.parametrize(("step", "error", "message"), [
-    (fails, TypeError, "^my own"),
-    (lambda x: x @ jnp.ones((3, 3)), TypeError, "^dot_general requires contracting dimensions to have the same shape"),
-    (lambda x: {}["k"], KeyError, "^'k'"),
-    (lambda x, y: x, TypeError, r"^test_tune_steps.<lambda>\(\) missing 1 required|^<lambda>\(\) missing 1 required"),
-    (lambda x: 1 if x.sum() > 0 else 0, TypeError,
-     r"^tune: '<lambda>' cannot be traced with abstract arrays: Attempted boolean "
-     r"conversion of traced array with shape bool\[\]\.$"),
-    (lambda x: np.asarray(x), TypeError, "^tune: '<lambda>' cannot be traced with abstract arrays"),
-    (lambda x: [0, 1][x.argmax()], TypeError, "^tune: '<lambda>' cannot be traced with abstract arrays"),
-    (lambda x: x[x > 0], TypeError, "^tune: '<lambda>' cannot be traced with abstract arrays"),
-    (nnx.jit(gradient), TypeError, "^tune: expected a plain function or the result of jax.jit; 'gradient' "
-     r"is a flax.nnx.*\.JitWrapped$"),
-])
+@pytest.mark.parametrize(
+    ("step", "error", "message"),
+    [
+        (fails, TypeError, "^my own"),
+        (
+            lambda x: x @ jnp.ones((3, 3)),
+            TypeError,
+            "^dot_general requires contracting dimensions to have the same shape",
+        ),
+        (lambda x: {}["k"], KeyError, "^'k'"),
+        (
+            lambda x, y: x,
+            TypeError,
+            r"^test_tune_steps.<lambda>\(\) missing 1 required|^<lambda>\(\) missing 1 required",
+        ),
+        (
+            lambda x: 1 if x.sum() > 0 else 0,
+            TypeError,
+            r"^tune: '<lambda>' cannot be traced with abstract arrays: Attempted boolean "
+            r"conversion of traced array with shape bool\[\]\.$",
+        ),
+        (
+            lambda x: np.asarray(x),
+            TypeError,
+            "^tune: '<lambda>' cannot be traced with abstract arrays",
+        ),
+        (
+            lambda x: [0, 1][x.argmax()],
+            TypeError,
+            "^tune: '<lambda>' cannot be traced with abstract arrays",
+        ),
+        (lambda x: x[x > 0], TypeError, "^tune: '<lambda>' cannot be traced with abstract arrays"),
+        (
+            nnx.jit(gradient),
+            TypeError,
+            "^tune: expected a plain function or the result of jax.jit; 'gradient' "
+            r"is a flax.nnx.*\.JitWrapped$",
+        ),
+    ],
+)
 def test_errors_of_a_step(step, error, message):
     with pytest.raises(error, match=message):
         ft.tune(step, "cpu")(*([normal(1, 4)] * (2 if "nnx" in message else 1)))

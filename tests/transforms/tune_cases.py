@@ -12,7 +12,7 @@ from fnet import transforms as ft
 from fnet.transforms import _tune_cpu
 
 NAMES = [rule.name for rule in _tune_cpu.RULES]
-EVERY = dict.fromkeys(NAMES, True)    # on whatever XLA is installed
+EVERY = dict.fromkeys(NAMES, True)  # on whatever XLA is installed
 
 
 def normal(seed, *shape, scale=1.0):
@@ -30,7 +30,11 @@ def only(*names):
 
 def fired(step, *args, **options):
     tuning = ft.explain(ft.tune(step, "cpu", **options), *args)
-    chosen = {rule.name for rule in tuning.rules if rule.options and rule.options.items() <= tuning.options.items()}
+    chosen = {
+        rule.name
+        for rule in tuning.rules
+        if rule.options and rule.options.items() <= tuning.options.items()
+    }
     return {row.rule for row in tuning.rows} | chosen
 
 
@@ -54,13 +58,26 @@ def mlp():
 
 
 def cnn():
-    return of_layer(nn.Sequential(nn.Conv(6, 3), jax.nn.relu, nn.MaxPool(2), nn.Conv(8, 3, 2), jax.nn.relu,
-                                  nn.MaxPool((2, 1)), nn.Flatten(), nn.Dense(4)), normal(1, 4, 8, 12, 3))
+    return of_layer(
+        nn.Sequential(
+            nn.Conv(6, 3),
+            jax.nn.relu,
+            nn.MaxPool(2),
+            nn.Conv(8, 3, 2),
+            jax.nn.relu,
+            nn.MaxPool((2, 1)),
+            nn.Flatten(),
+            nn.Dense(4),
+        ),
+        normal(1, 4, 8, 12, 3),
+    )
 
 
 def transformer():
-    block = nn.Sequential(nn.Residual(nn.LayerNorm(), nn.Attention(2, causal=True)),
-                          nn.Residual(nn.LayerNorm(), nn.Dense(32), jax.nn.gelu, nn.Dense(16)))
+    block = nn.Sequential(
+        nn.Residual(nn.LayerNorm(), nn.Attention(2, causal=True)),
+        nn.Residual(nn.LayerNorm(), nn.Dense(32), jax.nn.gelu, nn.Dense(16)),
+    )
     return of_layer(nn.Sequential(nn.Stack(nn.Remat(block), 2), nn.Dense(4)), normal(1, 3, 6, 16))
 
 

@@ -20,7 +20,7 @@ from fnet.export.serve._options import Options
 from fnet.export.serve._protocol import Invalid
 from fnet.export.serve._repository import Repository, Unknown
 
-_OPEN = "/", "/v2/health/live", "/v2/health/ready"      # paths that need no token
+_OPEN = "/", "/v2/health/live", "/v2/health/ready"  # paths that need no token
 
 
 def application(files: Iterable[str], options: Options | None = None) -> Any:
@@ -45,25 +45,37 @@ def application(files: Iterable[str], options: Options | None = None) -> Any:
         from starlette.responses import JSONResponse
         from starlette.routing import Route
     except ImportError:
-        raise ImportError("fnet.export.serve needs Starlette and uvicorn: pip install 'fnet[serve]'") from None
+        raise ImportError(
+            "fnet.export.serve needs Starlette and uvicorn: pip install 'fnet[serve]'"
+        ) from None
     server = _Server(files, options or Options())
-    add = lambda path, function, method="GET": Route(path, server.endpoint(path, function), methods=[method])
+    add = lambda path, function, method="GET": Route(
+        path, server.endpoint(path, function), methods=[method]
+    )
     model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
     routes = [
-        add("/", server.page), add("/metrics", server.metrics_text), add("/v2", server.metadata),
-        add("/v2/health/live", server.live), add("/v2/health/ready", server.is_ready),
+        add("/", server.page),
+        add("/metrics", server.metrics_text),
+        add("/v2", server.metadata),
+        add("/v2/health/live", server.live),
+        add("/v2/health/ready", server.is_ready),
         add("/v2/repository/index", server.index, "POST"),
         *(add(root, server.model_metadata) for root in (model, version)),
         *(add(f"{root}/ready", server.model_ready) for root in (model, version)),
         *(add(f"{root}/infer", server.infer, "POST") for root in (model, version)),
         *(add(f"{root}/generate", server.generate, "POST") for root in (model, version)),
-        *(add(f"{root}/generate_stream", server.generate_stream, "POST") for root in (model, version)),
+        *(
+            add(f"{root}/generate_stream", server.generate_stream, "POST")
+            for root in (model, version)
+        ),
     ]
 
     async def failed(request, error):
         return JSONResponse({"error": error.detail}, error.status_code, server.headers)
 
-    app = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers={HTTPException: failed})
+    app = Starlette(
+        routes=routes, lifespan=server.lifespan, exception_handlers={HTTPException: failed}
+    )
     app.state.server = server
     return app
 
@@ -120,15 +132,25 @@ class _Server:
             except Full as error:
                 headers, response = {"Retry-After": "1"}, JSONResponse({"error": str(error)}, 503)
             except TimeoutError:
-                response = JSONResponse({"error": f"no result within {self.options.timeout:g} seconds"}, 504)
+                response = JSONResponse(
+                    {"error": f"no result within {self.options.timeout:g} seconds"}, 504
+                )
             except ClientDisconnect:
-                response = Response(status_code=499)      # the client is gone; counted in the metrics
+                response = Response(status_code=499)  # the client is gone; counted in the metrics
             except Exception as error:
-                response = JSONResponse({"error": f"the computation failed: {type(error).__name__}"}, 500)
+                response = JSONResponse(
+                    {"error": f"the computation failed: {type(error).__name__}"}, 500
+                )
             response.headers.update({**self.headers, **headers})
             model = request.path_params.get("model", "")
-            labels = {"model": model} if model in {*self.repository.models, *self.repository.generators} else {}
-            self.metrics.add("fnet_requests_total", path=path, code=str(response.status_code), **labels)
+            labels = (
+                {"model": model}
+                if model in {*self.repository.models, *self.repository.generators}
+                else {}
+            )
+            self.metrics.add(
+                "fnet_requests_total", path=path, code=str(response.status_code), **labels
+            )
             if path.endswith("/infer") and response.status_code == 200:
                 self.metrics.observe("fnet_request_seconds", time.perf_counter() - start, **labels)
             return response
@@ -136,14 +158,18 @@ class _Server:
         return respond
 
     def _admit(self, request, path):
-        if self.options.loopback:      # refuses web pages whose names resolve to this address
+        if self.options.loopback:  # refuses web pages whose names resolve to this address
             host = request.headers.get("host", "").rsplit(":", 1)[0].strip("[]").lower()
             if host not in ("127.0.0.1", "::1", "localhost"):
                 raise _Refused(400, "this server answers to 127.0.0.1 and localhost alone")
         if self.options.token is not None and path not in _OPEN:
             given = request.headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {self.options.token}".encode()):
-                raise _Refused(401, "expected the header Authorization: Bearer TOKEN", **{"WWW-Authenticate": "Bearer"})
+                raise _Refused(
+                    401,
+                    "expected the header Authorization: Bearer TOKEN",
+                    **{"WWW-Authenticate": "Bearer"},
+                )
 
     async def _body(self, request) -> bytes:
         limit, seconds = self.options.max_body, self.options.read_timeout
@@ -161,7 +187,9 @@ class _Server:
                         raise large
                     parts.append(part)
         except TimeoutError:
-            raise _Refused(408, f"the body did not arrive within {seconds:g} seconds", Connection="close") from None
+            raise _Refused(
+                408, f"the body did not arrive within {seconds:g} seconds", Connection="close"
+            ) from None
         return b"".join(parts)
 
     def _check_ready(self):
@@ -171,7 +199,9 @@ class _Server:
             raise _Refused(503, "the models are being compiled", **{"Retry-After": "1"})
 
     def _found(self, request, table="models"):
-        return self.repository.find(request.path_params["model"], request.path_params.get("version"), table)
+        return self.repository.find(
+            request.path_params["model"], request.path_params.get("version"), table
+        )
 
     # Paths.
 
@@ -180,7 +210,10 @@ class _Server:
 
         from fnet.export.serve import _page  # here, because the import reads a file
 
-        return HTMLResponse(_page.HTML, headers={"Content-Security-Policy": _page.POLICY, "Cache-Control": "no-store"})
+        return HTMLResponse(
+            _page.HTML,
+            headers={"Content-Security-Policy": _page.POLICY, "Cache-Control": "no-store"},
+        )
 
     async def metrics_text(self, request):
         from starlette.responses import PlainTextResponse
@@ -188,12 +221,22 @@ class _Server:
         gauges = []
         for model, batcher in self.repository.all():
             labels = {"model": model.name, "version": model.version}
-            gauges += [("fnet_queue_requests", labels, len(batcher)), ("fnet_programs", labels, model.programs)]
-        return PlainTextResponse(self.metrics.text(gauges), headers={"Content-Type": "text/plain; version=0.0.4"})
+            gauges += [
+                ("fnet_queue_requests", labels, len(batcher)),
+                ("fnet_programs", labels, model.programs),
+            ]
+        return PlainTextResponse(
+            self.metrics.text(gauges), headers={"Content-Type": "text/plain; version=0.0.4"}
+        )
 
     async def metadata(self, request):
-        return _json({"name": "fnet", "version": importlib.metadata.version("fnet"),
-                      "extensions": list(_protocol.EXTENSIONS)})
+        return _json(
+            {
+                "name": "fnet",
+                "version": importlib.metadata.version("fnet"),
+                "extensions": list(_protocol.EXTENSIONS),
+            }
+        )
 
     async def live(self, request):
         return _json({"live": True})
@@ -205,11 +248,22 @@ class _Server:
     async def index(self, request):
         error = self.repository.error
         state = "READY" if self.repository.ready else "LOADING" if error is None else "UNAVAILABLE"
-        row = lambda name, version, kind: {"name": name, "version": version, "state": state,
-                                           "reason": "" if error is None else str(error), "kind": kind}
+        row = lambda name, version, kind: {
+            "name": name,
+            "version": version,
+            "state": state,
+            "reason": "" if error is None else str(error),
+            "kind": kind,
+        }
         tables = ("infer", self.repository.models), ("generate", self.repository.generators)
-        return _json([row(name, version, kind) for kind, table in tables
-                      for name, versions in table.items() for version in versions])
+        return _json(
+            [
+                row(name, version, kind)
+                for kind, table in tables
+                for name, versions in table.items()
+                for version in versions
+            ]
+        )
 
     async def model_metadata(self, request):
         model, _ = self._found(request)
@@ -236,7 +290,9 @@ class _Server:
         content, length = write() if small else await asyncio.to_thread(write)
         if length is None:
             return Response(content, media_type="application/json")
-        return Response(content, media_type="application/octet-stream", headers={_protocol.LENGTH: str(length)})
+        return Response(
+            content, media_type="application/octet-stream", headers={_protocol.LENGTH: str(length)}
+        )
 
     async def generate(self, request):
         generator, names, tokens, stop = await self._started(request)
@@ -260,7 +316,9 @@ class _Server:
             finally:
                 stop()
 
-        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return StreamingResponse(
+            events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
 
     async def _started(self, request, streamed=False):
         """Returns four values: the text generator, what every answer begins with, an asynchronous iterator over the

@@ -44,8 +44,15 @@ class Batcher:
             nothing.
     """
 
-    def __init__(self, compute: Callable[[list], list], *, max_batch: int, max_delay: float, max_queue: int,
-                 observe: Callable[[int, float], None] = lambda rows, seconds: None):
+    def __init__(
+        self,
+        compute: Callable[[list], list],
+        *,
+        max_batch: int,
+        max_delay: float,
+        max_queue: int,
+        observe: Callable[[int, float], None] = lambda rows, seconds: None,
+    ):
         self._compute, self._observe = compute, observe
         self.max_batch, self._max_delay, self._max_queue = max_batch, max_delay, max_queue
         self._queue: collections.deque[_Request] = collections.deque()
@@ -90,8 +97,11 @@ class Batcher:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             end = time.monotonic() + self._max_delay
-            while (not self._closed and sum(request.rows for request in self._queue) < self.max_batch
-                   and (left := end - time.monotonic()) > 0):
+            while (
+                not self._closed
+                and sum(request.rows for request in self._queue) < self.max_batch
+                and (left := end - time.monotonic()) > 0
+            ):
                 self._changed.wait(left)
             batch: list[_Request] = []
             rows, others = 0, []
@@ -111,8 +121,10 @@ class Batcher:
             if len(batch) == 1:
                 outputs = self._compute(batch[0].arrays)
             else:
-                outputs = self._compute([np.concatenate(parts) for parts in zip(*(r.arrays for r in batch))])
-        except BaseException as error:      # of any type, because the clients wait for an answer
+                outputs = self._compute(
+                    [np.concatenate(parts) for parts in zip(*(r.arrays for r in batch))]
+                )
+        except BaseException as error:  # of any type, because the clients wait for an answer
             for request in batch:
                 request.future.set_exception(error)
             return
@@ -120,6 +132,6 @@ class Batcher:
         first = 0
         for request in batch:
             whole = len(batch) == 1
-            part = outputs if whole else [y[first:first + request.rows] for y in outputs]
+            part = outputs if whole else [y[first : first + request.rows] for y in outputs]
             first += request.rows
             request.future.set_result(part)

@@ -13,7 +13,9 @@ from fnet.export import _signature
 from fnet.export._loaded import Bundle
 from fnet.export.serve._protocol import Invalid
 
-_LARGEST = 1 << 12      # the maximum number of tokens of a prompt that are computed at once, and of generated tokens
+_LARGEST = (
+    1 << 12
+)  # the maximum number of tokens of a prompt that are computed at once, and of generated tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,9 @@ class Generator:
         description = bundle.manifest["entries"]["prefill"]
         (self._tokens, leaf), (self._cache_name, self._cache) = description["inputs"]
         time = leaf["shape"][1]
-        fits = lambda n: all(_signature.satisfied(text, {time: n}) for text in description["constraints"])
+        fits = lambda n: all(
+            _signature.satisfied(text, {time: n}) for text in description["constraints"]
+        )
         self.context = next((n for n in map(lambda i: 1 << i, range(20)) if not fits(n + 1)), None)
         if self.context is not None:
             self.context = max(n for n in range(self.context, 2 * self.context + 1) if fits(n))
@@ -61,35 +65,65 @@ class Generator:
             Invalid: a key or value of `body` is not valid, or the requested text is longer than the context of the
                 model.
         """
-        known = {"text_input", "tokens", "max_tokens", "temperature", "top_k", "seed", "id", "stream"}
+        known = {
+            "text_input",
+            "tokens",
+            "max_tokens",
+            "temperature",
+            "top_k",
+            "seed",
+            "id",
+            "stream",
+        }
         if unknown := sorted(set(body) - known):
             raise Invalid(f"unknown field {unknown[0][:80]!r}; expected {', '.join(sorted(known))}")
         if body.get("stream", streamed) is not streamed:
-            raise Invalid(f"stream is {str(body['stream'])[:20]}, but the path is that of "
-                          f"{'generate_stream, which streams' if streamed else 'generate, which does not stream'}")
+            raise Invalid(
+                f"stream is {str(body['stream'])[:20]}, but the path is that of "
+                f"{'generate_stream, which streams' if streamed else 'generate, which does not stream'}"
+            )
         if not isinstance(body.get("id", ""), str):
             raise Invalid("id must be a string")
         tokens = body.get("tokens")
         if "text_input" in body:
             text = body["text_input"]
             if self.characters is None or not isinstance(text, str) or tokens is not None:
-                raise Invalid("text_input must be a string, without tokens" if self.characters is not None else
-                              "this bundle has no characters.json; send tokens, a list of integers")
+                raise Invalid(
+                    "text_input must be a string, without tokens"
+                    if self.characters is not None
+                    else "this bundle has no characters.json; send tokens, a list of integers"
+                )
             numbers = {character: i for i, character in enumerate(self.characters)}
             odd = sorted(set(text) - set(numbers))
             if odd:
-                raise Invalid(f"the text contains {odd[0]!r}, which is not in the model's vocabulary")
+                raise Invalid(
+                    f"the text contains {odd[0]!r}, which is not in the model's vocabulary"
+                )
             tokens = [numbers[character] for character in text]
-        if not isinstance(tokens, list) or not tokens or not all(type(x) is int and 0 <= x < 1 << 31 for x in tokens):
+        if (
+            not isinstance(tokens, list)
+            or not tokens
+            or not all(type(x) is int and 0 <= x < 1 << 31 for x in tokens)
+        ):
             raise Invalid("expected text_input, or tokens: a list of at least one integer")
-        number = lambda name, default, low, high, kinds: _number(body, name, default, low, high, kinds)
-        request = Request(tokens, number("max_tokens", 64, 1, _LARGEST, (int,)),
-                          float(number("temperature", 1.0, 0, 100, (int, float))),
-                          number("top_k", 0, 0, 1 << 20, (int,)), number("seed", 0, 0, (1 << 63) - 1, (int,)),
-                          body.get("id", "")[:256])
+        number = lambda name, default, low, high, kinds: _number(
+            body, name, default, low, high, kinds
+        )
+        request = Request(
+            tokens,
+            number("max_tokens", 64, 1, _LARGEST, (int,)),
+            float(number("temperature", 1.0, 0, 100, (int, float))),
+            number("top_k", 0, 0, 1 << 20, (int,)),
+            number("seed", 0, 0, (1 << 63) - 1, (int,)),
+            body.get("id", "")[:256],
+        )
         total = len(tokens) + request.max_tokens
-        if self.context is not None and total > self.context + 1:      # the last token is not read by the model
-            raise Invalid(f"the prompt and max_tokens have {total} tokens, expected at most {self.context + 1}")
+        if (
+            self.context is not None and total > self.context + 1
+        ):  # the last token is not read by the model
+            raise Invalid(
+                f"the prompt and max_tokens have {total} tokens, expected at most {self.context + 1}"
+            )
         return request
 
     def tokens(self, request: Request) -> Iterator[int]:
@@ -97,8 +131,10 @@ class Generator:
 
         The prompt is read in parts whose lengths are powers of two, so that few programs are compiled.
         """
-        zeros = lambda leaf: np.zeros(_signature.shape(leaf, {n: 1 for n in leaf["shape"] if isinstance(n, str)}),
-                                      leaf["dtype"])
+        zeros = lambda leaf: np.zeros(
+            _signature.shape(leaf, {n: 1 for n in leaf["shape"] if isinstance(n, str)}),
+            leaf["dtype"],
+        )
         cache, rest = _mapped(zeros, self._cache), list(request.tokens)
         draw = np.random.default_rng(request.seed)
         while rest:
@@ -106,7 +142,9 @@ class Generator:
             output = self._step("prefill" if n > 1 else "decode", rest[:n], cache)
             cache, rest = output["cache"], rest[n:]
         if max(request.tokens) >= np.size(output["logits"]):
-            raise Invalid(f"the token {max(request.tokens)} is not in the vocabulary of {np.size(output['logits'])}")
+            raise Invalid(
+                f"the token {max(request.tokens)} is not in the vocabulary of {np.size(output['logits'])}"
+            )
         for i in range(request.max_tokens):
             token = _pick(np.asarray(output["logits"], np.float32).reshape(-1), request, draw)
             yield token
@@ -127,15 +165,21 @@ def generates(bundle: Bundle) -> bool:
         return False
     prefill = bundle.manifest["entries"]["prefill"]
     output = prefill["output"]
-    return (len(prefill["inputs"]) == 2 and "shape" in prefill["inputs"][0][1] and isinstance(output, dict)
-            and {"logits", "cache"} == set(output.get("dict", {})))
+    return (
+        len(prefill["inputs"]) == 2
+        and "shape" in prefill["inputs"][0][1]
+        and isinstance(output, dict)
+        and {"logits", "cache"} == set(output.get("dict", {}))
+    )
 
 
 def _pick(logits, request, draw) -> int:
     if request.temperature == 0:
         return int(logits.argmax())
     if 0 < request.top_k < len(logits):
-        logits = np.where(logits >= np.partition(logits, -request.top_k)[-request.top_k], logits, -np.inf)
+        logits = np.where(
+            logits >= np.partition(logits, -request.top_k)[-request.top_k], logits, -np.inf
+        )
     # The largest becomes 0, so that no temperature, however small, makes several logits infinite.
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = (logits.astype(np.float64) - logits.max()) / request.temperature
@@ -148,7 +192,7 @@ def _mapped(function, tree) -> Any:
         return None
     if "dtype" in tree and "shape" in tree:
         return function(tree)
-    (kind, children), = tree.items()
+    ((kind, children),) = tree.items()
     if kind == "dict":
         return {key: _mapped(function, child) for key, child in children.items()}
     return [_mapped(function, child) for child in children]

@@ -18,10 +18,10 @@ from fnet.export import _signature
 if TYPE_CHECKING:
     from fnet.export.serve._model import Model
 
-_SIZES = 3, 5, 2, 4, 8, 16, 32, 64, 128, 224, 1      # tried for axes of any size
-_SCALES = 1.0, 0.1, 3.0                              # of the drawn floating-point inputs
-_NATURAL = 4           # unpadded sizes for which padding is tested
-_SMALL = 3             # rows of the batches in which each hostile row meets each position
+_SIZES = 3, 5, 2, 4, 8, 16, 32, 64, 128, 224, 1  # tried for axes of any size
+_SCALES = 1.0, 0.1, 3.0  # of the drawn floating-point inputs
+_NATURAL = 4  # unpadded sizes for which padding is tested
+_SMALL = 3  # rows of the batches in which each hostile row meets each position
 
 
 class Dependent(ValueError):
@@ -39,9 +39,15 @@ def check_rows(model: Model, max_batch: int) -> None:
     """
     loops, counts_rows = _read(model)
     if loops:
-        raise Dependent("the program has a while loop, which the rows of a batch share, so hostile rows could keep the "
-                        "test running forever")
-    known = {min(1 << i, max_batch) for i in range(max_batch.bit_length() + 1)} | {2, 3, 2 * max_batch + 1}
+        raise Dependent(
+            "the program has a while loop, which the rows of a batch share, so hostile rows could keep the "
+            "test running forever"
+        )
+    known = {min(1 << i, max_batch) for i in range(max_batch.bit_length() + 1)} | {
+        2,
+        3,
+        2 * max_batch + 1,
+    }
     batches = sorted({*known, *range(2, max_batch + 1)} if counts_rows else known - {1})
     for first, sizes in enumerate(_several(model)):
         rows = _Rows(model, sizes)
@@ -64,7 +70,11 @@ def check_padding(model: Model) -> None:
     for what, names in alone + together:
         natural = _natural(model, names)
         cases = [(sizes, model.drawn(sizes, scale)) for sizes in natural for scale in _SCALES]
-        cases += [(sizes, inputs) for sizes, inputs in _stored(model) if _needs_padding(model, names, sizes)]
+        cases += [
+            (sizes, inputs)
+            for sizes, inputs in _stored(model)
+            if _needs_padding(model, names, sizes)
+        ]
         wanted = [model.run(inputs) for _, inputs in cases]
         if cases:
             _require_information(model, wanted, f"the padding of {what}")
@@ -74,8 +84,11 @@ def check_padding(model: Model) -> None:
 
 def _needs_padding(model, names, sizes) -> bool:
     """Whether exactly the axes `names` are padded for these sizes."""
-    return all(size <= model.pad[name][-1] and (size not in model.pad[name]) == (name in names)
-               for name, size in sizes.items() if name in model.pad)
+    return all(
+        size <= model.pad[name][-1] and (size not in model.pad[name]) == (name in names)
+        for name, size in sizes.items()
+        if name in model.pad
+    )
 
 
 def _compare_padding(model, what, names, sizes, inputs, want):
@@ -83,8 +96,14 @@ def _compare_padding(model, what, names, sizes, inputs, want):
         return model.cut(model.run(model.padded(inputs, sizes, fills)), sizes)
 
     def first_apart(outputs, wanted, tolerance):
-        return next((leaf for (leaf, _), y, z in zip(model.outputs, outputs, wanted)
-                     if not _close(y, z, tolerance)), None)
+        return next(
+            (
+                leaf
+                for (leaf, _), y, z in zip(model.outputs, outputs, wanted)
+                if not _close(y, z, tolerance)
+            ),
+            None,
+        )
 
     zeros = run([0] * len(inputs))
     output = first_apart(zeros, want, model.tolerance)
@@ -95,7 +114,10 @@ def _compare_padding(model, what, names, sizes, inputs, want):
     found = []
     for mask in masks:
         for kind in (0, 1):
-            fills = [_filling(x.dtype, kind) if i in touched and i != mask else 0 for i, x in enumerate(inputs)]
+            fills = [
+                _filling(x.dtype, kind) if i in touched and i != mask else 0
+                for i, x in enumerate(inputs)
+            ]
             output = first_apart(run(fills), zeros, model.rounding)
             if output is not None:
                 found.append(output)
@@ -124,7 +146,9 @@ class _Rows:
         drawn = [model.drawn(one, scale, seed) for seed, scale in enumerate((*_SCALES, 1.0, 1.0))]
         for known, inputs in _stored(model):
             if {**known, model.rows_name: 1} == one:
-                drawn += [[x[i:i + 1] for x in inputs] for i in range(min(2, known[model.rows_name]))]
+                drawn += [
+                    [x[i : i + 1] for x in inputs] for i in range(min(2, known[model.rows_name]))
+                ]
         tried = [(inputs, model.run(inputs)) for inputs in drawn]
         usable = [pair for pair in tried if any(map(_has_finite, pair[1]))]
         if not usable:
@@ -138,13 +162,20 @@ class _Rows:
         base = self._run([self.rows[i] for i in own])
         self._compare(base, range(size), [self.alone[i] for i in own], self.model.tolerance)
         moved = [(i + 1) % len(self.rows) for i in range(size)]
-        for order in moved, [own[-1]] * size:      # the second is a batch of equal rows, as the server's padding
+        for order in (
+            moved,
+            [own[-1]] * size,
+        ):  # the second is a batch of equal rows, as the server's padding
             outputs = self._run([self.rows[i] for i in order])
-            self._compare(outputs, range(size), [self.alone[i] for i in order], self.model.tolerance)
+            self._compare(
+                outputs, range(size), [self.alone[i] for i in order], self.model.tolerance
+            )
         # In one program, a row at one position has the same bits whatever its neighbors are.
-        wanted = [[y[i:i + 1] for y in base] for i in range(size)]
+        wanted = [[y[i : i + 1] for y in base] for i in range(size)]
         for kept, foreign in self._neighbors(size):
-            outputs = self._run([self.rows[own[i]] if i in kept else foreign(i) for i in range(size)])
+            outputs = self._run(
+                [self.rows[own[i]] if i in kept else foreign(i) for i in range(size)]
+            )
             self._compare(outputs, kept, [wanted[i] for i in kept], self.model.rounding)
 
     def _neighbors(self, size) -> Iterator[tuple[Sequence[int], Callable]]:
@@ -163,9 +194,11 @@ class _Rows:
     def _compare(self, outputs, positions, wanted, tolerance):
         for i, row in zip(positions, wanted):
             for (name, _), got, want in zip(self.model.outputs, outputs, row):
-                if not _close(got[i:i + 1], want, tolerance):
-                    raise Dependent(f"the output {name!r} of a row depends on the other rows of a batch, as a test "
-                                    f"with {len(got)} rows shows")
+                if not _close(got[i : i + 1], want, tolerance):
+                    raise Dependent(
+                        f"the output {name!r} of a row depends on the other rows of a batch, as a test "
+                        f"with {len(got)} rows shows"
+                    )
 
 
 def _hostile(row) -> Iterator[list]:
@@ -186,8 +219,9 @@ def _extremes(dtype) -> list:
     if dtype.kind in "ui":
         limits = np.iinfo(dtype)
         return [limits.max, limits.min, 0, 1, 2, 100] + ([-1] if limits.min else [])
-    return [np.nan, np.inf, -np.inf, 1e4, -1e4, 0.0, 1.0, -1.0, 100.0, 1e-4] + ([1e30, -1e30] if dtype.itemsize > 2
-                                                                               else [])
+    return [np.nan, np.inf, -np.inf, 1e4, -1e4, 0.0, 1.0, -1.0, 100.0, 1e-4] + (
+        [1e30, -1e30] if dtype.itemsize > 2 else []
+    )
 
 
 def _require_information(model, results, what):
@@ -195,13 +229,18 @@ def _require_information(model, results, what):
     every effect."""
     if not any(_has_finite(y) for outputs in results for y in outputs):
         why = "have no finite element"
-    elif any(y.shape == z.shape and not _close(y, z, 0.0) for one, other in itertools.combinations(results, 2)
-             for y, z in zip(one, other)):
+    elif any(
+        y.shape == z.shape and not _close(y, z, 0.0)
+        for one, other in itertools.combinations(results, 2)
+        for y, z in zip(one, other)
+    ):
         return
     else:
         why = "are equal"
-    raise Dependent(f"the outputs of all test inputs {why}, so the test shows nothing about {what}; save the bundle "
-                    "with realistic inputs, Program.save(tests=...)")
+    raise Dependent(
+        f"the outputs of all test inputs {why}, so the test shows nothing about {what}; save the bundle "
+        "with realistic inputs, Program.save(tests=...)"
+    )
 
 
 def _has_finite(array) -> bool:
@@ -216,7 +255,7 @@ def _close(got: np.ndarray, want: np.ndarray, tolerance: float) -> bool:
     if not np.array_equal(got[~finite], want[~finite], equal_nan=True):
         return False
     allowed = tolerance * np.abs(want[finite]).max(initial=0.0)
-    return bool((np.abs(got[finite] - want[finite]) <= allowed).all())      # False for NaN
+    return bool((np.abs(got[finite] - want[finite]) <= allowed).all())  # False for NaN
 
 
 def _read(model: Model) -> tuple[bool, bool]:
@@ -263,13 +302,21 @@ def _several(model: Model) -> list[dict[str, int]]:
     for place in (0, -1):
         fixed = {name: sizes[place] for name, sizes in model.pad.items()}
         for sizes in itertools.islice(_assigned(model, {**fixed, model.rows_name: 1}), 2):
-            different = all(all(sizes[n] != other[n] for n in model.variables if n not in model.pad or len(
-                model.pad[n]) > 1) for other in found)
+            different = all(
+                all(
+                    sizes[n] != other[n]
+                    for n in model.variables
+                    if n not in model.pad or len(model.pad[n]) > 1
+                )
+                for other in found
+            )
             if sizes not in found and (not found or different):
                 found.append(sizes)
     if not found:
-        raise Dependent(f"no small sizes satisfy the constraints {', '.join(model.constraints)}, so nothing can be "
-                        "tested")
+        raise Dependent(
+            f"no small sizes satisfy the constraints {', '.join(model.constraints)}, so nothing can be "
+            "tested"
+        )
     return found[:2]
 
 
@@ -277,7 +324,10 @@ def _natural(model: Model, names: set[str]) -> list[dict[str, int]]:
     """Returns sizes for which the server pads exactly the axes `names`: the ends of the ranges below the padded
     sizes. The list is empty if there are no such sizes."""
     listed = {name: sizes[0] for name, sizes in model.pad.items() if name not in names}
-    between = {name: [n for n in range(1, model.pad[name][-1]) if n not in model.pad[name]] for name in names}
+    between = {
+        name: [n for n in range(1, model.pad[name][-1]) if n not in model.pad[name]]
+        for name in names
+    }
     if not all(between.values()):
         return []
     found = []
@@ -289,11 +339,17 @@ def _natural(model: Model, names: set[str]) -> list[dict[str, int]]:
                 found.append(sizes)
                 break
     if not found:
-        raise Dependent(f"no small sizes satisfy the constraints {', '.join(model.constraints)}, so the padding of "
-                        f"{', '.join(names)} cannot be tested")
+        raise Dependent(
+            f"no small sizes satisfy the constraints {', '.join(model.constraints)}, so the padding of "
+            f"{', '.join(names)} cannot be tested"
+        )
     name = min(names)
     ends = [sizes for sizes in found if {sizes[name] - 1, sizes[name] + 1} & {0, *model.pad[name]}]
-    return ends if 0 < len(ends) <= _NATURAL else [*(ends or found)[:_NATURAL - 2], *(ends or found)[-2:]]
+    return (
+        ends
+        if 0 < len(ends) <= _NATURAL
+        else [*(ends or found)[: _NATURAL - 2], *(ends or found)[-2:]]
+    )
 
 
 def _stored(model: Model) -> list[tuple[dict[str, int], list[np.ndarray]]]:

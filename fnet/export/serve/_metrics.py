@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 
-_BUCKETS = {"seconds": (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
-            "rows": (1, 2, 4, 8, 16, 32, 64, 128)}
+_BUCKETS = {
+    "seconds": (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+    "rows": (1, 2, 4, 8, 16, 32, 64, 128),
+}
 _HELP = {
-    "fnet_requests_total": "requests, by status", "fnet_request_seconds": "time from the body to the response",
-    "fnet_batch_rows": "rows that were computed together", "fnet_compute_seconds": "time of the computation of a batch",
-    "fnet_queue_requests": "requests that wait", "fnet_generated_tokens_total": "tokens of generated texts",
+    "fnet_requests_total": "requests, by status",
+    "fnet_request_seconds": "time from the body to the response",
+    "fnet_batch_rows": "rows that were computed together",
+    "fnet_compute_seconds": "time of the computation of a batch",
+    "fnet_queue_requests": "requests that wait",
+    "fnet_generated_tokens_total": "tokens of generated texts",
     "fnet_programs": "compiled programs",
 }
 
@@ -46,19 +51,27 @@ class Metrics:
                 for limit, count in zip([*_BUCKETS[name.rsplit("_", 1)[1]], "+Inf"], counts):
                     total += count
                     lines[name].append(f"{name}_bucket{_braces([*labels, ('le', limit)])} {total}")
-                lines[name] += [f"{name}_sum{_braces(labels)} {counts[-1]:.9g}",
-                                f"{name}_count{_braces(labels)} {total}"]
+                lines[name] += [
+                    f"{name}_sum{_braces(labels)} {counts[-1]:.9g}",
+                    f"{name}_count{_braces(labels)} {total}",
+                ]
         for name, labels, value in gauges:
             lines[name].append(f"{name}{_braces(labels.items())} {value:g}")
         result = []
         for name, found in lines.items():
-            kind = "counter" if name.endswith("_total") else "gauge" if name in {g[0] for g in gauges} else "histogram"
+            kind = (
+                "counter"
+                if name.endswith("_total")
+                else "gauge"
+                if name in {g[0] for g in gauges}
+                else "histogram"
+            )
             if found:
                 result += [f"# HELP {name} {_HELP[name]}", f"# TYPE {name} {kind}", *found]
         return "\n".join(result) + "\n"
 
 
 def _braces(labels) -> str:
-    escaped = lambda x: str(x).replace("\\", r"\\").replace('"', r'\"').replace("\n", r"\n")
+    escaped = lambda x: str(x).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     inside = ",".join(f'{name}="{escaped(value)}"' for name, value in labels)
     return f"{{{inside}}}" if inside else ""

@@ -17,9 +17,11 @@ from fnet.export import _rebuild, _signature
 from fnet.export._loaded import Bundle
 from fnet.export.serve import _independence
 
-_PROGRAMS = 64      # compiled programs of one model, for inputs of different sizes; the oldest are removed
-_WARMED = 32        # programs that are compiled at the start
-_TOLERANCE = 1e-3   # of the largest output: programs for other sizes round in another order
+_PROGRAMS = (
+    64  # compiled programs of one model, for inputs of different sizes; the oldest are removed
+)
+_WARMED = 32  # programs that are compiled at the start
+_TOLERANCE = 1e-3  # of the largest output: programs for other sizes round in another order
 _LOG = logging.getLogger("fnet.serve")
 
 
@@ -30,7 +32,7 @@ def leaves(name: str, tree: Any) -> list[tuple[str, dict]]:
         return []
     if "dtype" in tree and "shape" in tree:
         return [(name, tree)]
-    (kind, children), = tree.items()
+    ((kind, children),) = tree.items()
     items = children.items() if kind == "dict" else enumerate(children)
     return [leaf for key, child in items for leaf in leaves(f"{name}/{key}", child)]
 
@@ -54,33 +56,57 @@ class Model:
         pad: the sizes to which some of the variables are padded, in ascending order.
     """
 
-    def __init__(self, name: str, version: str, bundle: Bundle, entry: str, max_batch: int,
-                 pad: Mapping[str, tuple[int, ...]]):
+    def __init__(
+        self,
+        name: str,
+        version: str,
+        bundle: Bundle,
+        entry: str,
+        max_batch: int,
+        pad: Mapping[str, tuple[int, ...]],
+    ):
         self.name, self.version, self.bundle, self.entry = name, version, bundle, entry
         self._description = bundle.manifest["entries"][entry]
         self._stable = jax.default_backend() == "cpu" and "not_stable" not in self._description
-        self._weights = [*self._description["weights"], *(self._description["constants"] if self._stable else ())]
-        self.inputs = [leaf for name, tree in self._description["inputs"] for leaf in leaves(name, tree)]
+        self._weights = [
+            *self._description["weights"],
+            *(self._description["constants"] if self._stable else ()),
+        ]
+        self.inputs = [
+            leaf for name, tree in self._description["inputs"] for leaf in leaves(name, tree)
+        ]
         self.outputs = leaves("output", self._description["output"])
         self._programs: collections.OrderedDict[tuple, Any] = collections.OrderedDict()
         self.constraints = self._description["constraints"]
         self.tolerance = max(_TOLERANCE, self._description["tolerance"])
         self.rounding = 0.0 if jax.default_backend() == "cpu" else self.tolerance
         both = [*self.inputs, *self.outputs]
-        elsewhere = set().union(*(_words(n) for _, leaf in both for n in leaf["shape"][1:]),
-                                *map(_words, self.constraints))
+        elsewhere = set().union(
+            *(_words(n) for _, leaf in both for n in leaf["shape"][1:]),
+            *map(_words, self.constraints),
+        )
         firsts = {leaf["shape"][0] if leaf["shape"] else None for _, leaf in both}
         first = firsts.pop() if len(firsts) == 1 else None
-        self.rows_name = first if isinstance(first, str) and first.isidentifier() and first not in elsewhere else ""
+        self.rows_name = (
+            first
+            if isinstance(first, str) and first.isidentifier() and first not in elsewhere
+            else ""
+        )
         self._max_batch, self.max_batch, self.batched = max_batch, 1, False
         self.not_batched: str | None = "the model is not ready"
-        self.variables = sorted(set().union(*(_words(n) for _, leaf in both for n in leaf["shape"]), elsewhere)
-                                - {self.rows_name})
-        self.pad = {name: sorted(set(sizes)) for name, sizes in pad.items() if name in self.variables}
+        self.variables = sorted(
+            set().union(*(_words(n) for _, leaf in both for n in leaf["shape"]), elsewhere)
+            - {self.rows_name}
+        )
+        self.pad = {
+            name: sorted(set(sizes)) for name, sizes in pad.items() if name in self.variables
+        }
         for name in self.pad:
             if any(name in _words(n) and n != name for _, leaf in both for n in leaf["shape"]):
-                raise ValueError(f"serve: {self.name}: inputs or outputs have sizes computed from {name!r}; it cannot "
-                                 "be padded")
+                raise ValueError(
+                    f"serve: {self.name}: inputs or outputs have sizes computed from {name!r}; it cannot "
+                    "be padded"
+                )
 
     def bound(self, arrays: list[np.ndarray]) -> list:
         """Checks the inputs against the dtypes and shapes in the signature, and returns them converted to these dtypes.
@@ -93,7 +119,9 @@ class Model:
         flat, sizes = _signature.bound(self.name, self.entry, description, (), named)
         for name, allowed in self.pad.items():
             if sizes[name] > allowed[-1]:
-                raise _signature.BundleError(f"{self.name}: {name} = {sizes[name]}, expected at most {allowed[-1]}")
+                raise _signature.BundleError(
+                    f"{self.name}: {name} = {sizes[name]}, expected at most {allowed[-1]}"
+                )
         return flat
 
     def compute(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
@@ -104,15 +132,23 @@ class Model:
         if not self.batched:
             outputs = self.run(arrays)
         else:
-            pieces = [self._piece([x[i:i + self.max_batch] for x in arrays])
-                      for i in range(0, len(arrays[0]), self.max_batch)]
-            outputs = pieces[0] if len(pieces) == 1 else [np.concatenate(parts) for parts in zip(*pieces)]
+            pieces = [
+                self._piece([x[i : i + self.max_batch] for x in arrays])
+                for i in range(0, len(arrays[0]), self.max_batch)
+            ]
+            outputs = (
+                pieces[0] if len(pieces) == 1 else [np.concatenate(parts) for parts in zip(*pieces)]
+            )
         return self.cut(outputs, sizes)
 
     def sizes(self, arrays: Sequence[np.ndarray]) -> dict[str, int]:
         """Returns the values of the size variables that are axes of the inputs."""
-        return {n: m for (_, leaf), x in zip(self.inputs, arrays) for n, m in zip(leaf["shape"], x.shape)
-                if isinstance(n, str)}
+        return {
+            n: m
+            for (_, leaf), x in zip(self.inputs, arrays)
+            for n, m in zip(leaf["shape"], x.shape)
+            if isinstance(n, str)
+        }
 
     def allows(self, sizes: Mapping[str, int]) -> bool:
         """Whether sizes satisfy the constraints of the program, and give each input a shape."""
@@ -120,23 +156,30 @@ class Model:
             shapes = [_signature.shape(leaf, sizes) for _, leaf in self.inputs]
         except KeyError:
             return False
-        return (all(_signature.satisfied(text, sizes) for text in self.constraints)
-                and all(n > 0 for shape in shapes for n in shape))
+        return all(_signature.satisfied(text, sizes) for text in self.constraints) and all(
+            n > 0 for shape in shapes for n in shape
+        )
 
-    def padded(self, arrays: Sequence[np.ndarray], sizes: Mapping[str, int], fills: Sequence[Any]) -> list:
+    def padded(
+        self, arrays: Sequence[np.ndarray], sizes: Mapping[str, int], fills: Sequence[Any]
+    ) -> list:
         """Returns the inputs, padded to the smallest sufficient sizes in `pad` with the values `fills`, one for each
         input."""
         for name, allowed in self.pad.items():
             size = next(n for n in allowed if n >= sizes[name])
-            arrays = [_padded(x, leaf["shape"], name, size, fill)
-                      for (_, leaf), x, fill in zip(self.inputs, arrays, fills)]
+            arrays = [
+                _padded(x, leaf["shape"], name, size, fill)
+                for (_, leaf), x, fill in zip(self.inputs, arrays, fills)
+            ]
         return list(arrays)
 
     def cut(self, outputs: Sequence[np.ndarray], sizes: Mapping[str, int]) -> list:
         """Returns the outputs without their padding."""
         for name in self.pad:
-            outputs = [y[tuple(slice(sizes[name] if n == name else None) for n in leaf["shape"])]
-                       for (_, leaf), y in zip(self.outputs, outputs)]
+            outputs = [
+                y[tuple(slice(sizes[name] if n == name else None) for n in leaf["shape"])]
+                for (_, leaf), y in zip(self.outputs, outputs)
+            ]
         return list(outputs)
 
     def drawn(self, sizes: Mapping[str, int], scale: float, seed: int = 0) -> list[np.ndarray]:
@@ -149,11 +192,14 @@ class Model:
             if dtype.kind == "b":
                 return draw.integers(0, 2, shape).astype(dtype)
             if dtype.kind in "ui":
-                return draw.integers(0, 256 if dtype == np.uint8 else most, shape, endpoint=dtype != np.uint8
-                                     ).astype(dtype)
+                return draw.integers(
+                    0, 256 if dtype == np.uint8 else most, shape, endpoint=dtype != np.uint8
+                ).astype(dtype)
             return (scale * draw.normal(size=shape)).astype(dtype)
 
-        return [one(_signature.shape(leaf, sizes), np.dtype(leaf["dtype"])) for _, leaf in self.inputs]
+        return [
+            one(_signature.shape(leaf, sizes), np.dtype(leaf["dtype"])) for _, leaf in self.inputs
+        ]
 
     def _piece(self, arrays):
         """Computes the outputs for at most `max_batch` rows. Copies of the last row are added until the number of rows
@@ -161,7 +207,10 @@ class Model:
         rows = len(arrays[0])
         size = min(1 << (rows - 1).bit_length(), self.max_batch)
         if size > rows:
-            arrays = [np.concatenate([x, np.broadcast_to(x[-1:], (size - rows, *x.shape[1:]))]) for x in arrays]
+            arrays = [
+                np.concatenate([x, np.broadcast_to(x[-1:], (size - rows, *x.shape[1:]))])
+                for x in arrays
+            ]
         return [y[:rows] for y in self.run(arrays)]
 
     def run(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -185,9 +234,15 @@ class Model:
         """
         if self._stable:
             rest = iter(arrays)
-            named = {name: _signature.unflatten(tree, rest) for name, tree in self._description["inputs"]}
+            named = {
+                name: _signature.unflatten(tree, rest) for name, tree in self._description["inputs"]
+            }
             _, sizes = _signature.bound(self.name, self.entry, self._description, (), named)
-            return ft.tune(jax.jit(_rebuild.function(self.bundle, self.entry, sizes))).lower(weights, arrays).compile()
+            return (
+                ft.tune(jax.jit(_rebuild.function(self.bundle, self.entry, sizes)))
+                .lower(weights, arrays)
+                .compile()
+            )
         return self.bundle._program(self.entry).lower(weights, arrays).compile()
 
     @property
@@ -204,18 +259,28 @@ class Model:
         try:
             _independence.check_padding(self)
         except _independence.Dependent as error:
-            raise ValueError(f"serve: {self.name}: {error}; serve the model without --pad") from None
+            raise ValueError(
+                f"serve: {self.name}: {error}; serve the model without --pad"
+            ) from None
         self.not_batched = self._dependence()
         self.batched = self.not_batched is None
         self.max_batch = self._max_batch if self.batched else 1
         if not self.batched:
-            _LOG.warning("%s: requests are computed one by one, because %s", self.name, self.not_batched)
+            _LOG.warning(
+                "%s: requests are computed one by one, because %s", self.name, self.not_batched
+            )
         tested, self._programs = self._programs, collections.OrderedDict()
         free = [name for name in self.variables if name not in self.pad]
-        batches = sorted({min(1 << i, self.max_batch) for i in range(self.max_batch.bit_length() + 1)})
-        for rows, *sizes in itertools.islice(itertools.product(batches, *self.pad.values()), 0 if free else _WARMED):
+        batches = sorted(
+            {min(1 << i, self.max_batch) for i in range(self.max_batch.bit_length() + 1)}
+        )
+        for rows, *sizes in itertools.islice(
+            itertools.product(batches, *self.pad.values()), 0 if free else _WARMED
+        ):
             known = {self.rows_name: rows, **dict(zip(self.pad, sizes))}
-            inputs = [np.zeros(_signature.shape(leaf, known), leaf["dtype"]) for _, leaf in self.inputs]
+            inputs = [
+                np.zeros(_signature.shape(leaf, known), leaf["dtype"]) for _, leaf in self.inputs
+            ]
             key = tuple(x.shape for x in inputs)
             if key in tested:
                 self._programs[key] = tested[key]
@@ -229,7 +294,9 @@ class Model:
             _independence.check_rows(self, self._max_batch)
         except _independence.Dependent as error:
             return str(error)
-        except Exception as error:      # whatever the backend raises for odd sizes or values: nothing was shown
+        except (
+            Exception
+        ) as error:  # whatever the backend raises for odd sizes or values: nothing was shown
             return f"the test of its rows failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
         return None
 

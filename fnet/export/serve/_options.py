@@ -60,10 +60,14 @@ class Options:
                 raise ValueError(f"serve: {name}={getattr(self, name)}: expected at least 1")
         for name in ("timeout", "read_timeout"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"serve: {name}={getattr(self, name)}: expected more than 0 seconds")
+                raise ValueError(
+                    f"serve: {name}={getattr(self, name)}: expected more than 0 seconds"
+                )
         if self.max_delay < 0 or self.drain < 0 or not 0 <= self.port < 1 << 16:
-            raise ValueError("serve: expected max_delay >= 0, drain >= 0 and a port from 0 to 65535, got "
-                             f"{self.max_delay}, {self.drain} and {self.port}")
+            raise ValueError(
+                "serve: expected max_delay >= 0, drain >= 0 and a port from 0 to 65535, got "
+                f"{self.max_delay}, {self.drain} and {self.port}"
+            )
         if self.token is not None and (not self.token.isascii() or len(self.token) < 8):
             raise ValueError("serve: expected a token of at least 8 ASCII characters")
         for name, sizes in self.pad.items():

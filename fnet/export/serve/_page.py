@@ -6,7 +6,10 @@ import re
 from importlib import resources
 
 HTML = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-_hash = lambda tag: base64.b64encode(hashlib.sha256(
-    re.search(rf"<{tag}>(.*?)</{tag}>", HTML, re.S)[1].encode()).digest()).decode()
-POLICY = (f"default-src 'none'; script-src 'sha256-{_hash('script')}'; style-src 'sha256-{_hash('style')}'; "
-          "connect-src 'self'; img-src blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
+_hash = lambda tag: base64.b64encode(
+    hashlib.sha256(re.search(rf"<{tag}>(.*?)</{tag}>", HTML, re.S)[1].encode()).digest()
+).decode()
+POLICY = (
+    f"default-src 'none'; script-src 'sha256-{_hash('script')}'; style-src 'sha256-{_hash('style')}'; "
+    "connect-src 'self'; img-src blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)

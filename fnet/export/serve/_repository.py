@@ -43,8 +43,12 @@ class Repository:
             self._add(text, options, metrics)
         if not self.models and not self.generators:
             raise ValueError("serve: expected at least one bundle with an entry point")
-        unused = set(options.pad) - {name for models in self.models.values() for model, _ in models.values()
-                                     for name in model.variables}
+        unused = set(options.pad) - {
+            name
+            for models in self.models.values()
+            for model, _ in models.values()
+            for name in model.variables
+        }
         if unused:
             raise ValueError(f"serve: pad: no model has the size variable {sorted(unused)[0]!r}")
 
@@ -56,8 +60,10 @@ class Repository:
         held = {**self.models.get(name, {}), **self.generators.get(name, {})}
         version = version or str(1 + max(map(int, held), default=0))
         if not _NAME.fullmatch(name) or not version.isdigit() or version in held:
-            raise ValueError(f"serve: {text!r}: expected FILE, NAME=FILE or NAME:VERSION=FILE with a name of letters, "
-                             "digits, '.', '_' and '-', and a number that is not used twice")
+            raise ValueError(
+                f"serve: {text!r}: expected FILE, NAME=FILE or NAME:VERSION=FILE with a name of letters, "
+                "digits, '.', '_' and '-', and a number that is not used twice"
+            )
         bundle = load(path)
         entries = list(bundle.entries)
         if generates(bundle):
@@ -67,8 +73,13 @@ class Repository:
             full = name if entry == "predict" or len(bundle.entries) == 1 else f"{name}.{entry}"
             model = Model(full, version, bundle, entry, options.max_batch, options.pad)
             if servable(model):
-                batcher = Batcher(model.compute, max_batch=model.max_batch, max_delay=options.max_delay,
-                                  max_queue=options.max_queue, observe=_observer(metrics, model))
+                batcher = Batcher(
+                    model.compute,
+                    max_batch=model.max_batch,
+                    max_delay=options.max_delay,
+                    max_queue=options.max_queue,
+                    observe=_observer(metrics, model),
+                )
                 self.models.setdefault(full, {})[version] = model, batcher
 
     def find(self, name: str, version: str | None, table: str = "models"):
@@ -80,7 +91,10 @@ class Repository:
         versions = getattr(self, table).get(name)
         if not versions or (version is not None and version not in versions):
             what = "text generator" if table == "generators" else "model"
-            raise Unknown(f"there is no {what} {name[:100]!r}" + (f" of version {version[:20]}" if versions else ""))
+            raise Unknown(
+                f"there is no {what} {name[:100]!r}"
+                + (f" of version {version[:20]}" if versions else "")
+            )
         return versions[version or max(versions, key=int)]
 
     def warm(self) -> None:
@@ -90,7 +104,9 @@ class Repository:
                 model.warm()
                 batcher.max_batch = model.max_batch
             self.ready = True
-        except Exception as error:      # of any type, for example of the compiler: clients wait for an answer
+        except (
+            Exception
+        ) as error:  # of any type, for example of the compiler: clients wait for an answer
             self.error = error
 
     def all(self) -> list[tuple[Model, Batcher]]:

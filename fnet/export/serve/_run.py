@@ -10,8 +10,12 @@ from fnet.export.serve._application import application
 from fnet.export.serve._options import Options
 
 
-def run(files: Iterable[str], options: Options | None = None, *,
-        started: Callable[[str], None] = lambda address: None) -> None:
+def run(
+    files: Iterable[str],
+    options: Options | None = None,
+    *,
+    started: Callable[[str], None] = lambda address: None,
+) -> None:
     """Serves bundles (exported models) until SIGTERM or SIGINT, and answers every accepted request before it returns.
 
     After the first SIGTERM or SIGINT, the server reports that it is not ready, and its responses ask the clients to
@@ -36,15 +40,26 @@ def run(files: Iterable[str], options: Options | None = None, *,
     import uvicorn
 
     config = uvicorn.Config(
-        app, options.host, options.port, http=_protocol(options.read_timeout), log_level="error", access_log=False,
-        server_header=False, proxy_headers=False, limit_concurrency=options.max_connections, lifespan="on",
-        timeout_graceful_shutdown=int(2 * options.timeout) + 1)
+        app,
+        options.host,
+        options.port,
+        http=_protocol(options.read_timeout),
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=options.max_connections,
+        lifespan="on",
+        timeout_graceful_shutdown=int(2 * options.timeout) + 1,
+    )
     repository = app.state.server.repository
     server = _server(uvicorn, config, app.state.server, started)
     try:
         server.run()
     except SystemExit:
-        raise OSError(f"serve: cannot listen on {options.host}:{options.port}; is the port in use?") from None
+        raise OSError(
+            f"serve: cannot listen on {options.host}:{options.port}; is the port in use?"
+        ) from None
     if repository.error is not None:
         raise repository.error
 
@@ -73,7 +88,9 @@ def _server(uvicorn, config, state, started) -> Any:
             asyncio.get_running_loop().call_soon_threadsafe(self.end_later)
 
         def end_later(self):
-            asyncio.get_running_loop().call_later(state.options.drain, setattr, self, "should_exit", True)
+            asyncio.get_running_loop().call_later(
+                state.options.drain, setattr, self, "should_exit", True
+            )
 
     return Server(config)
 

@@ -18,7 +18,9 @@ from fnet.layers._sizes import at_most, integers, sized
 from fnet.models._blocks import unstack
 from fnet.models.text._sampling import Sampling, is_sampled, penalized, pick, sampling
 
-_SMALLEST = 16    # programs are compiled for lengths that are powers of two; this is the smallest length
+_SMALLEST = (
+    16  # programs are compiled for lengths that are powers of two; this is the smallest length
+)
 
 
 class Generated(NamedTuple):
@@ -39,7 +41,7 @@ class Generated(NamedTuple):
 
     tokens: jax.Array
     lengths: jax.Array
-    log_probs: jax.Array | None = None    # None: an exported program of an earlier version
+    log_probs: jax.Array | None = None  # None: an exported program of an earlier version
 
 
 export.register_namedtuple_serialization(Generated, serialized_name="fnet.models.Generated")
@@ -61,15 +63,29 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.array([len(row) for row in rows], np.int32)
     tokens = np.zeros((len(rows), max(lengths, default=0)), np.int32)
     for row, given in zip(tokens, rows):
-        row[:len(given)] = given
+        row[: len(given)] = given
     return tokens, lengths
 
 
-def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array | None = None, *, max_tokens: int,
-             temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
-             min_p: float | None = None, repetition_penalty: float | None = None,
-             presence_penalty: float | None = None, frequency_penalty: float | None = None, samples: int = 1,
-             stop: Sequence[int] = (), lengths: jax.Array | None = None, dtype: Any = None) -> Generated:
+def generate(
+    model: nn.Layer,
+    params: dict,
+    prompts: jax.Array,
+    key: jax.Array | None = None,
+    *,
+    max_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    samples: int = 1,
+    stop: Sequence[int] = (),
+    lengths: jax.Array | None = None,
+    dtype: Any = None,
+) -> Generated:
     """Generates a continuation of each prompt, one token at a time.
 
     First, one call of the model processes all prompts except their last tokens, and stores the keys and values in a
@@ -130,14 +146,35 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
     >>> models.generate(model, params, [[1, 2, 3]], max_tokens=5, temperature=0).tokens.shape
     (1, 5)
     """
-    options = sampling("generate", temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                       repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-                       frequency_penalty=frequency_penalty)
+    options = sampling(
+        "generate",
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+    )
     sampled = is_sampled(temperature)
     inputs, sizes = prepare("generate", model, prompts, lengths, key, sampled, samples, max_tokens)
-    out = _generate(model, params, *inputs, options, jnp.asarray(stop, jnp.int32), jnp.asarray(max_tokens, jnp.int32),
-                    **sizes, samples=samples, sampled=sampled, dtype=None if dtype is None else jnp.dtype(dtype))
-    return Generated(out.tokens[:, :max_tokens], jnp.minimum(out.lengths, max_tokens), out.log_probs[:, :max_tokens])
+    out = _generate(
+        model,
+        params,
+        *inputs,
+        options,
+        jnp.asarray(stop, jnp.int32),
+        jnp.asarray(max_tokens, jnp.int32),
+        **sizes,
+        samples=samples,
+        sampled=sampled,
+        dtype=None if dtype is None else jnp.dtype(dtype),
+    )
+    return Generated(
+        out.tokens[:, :max_tokens],
+        jnp.minimum(out.lengths, max_tokens),
+        out.log_probs[:, :max_tokens],
+    )
 
 
 def prepare(caller, model, prompts, lengths, key, sampled, samples, max_tokens) -> tuple:
@@ -156,10 +193,13 @@ def prepare(caller, model, prompts, lengths, key, sampled, samples, max_tokens) 
         context = context or _bucket(time) + room
         width = 1 + max(time - 1, min(_bucket(time - 1), context))
         capacity = min(width + room, context)
-    else:    # a symbolic length, for one exported program that is used for all lengths
+    else:  # a symbolic length, for one exported program that is used for all lengths
         width, capacity = time, context or time + room
     prompts = jnp.pad(prompts, ((0, 0), (0, width - time)))
-    return (prompts, lengths, jax.random.key(0) if key is None else key), {"room": room, "capacity": capacity}
+    return (prompts, lengths, jax.random.key(0) if key is None else key), {
+        "room": room,
+        "capacity": capacity,
+    }
 
 
 class Carry(NamedTuple):
@@ -177,18 +217,48 @@ class Carry(NamedTuple):
     counts: jax.Array | None
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("room", "capacity", "samples", "sampled", "dtype"))
-def _generate(model, params, prompts, lengths, key, options, stop, max_tokens, *, room, capacity, samples, sampled,
-              dtype):
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames=("room", "capacity", "samples", "sampled", "dtype")
+)
+def _generate(
+    model,
+    params,
+    prompts,
+    lengths,
+    key,
+    options,
+    stop,
+    max_tokens,
+    *,
+    room,
+    capacity,
+    samples,
+    sampled,
+    dtype,
+):
     def run(params, prompts, lengths, key, options, stop, max_tokens):
         decoder, params = prepared(model, params, dtype)
-        carry = start(decoder, params, prompts, lengths, key, options, room=room, capacity=capacity, samples=samples)
+        carry = start(
+            decoder,
+            params,
+            prompts,
+            lengths,
+            key,
+            options,
+            room=room,
+            capacity=capacity,
+            samples=samples,
+        )
         return advance(decoder, params, carry, options, stop, max_tokens, sampled=sampled).out
 
-    return automatic(run, like(prompts, 0))(params, prompts, lengths, key, options, stop, max_tokens)
+    return automatic(run, like(prompts, 0))(
+        params, prompts, lengths, key, options, stop, max_tokens
+    )
 
 
-def start(model, params, prompts, lengths, key, options: Sampling, *, room, capacity, samples) -> Carry:
+def start(
+    model, params, prompts, lengths, key, options: Sampling, *, room, capacity, samples
+) -> Carry:
     """Runs the prompts [batch, time] through the model, and returns the initial carry of the loop over new tokens."""
     batch, width = prompts.shape
     cache = empty_cache(model, params, jax.ShapeDtypeStruct((batch, capacity), jnp.int32))
@@ -200,7 +270,9 @@ def start(model, params, prompts, lengths, key, options: Sampling, *, room, capa
     if options.counts:
         vocab_size = jax.eval_shape(lambda: model(params, last, state=cache))[0].shape[-1]
         valid = jnp.arange(width)[None] < lengths[:, None]
-        tokens = jnp.where(valid, prompts, vocab_size)    # padding is out of bounds and therefore dropped
+        tokens = jnp.where(
+            valid, prompts, vocab_size
+        )  # padding is out of bounds and therefore dropped
         mark = lambda tokens: jnp.zeros(vocab_size, bool).at[tokens].set(True, mode="drop")
         seen = jax.vmap(mark)(tokens)
         counts = jnp.zeros((batch, vocab_size), jnp.int32)
@@ -210,7 +282,9 @@ def start(model, params, prompts, lengths, key, options: Sampling, *, room, capa
         batch = batch * samples
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch, dtype=jnp.int32))
     zero = jnp.zeros(batch, jnp.int32)
-    out = Generated(jnp.zeros((batch, room), jnp.int32), zero, jnp.zeros((batch, room), jnp.float32))
+    out = Generated(
+        jnp.zeros((batch, room), jnp.int32), zero, jnp.zeros((batch, room), jnp.float32)
+    )
     return Carry(jnp.zeros((), jnp.int32), last[:, 0], zero > 0, out, cache, keys, seen, counts)
 
 
@@ -224,17 +298,28 @@ def advance(model, params, carry: Carry, options: Sampling, stop, until, *, samp
     def step(carry):
         count, last, done, out, cache, keys, _, counts = carry
         logits, cache = apply(params, last[:, None], cache)
-        logits = logits[:, 0].astype(jnp.float32)                                   # [batch, vocab_size]
+        logits = logits[:, 0].astype(jnp.float32)  # [batch, vocab_size]
         draws = jax.vmap(lambda key: jax.random.fold_in(key, count))(keys) if sampled else None
-        token = pick(logits if counts is None else penalized(logits, options, seen, counts), draws, options)
+        token = pick(
+            logits if counts is None else penalized(logits, options, seen, counts), draws, options
+        )
         done = done | (token[:, None] == stop[None]).any(-1)
-        chosen = jnp.take_along_axis(logits, token[:, None], 1) - jax.nn.logsumexp(logits, -1, keepdims=True)
+        chosen = jnp.take_along_axis(logits, token[:, None], 1) - jax.nn.logsumexp(
+            logits, -1, keepdims=True
+        )
         token = jnp.where(done, 0, token)
         if counts is not None:
-            counts = jax.vmap(lambda row, token, n: row.at[token].add(n))(counts, token, (~done).astype(jnp.int32))
-        put = lambda rows, column: lax.dynamic_update_slice(rows, column, (jnp.zeros_like(count), count))
-        out = Generated(put(out.tokens, token[:, None]), jnp.where(done, out.lengths, count + 1),
-                        put(out.log_probs, jnp.where(done[:, None], 0, chosen)))
+            counts = jax.vmap(lambda row, token, n: row.at[token].add(n))(
+                counts, token, (~done).astype(jnp.int32)
+            )
+        put = lambda rows, column: lax.dynamic_update_slice(
+            rows, column, (jnp.zeros_like(count), count)
+        )
+        out = Generated(
+            put(out.tokens, token[:, None]),
+            jnp.where(done, out.lengths, count + 1),
+            put(out.log_probs, jnp.where(done[:, None], 0, chosen)),
+        )
         return Carry(count + 1, token, done, out, cache, keys, None, counts)
 
     return lax.while_loop(going, step, carry._replace(seen=None))._replace(seen=seen)
@@ -242,6 +327,7 @@ def advance(model, params, carry: Carry, options: Sampling, stop, until, *, samp
 
 def _decoder(model):
     """Returns a function (params, tokens, cache) -> (logits, cache), which is tuned for a GPU or TPU."""
+
     def decode(params, tokens, cache):
         return model(params, tokens, state=cache)
 
@@ -250,7 +336,9 @@ def _decoder(model):
 
 def taken(model, cache, rows, batch, capacity):
     """Selects the examples with the indices `rows` from a cache of `batch` examples."""
-    other = jax.eval_shape(lambda: model.cache(jax.ShapeDtypeStruct((2 * batch, capacity), jnp.int32)))
+    other = jax.eval_shape(
+        lambda: model.cache(jax.ShapeDtypeStruct((2 * batch, capacity), jnp.int32))
+    )
 
     def take(x, other):
         axes = [axis for axis, (a, b) in enumerate(zip(x.shape, other.shape)) if a != b]
@@ -275,7 +363,8 @@ def empty_cache(model, params, tokens):
     dtype = dtypes.pop()
     keys_and_values = ("cached_key", "cached_value")
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: x.astype(dtype) if path[-1].key in keys_and_values else x, cache)
+        lambda path, x: x.astype(dtype) if path[-1].key in keys_and_values else x, cache
+    )
 
 
 def _is_float(x) -> bool:
@@ -285,14 +374,22 @@ def _is_float(x) -> bool:
 def _prompts(caller, model, prompts, lengths, max_tokens):
     prompts = jnp.asarray(prompts)
     if not jnp.issubdtype(prompts.dtype, jnp.integer):
-        raise TypeError(f"{caller}: expected prompts of integer tokens; got {prompts.dtype}{list(prompts.shape)}")
+        raise TypeError(
+            f"{caller}: expected prompts of integer tokens; got {prompts.dtype}{list(prompts.shape)}"
+        )
     if prompts.ndim != 2 or not prompts.size:
-        raise ValueError(f"{caller}: expected prompts [batch, time] of at least one token each; got shape "
-                         f"{prompts.shape}; models.padded pads lists of different lengths")
+        raise ValueError(
+            f"{caller}: expected prompts [batch, time] of at least one token each; got shape "
+            f"{prompts.shape}; models.padded pads lists of different lengths"
+        )
     if max_tokens < 1:
         raise ValueError(f"{caller}: max_tokens must be >= 1; got {max_tokens}")
     batch, time = prompts.shape
-    lengths = jnp.full(batch, time, jnp.int32) if lengths is None else integers(lengths, batch, f"{caller}: lengths")
+    lengths = (
+        jnp.full(batch, time, jnp.int32)
+        if lengths is None
+        else integers(lengths, batch, f"{caller}: lengths")
+    )
     longest = time
     if not isinstance(lengths, jax.core.Tracer):
         held = np.asarray(lengths)
@@ -301,12 +398,13 @@ def _prompts(caller, model, prompts, lengths, max_tokens):
         longest = int(held.max())
     context = getattr(model, "context", None)
     if context is not None and not at_most(caller, longest + max_tokens, context + 1):
-        raise ValueError(f"{caller}: prompts of {longest} tokens and max_tokens={max_tokens} exceed the model's "
-                         f"context of {context}")
+        raise ValueError(
+            f"{caller}: prompts of {longest} tokens and max_tokens={max_tokens} exceed the model's "
+            f"context of {context}"
+        )
     return prompts[:, :longest].astype(jnp.int32), lengths.astype(jnp.int32)
 
 
 def _bucket(count):
     """Returns the length for which a program is compiled: 0, or the next power of two."""
     return 0 if count == 0 else max(_SMALLEST, 1 << (count - 1).bit_length())
-

@@ -15,8 +15,8 @@ from fnet.models.text import _tokenizer_config
 from fnet.models.text._tokenizers import in_range
 from fnet.models.weights._files import SMALL, check_count, contents
 
-_BEGIN, _END, _BYTES = 1, 2, 3    # <s>, </s>, and the first of the 256 single bytes
-_FIRST = _BYTES + 256             # the first piece of text
+_BEGIN, _END, _BYTES = 1, 2, 3  # <s>, </s>, and the first of the 256 single bytes
+_FIRST = _BYTES + 256  # the first piece of text
 
 
 class LlamaBPE:
@@ -54,13 +54,21 @@ class LlamaBPE:
     def __init__(self, pieces: Sequence[bytes], scores: Sequence[float]):
         self.pieces, self.scores = tuple(pieces), tuple(scores)
         held = self.pieces[_BYTES:_FIRST]
-        if len(held) < 256 or any(piece not in (b"<0x%02X>" % i, chr(i).encode()) for i, piece in enumerate(held)):
-            raise ValueError("expected the bytes <0x00> to <0xFF> as tokens 3 to 258 of a Llama vocabulary; this one "
-                             f"of {len(self.pieces)} tokens has others")
+        if len(held) < 256 or any(
+            piece not in (b"<0x%02X>" % i, chr(i).encode()) for i, piece in enumerate(held)
+        ):
+            raise ValueError(
+                "expected the bytes <0x00> to <0xFF> as tokens 3 to 258 of a Llama vocabulary; this one "
+                f"of {len(self.pieces)} tokens has others"
+            )
         if len(self.scores) != len(self.pieces):
-            raise ValueError(f"expected one score for each of {len(self.pieces)} tokens, got {len(self.scores)}")
+            raise ValueError(
+                f"expected one score for each of {len(self.pieces)} tokens, got {len(self.scores)}"
+            )
         # Of equal pieces, the first is used. Pieces below 259 are used only if no other piece matches.
-        self._numbers = {self.pieces[number]: number for number in range(len(self.pieces) - 1, _FIRST - 1, -1)}
+        self._numbers = {
+            self.pieces[number]: number for number in range(len(self.pieces) - 1, _FIRST - 1, -1)
+        }
 
     @property
     def vocab_size(self) -> int:
@@ -82,12 +90,16 @@ class LlamaBPE:
         pieces, scores, at = [], [], 4
         longest = struct.unpack_from("<i", raw)[0] if len(raw) >= 4 else 0
         while at < len(raw):
-            score, length = struct.unpack_from("<fi", raw, at) if at + 8 <= len(raw) else (math.nan, -1)
+            score, length = (
+                struct.unpack_from("<fi", raw, at) if at + 8 <= len(raw) else (math.nan, -1)
+            )
             if not 0 < length <= min(longest, len(raw) - at - 8) or not math.isfinite(score):
-                raise ValueError(f"{path} is not a tokenizer.bin of llama2.c: token {len(pieces)}, at byte {at}, has "
-                                 f"the score {score} and the length {length}; expected lengths from 1 to {longest} up "
-                                 "to the end of the file")
-            pieces.append(raw[at + 8:at + 8 + length])
+                raise ValueError(
+                    f"{path} is not a tokenizer.bin of llama2.c: token {len(pieces)}, at byte {at}, has "
+                    f"the score {score} and the length {length}; expected lengths from 1 to {longest} up "
+                    "to the end of the file"
+                )
+            pieces.append(raw[at + 8 : at + 8 + length])
             scores.append(score)
             at += 8 + length
             check_count(path, len(pieces))
@@ -96,7 +108,9 @@ class LlamaBPE:
         except ValueError as error:
             raise ValueError(f"{path} is not a tokenizer.bin of llama2.c: {error}") from None
 
-    def encode(self, text: str, *, bos: bool = True, eos: bool = False, special_tokens: bool = True) -> np.ndarray:
+    def encode(
+        self, text: str, *, bos: bool = True, eos: bool = False, special_tokens: bool = True
+    ) -> np.ndarray:
         """Converts text to tokens, an int32 array [tokens].
 
         Args:
@@ -106,7 +120,7 @@ class LlamaBPE:
             special_tokens: if False, `bos` and `eos` have no effect: the tokens <s> and </s> are not added.
         """
         tokens = []
-        for char in (" " + text if text else ""):
+        for char in " " + text if text else "":
             raw = char.encode(errors="replace")
             known = self._numbers.get(raw)
             tokens.extend([byte + _BYTES for byte in raw] if known is None else [known])
@@ -149,7 +163,7 @@ class LlamaBPE:
             _, at, made, pair = heapq.heappop(queue)
             after = right[at]
             if tokens[at] is None or after >= len(tokens) or (tokens[at], tokens[after]) != pair:
-                continue    # one of the two has been merged with another token since
+                continue  # one of the two has been merged with another token since
             tokens[at], tokens[after] = made, None
             right[at] = right[after]
             if right[at] < len(tokens):

@@ -10,9 +10,16 @@ import numpy as np
 from jax import lax
 
 _SIGN = np.uint32(1 << 31)
-_TINY = float(np.finfo(np.float32).tiny)      # XLA takes anything smaller for 0
-_RANGES = {"temperature": (0, np.inf), "top_k": (1, np.inf), "top_p": (0, 1), "min_p": (0, 1),
-           "repetition_penalty": (1e-3, 1e3), "presence_penalty": (-100, 100), "frequency_penalty": (-100, 100)}
+_TINY = float(np.finfo(np.float32).tiny)  # XLA takes anything smaller for 0
+_RANGES = {
+    "temperature": (0, np.inf),
+    "top_k": (1, np.inf),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-3, 1e3),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+}
 
 
 class Sampling(NamedTuple):
@@ -29,7 +36,10 @@ class Sampling(NamedTuple):
     @property
     def counts(self) -> bool:
         """Whether the selection depends on the tokens of the text so far."""
-        return any(x is not None for x in (self.repetition_penalty, self.presence_penalty, self.frequency_penalty))
+        return any(
+            x is not None
+            for x in (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        )
 
 
 def sampling(caller: str, **options) -> Sampling:
@@ -41,7 +51,9 @@ def sampling(caller: str, **options) -> Sampling:
     """
     for name, value in options.items():
         if name not in _RANGES:
-            raise TypeError(f"{caller}: unknown option {name!r}; options of sampling are {', '.join(_RANGES)}")
+            raise TypeError(
+                f"{caller}: unknown option {name!r}; options of sampling are {', '.join(_RANGES)}"
+            )
         low, high = _RANGES[name]
         if value is None or isinstance(value, jax.core.Tracer):
             continue
@@ -50,8 +62,12 @@ def sampling(caller: str, **options) -> Sampling:
             span = f">= {low}" if high == np.inf else f"from {low:g} to {high:g}"
             kind = "an integer " if name == "top_k" else "finite and " if high == np.inf else ""
             raise ValueError(f"{caller}: {name} must be {kind}{span}; got {value}")
-    return Sampling(**{name: None if value is None else jnp.asarray(value, jnp.float32)
-                       for name, value in options.items()})
+    return Sampling(
+        **{
+            name: None if value is None else jnp.asarray(value, jnp.float32)
+            for name, value in options.items()
+        }
+    )
 
 
 def is_sampled(temperature) -> bool:
@@ -59,7 +75,9 @@ def is_sampled(temperature) -> bool:
     return isinstance(temperature, jax.core.Tracer) or bool(temperature != 0)
 
 
-def penalized(logits: jax.Array, options: Sampling, prompt: jax.Array, counts: jax.Array) -> jax.Array:
+def penalized(
+    logits: jax.Array, options: Sampling, prompt: jax.Array, counts: jax.Array
+) -> jax.Array:
     """Applies the repetition, presence and frequency penalties, and returns the new logits [batch, vocab_size].
 
     Args:
@@ -90,7 +108,7 @@ def pick(logits: jax.Array, keys: jax.Array | None, options: Sampling) -> jax.Ar
 def candidates(logits: jax.Array, options: Sampling) -> jax.Array:
     """Returns logits [batch, vocab_size] divided by the temperature, up to a constant. The logits of tokens that must
     not be sampled are -inf. The most probable token is always among the candidates."""
-    if options.top_k is not None:    # before anything is rounded, which could make logits equal
+    if options.top_k is not None:  # before anything is rounded, which could make logits equal
         logits = likeliest(logits, jnp.ones_like(logits), options.top_k)
     # The largest becomes 0, so that no temperature, however small, makes several logits infinite.
     largest = logits.max(-1, keepdims=True)
@@ -101,7 +119,9 @@ def candidates(logits: jax.Array, options: Sampling) -> jax.Array:
         enough = jnp.where(options.top_p >= 1, jnp.inf, jnp.maximum(options.top_p, _TINY))
         logits = likeliest(logits, jax.nn.softmax(logits), enough)
     if options.min_p is not None:
-        logits = jnp.where(logits >= logits.max(-1, keepdims=True) + jnp.log(options.min_p), logits, -jnp.inf)
+        logits = jnp.where(
+            logits >= logits.max(-1, keepdims=True) + jnp.log(options.min_p), logits, -jnp.inf
+        )
     return logits
 
 
@@ -115,8 +135,8 @@ def likeliest(logits: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.A
     The binary search computes 32 sums over the vocabulary. On a CPU, the binary search takes a tenth of the time of
     sorting the logits. `logits` and `weights` are [batch, vocab_size].
     """
-    bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.uint32)    # -0 becomes 0
-    keys = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)                   # integers in the order of the logits
+    bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.uint32)  # -0 becomes 0
+    keys = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)  # integers in the order of the logits
 
     def narrow(step, least):
         higher = least | _SIGN >> step.astype(jnp.uint32)

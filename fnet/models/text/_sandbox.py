@@ -12,10 +12,10 @@ from typing import Any
 import jinja2
 from jinja2 import ext, nodes, sandbox, utils, visitor
 
-LARGEST = 1 << 24       # characters of a text and elements of a list, several times the longest contexts
-STEPS = 1 << 17         # iterations of loops and calls of macros, together
-_BITS = 1 << 12         # bits of an integer
-_WIDTH = re.compile(r"\d{6}|\*")    # the width of a field in a format string that is not allowed
+LARGEST = 1 << 24  # characters of a text and elements of a list, several times the longest contexts
+STEPS = 1 << 17  # iterations of loops and calls of macros, together
+_BITS = 1 << 12  # bits of an integer
+_WIDTH = re.compile(r"\d{6}|\*")  # the width of a field in a format string that is not allowed
 
 
 class Rejected(jinja2.TemplateError):
@@ -43,11 +43,13 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 class _Generation(ext.Extension):
     """The Jinja block `{% generation %} ... {% endgeneration %}`, which marks answers that a model is trained on."""
 
-    tags = {"generation"}    # noqa: RUF012    Jinja's API
+    tags = {"generation"}  # noqa: RUF012    Jinja's API
 
     def parse(self, parser):
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+        return nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        ).set_lineno(line)
 
 
 class _Counted(visitor.NodeTransformer):
@@ -63,7 +65,9 @@ class _Counted(visitor.NodeTransformer):
 
     def visit_Concat(self, node):
         values = self.generic_visit(node).nodes
-        return nodes.Call(nodes.EnvironmentAttribute("joined"), values, [], None, None).set_lineno(node.lineno)
+        return nodes.Call(nodes.EnvironmentAttribute("joined"), values, [], None, None).set_lineno(
+            node.lineno
+        )
 
 
 class _Dict:
@@ -81,7 +85,9 @@ class _Namespace(utils.Namespace):
     """The class `namespace` in templates. In templates, `namespace` rejects names of attributes that start with an
     underscore, because Python itself reads some of these attributes."""
 
-    def __init__(*args, **kwargs):    # without a named argument, so that a template can write namespace(self=1)
+    def __init__(
+        *args, **kwargs
+    ):  # without a named argument, so that a template can write namespace(self=1)
         self, values = args[0], dict(*args[1:], **kwargs)
         utils.Namespace.__init__(self)
         for name, value in values.items():
@@ -97,11 +103,17 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset("+ * ** %".split())
 
     def __init__(self):
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
+        )
         self.filters["tojson"] = _tojson
         self.filters = {name: _limited(name, function) for name, function in self.filters.items()}
-        self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(),
-                            namespace=_Namespace)
+        self.globals.update(
+            raise_exception=_raise_exception,
+            strftime_now=_strftime_now,
+            dict=_Dict(),
+            namespace=_Namespace,
+        )
         self.globals.pop("lipsum")
         self.steps = 0
 
@@ -120,8 +132,14 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
         return self.concat(map(str, parts))
 
     def call_binop(self, context, operator, left, right):
-        sizes = [value.bit_length() if type(value) is int else len(value) if hasattr(value, "__len__") else 0
-                 for value in (left, right)]
+        sizes = [
+            value.bit_length()
+            if type(value) is int
+            else len(value)
+            if hasattr(value, "__len__")
+            else 0
+            for value in (left, right)
+        ]
         if operator == "%" and isinstance(left, str):
             _check_format(left)
         elif type(left) is int and type(right) is int and operator in ("*", "**"):
@@ -149,9 +167,11 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
 def _limited(name, function):
     """Returns a filter that calls `function`, with limits on its arguments and its result."""
 
-    @functools.wraps(function)    # copies the attribute that states whether the first argument is Jinja's context
+    @functools.wraps(
+        function
+    )  # copies the attribute that states whether the first argument is Jinja's context
     def limited(*args, **kwargs):
-        _check_call(name, args[hasattr(function, "jinja_pass_arg"):], kwargs)
+        _check_call(name, args[hasattr(function, "jinja_pass_arg") :], kwargs)
         result = function(*args, **kwargs)
         _check(len(result) if isinstance(result, str | list | tuple) else 0)
         return result
@@ -169,8 +189,14 @@ def _check_call(name, args, kwargs):
         text, old, new = map(str, args[:3])
         _check(len(text) + text.count(old) * len(new))
     if name == "join" and len(args) > 1:
-        _check(max(len(value) if hasattr(value, "__len__") else sandbox.MAX_RANGE for value in args[:2])
-               * min(len(value) if hasattr(value, "__len__") else sandbox.MAX_RANGE for value in args[:2]))
+        _check(
+            max(
+                len(value) if hasattr(value, "__len__") else sandbox.MAX_RANGE for value in args[:2]
+            )
+            * min(
+                len(value) if hasattr(value, "__len__") else sandbox.MAX_RANGE for value in args[:2]
+            )
+        )
 
 
 def _check_format(text):
@@ -185,7 +211,9 @@ def _check(size):
 
 def _tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
     """Converts a value to JSON, without the HTML escapes of Jinja's own filter."""
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message):

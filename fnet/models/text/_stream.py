@@ -16,9 +16,20 @@ from fnet.models.text import _generate
 from fnet.models.text._sampling import is_sampled, sampling
 
 
-def stream(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array | None = None, *, max_tokens: int,
-           temperature: float = 1.0, samples: int = 1, stop: Sequence[int] = (), lengths: jax.Array | None = None,
-           dtype: Any = None, **options: float | None) -> Iterator[np.ndarray]:
+def stream(
+    model: nn.Layer,
+    params: dict,
+    prompts: jax.Array,
+    key: jax.Array | None = None,
+    *,
+    max_tokens: int,
+    temperature: float = 1.0,
+    samples: int = 1,
+    stop: Sequence[int] = (),
+    lengths: jax.Array | None = None,
+    dtype: Any = None,
+    **options: float | None,
+) -> Iterator[np.ndarray]:
     """Generates the same tokens as `generate`, and yields the next token of each example after each iteration.
 
         for tokens in models.stream(model, params, prompts, max_tokens=100, temperature=0):
@@ -39,7 +50,9 @@ def stream(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array | N
     """
     selection = sampling("stream", temperature=temperature, **options)
     sampled = is_sampled(temperature)
-    inputs, sizes = _generate.prepare("stream", model, prompts, lengths, key, sampled, samples, max_tokens)
+    inputs, sizes = _generate.prepare(
+        "stream", model, prompts, lengths, key, sampled, samples, max_tokens
+    )
     model, params = _generate.prepared(model, params, None if dtype is None else jnp.dtype(dtype))
     carry = _start(model, params, *inputs, selection, **sizes, samples=samples)
     stop = jnp.asarray(stop, jnp.int32)
@@ -51,8 +64,16 @@ def stream(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array | N
             return
 
 
-def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key: jax.Array | None = None, *,
-                stop: Sequence[str] = (), **options: Any) -> Iterator[str]:
+def stream_text(
+    model: nn.Layer,
+    params: dict,
+    tokenizer: Any,
+    prompt: str,
+    key: jax.Array | None = None,
+    *,
+    stop: Sequence[str] = (),
+    **options: Any,
+) -> Iterator[str]:
     """Continues a text, and yields the continuation in pieces while it is generated.
 
         for piece in models.stream_text(model, params, tokenizer, "Once upon a time", max_tokens=200, temperature=0):
@@ -88,27 +109,33 @@ def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key:
     yield from pieces("stream_text", model, params, tokenizer, start, key, stop, **options)
 
 
-def pieces(caller: str, model, params, tokenizer, start: list[int], key, stop: Sequence[str],
-           **options) -> Iterator[str]:
+def pieces(
+    caller: str, model, params, tokenizer, start: list[int], key, stop: Sequence[str], **options
+) -> Iterator[str]:
     """Yields the text that follows the tokens `start`, in pieces."""
     if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
-        raise ValueError(f"{caller}: expected a sequence of strings as stop, none of them empty; got {stop!r}")
+        raise ValueError(
+            f"{caller}: expected a sequence of strings as stop, none of them empty; got {stop!r}"
+        )
     for name in {"samples", "lengths"} & options.keys():
         raise TypeError(f"{caller}: {name} is an option of `stream`; {caller} generates one text")
     tokens, sent, begin = list(start), 0, len(tokenizer.decode(start)) if start else 0
-    for token, in stream(model, params, [start], key, stop=tokenizer.stop, **options):
+    for (token,) in stream(model, params, [start], key, stop=tokenizer.stop, **options):
         if token < 0:
             break
         tokens.append(int(token))
         text = tokenizer.decode(tokens)[begin:]
-        complete = text.rstrip("\ufffd")     # the end may be an incomplete character
+        complete = text.rstrip("\ufffd")  # the end may be an incomplete character
         end = _end(complete, stop)
         if end is not None:
             if end > sent:
                 yield text[sent:end]
             return
         safe = len(complete)
-        safe -= max((n for each in stop for n in range(1, len(each)) if complete.endswith(each[:n])), default=0)
+        safe -= max(
+            (n for each in stop for n in range(1, len(each)) if complete.endswith(each[:n])),
+            default=0,
+        )
         if safe > sent:
             yield text[sent:safe]
             sent = safe

@@ -17,8 +17,8 @@ from fnet.models.weights._config import Config, read
 from fnet.models.weights._files import MOST, SMALL, contents
 
 # Limits for untrusted files, several times the size of the largest published vocabularies.
-_STEPS = 10_000        # number of values in a tokenizer.json that describe the processing before and after the model
-_GROWTH = 1024         # factor by which this processing may lengthen a text
+_STEPS = 10_000  # number of values in a tokenizer.json that describe the processing before and after the model
+_GROWTH = 1024  # factor by which this processing may lengthen a text
 
 
 class ByteTokenizer:
@@ -66,7 +66,9 @@ class CharTokenizer:
         self.characters = "".join(sorted(set(text)))
         self._points = _points(self.characters)
         if not text:
-            raise ValueError("CharTokenizer: expected a text with all characters of the vocabulary, got an empty one")
+            raise ValueError(
+                "CharTokenizer: expected a text with all characters of the vocabulary, got an empty one"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -84,8 +86,10 @@ class CharTokenizer:
         tokens = np.searchsorted(self._points, points)
         wrong = np.flatnonzero(self._points[np.minimum(tokens, self.vocab_size - 1)] != points)
         if wrong.size:
-            raise ValueError(f"the character {text[wrong[0]]!r} at {wrong[0]} is not one of the {self.vocab_size} "
-                             f"characters of this CharTokenizer ({self.characters[:80]!r})")
+            raise ValueError(
+                f"the character {text[wrong[0]]!r} at {wrong[0]} is not one of the {self.vocab_size} "
+                f"characters of this CharTokenizer ({self.characters[:80]!r})"
+            )
         return tokens.astype(np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -94,7 +98,12 @@ class CharTokenizer:
         Raises:
             ValueError: a token is outside the vocabulary.
         """
-        return self._points[in_range(tokens, self.vocab_size)].astype("<u4").tobytes().decode("utf-32-le")
+        return (
+            self._points[in_range(tokens, self.vocab_size)]
+            .astype("<u4")
+            .tobytes()
+            .decode("utf-32-le")
+        )
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> CharTokenizer:
@@ -105,13 +114,21 @@ class CharTokenizer:
         """
         raw = contents(path, most=SMALL).strip()
         try:
-            characters = json.loads(raw) if raw[:1] == '"' else None    # other JSON may be too large or too deep
+            characters = (
+                json.loads(raw) if raw[:1] == '"' else None
+            )  # other JSON may be too large or too deep
         except ValueError:
             characters = None
-        if not isinstance(characters, str) or not characters or "".join(sorted(set(characters))) != characters:
-            raise ValueError(f"{path} is not a vocabulary of characters: expected a JSON string of sorted, distinct "
-                             "characters")
-        _tokenizer_config.values(Path(path).parent, Config({}))    # no field is supported here
+        if (
+            not isinstance(characters, str)
+            or not characters
+            or "".join(sorted(set(characters))) != characters
+        ):
+            raise ValueError(
+                f"{path} is not a vocabulary of characters: expected a JSON string of sorted, distinct "
+                "characters"
+            )
+        _tokenizer_config.values(Path(path).parent, Config({}))  # no field is supported here
         return cls(characters)
 
     def write(self, path: str | os.PathLike) -> None:
@@ -157,8 +174,10 @@ class HuggingFaceTokenizer:
         try:
             import tokenizers
         except ModuleNotFoundError:
-            raise ModuleNotFoundError(f"{path} needs the library tokenizers, which is not installed: pip install "
-                                      "tokenizers") from None
+            raise ModuleNotFoundError(
+                f"{path} needs the library tokenizers, which is not installed: pip install "
+                "tokenizers"
+            ) from None
         self._path, folder, more = path, Path(path).parent, ()
         described = Path(path).name in ("vocab.json", *_vocabularies.SENTENCEPIECE)
         self._kind = "vocabulary" if described else "tokenizer.json"
@@ -166,17 +185,27 @@ class HuggingFaceTokenizer:
         text = json.dumps(description) if described else contents(path)
         description = _check_tokenizer(f"{path} is not a usable {self._kind}: ", text)
         self._tokenizer = self._run(tokenizers.Tokenizer.from_str, text)
-        self._tokenizer.no_padding()       # padding to 2^40 tokens would exhaust the memory
+        self._tokenizer.no_padding()  # padding to 2^40 tokens would exhaust the memory
         self._tokenizer.no_truncation()
-        ends = map(self._tokenizer.token_to_id, ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"))
-        config = read(folder / _tokenizer_config.NAME) if os.path.lexists(folder / _tokenizer_config.NAME) else {}
+        ends = map(
+            self._tokenizer.token_to_id, ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+        )
+        config = (
+            read(folder / _tokenizer_config.NAME)
+            if os.path.lexists(folder / _tokenizer_config.NAME)
+            else {}
+        )
         if described:
             more = () if end is None else (self._tokenizer.token_to_id(end),)
         elif config:
-            more = _tokenizer_config.hugging_face(folder, self._tokenizer, self._encoding, description)
+            more = _tokenizer_config.hugging_face(
+                folder, self._tokenizer, self._encoding, description
+            )
         # As in transformers, this does not apply to byte-pair encodings.
-        self._clean_up = (config.get("clean_up_tokenization_spaces") is True
-                          and (description.get("model") or {}).get("type") != "BPE")
+        self._clean_up = (
+            config.get("clean_up_tokenization_spaces") is True
+            and (description.get("model") or {}).get("type") != "BPE"
+        )
         self.stop = tuple(dict.fromkeys(number for number in (*ends, *more) if number is not None))
 
     @property
@@ -191,7 +220,11 @@ class HuggingFaceTokenizer:
             special_tokens: whether to add the tokens that the tokenizer puts before and after a text.
         """
         return self._run(
-            lambda text: np.array(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids, np.int32), text)
+            lambda text: np.array(
+                self._tokenizer.encode(text, add_special_tokens=special_tokens).ids, np.int32
+            ),
+            text,
+        )
 
     def _encoding(self, text):
         return self._run(lambda text: self._tokenizer.encode(text, add_special_tokens=True), text)
@@ -238,7 +271,9 @@ def _check_tokenizer(wrong, text):
         growth, count, pending = 1, 0, [held.get(part)]
         while pending and count <= _STEPS:
             step, count = pending.pop(), count + 1
-            pending.extend(step.values() if isinstance(step, dict) else step if isinstance(step, list) else ())
+            pending.extend(
+                step.values() if isinstance(step, dict) else step if isinstance(step, list) else ()
+            )
             if not isinstance(step, dict):
                 continue
             if isinstance(table := step.get("precompiled_charsmap"), str):
@@ -253,7 +288,9 @@ def _check_tokenizer(wrong, text):
         if count > _STEPS:
             raise ValueError(f"{wrong}its {part} has more than {_STEPS:,} values")
         if growth > _GROWTH:
-            raise ValueError(f"{wrong}the replacements of its {part} can make a text {growth:,} times as long")
+            raise ValueError(
+                f"{wrong}the replacements of its {part} can make a text {growth:,} times as long"
+            )
     return held
 
 
@@ -288,8 +325,14 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
     from fnet.models.text._llama_bpe import LlamaBPE
     from fnet.models.text._wordpiece import WordPiece
 
-    readers = {"vocab.txt": WordPiece.read, "tokenizer.bin": LlamaBPE.read, "characters.json": CharTokenizer.read,
-               **dict.fromkeys(("tokenizer.json", "vocab.json", *_vocabularies.SENTENCEPIECE), HuggingFaceTokenizer)}
+    readers = {
+        "vocab.txt": WordPiece.read,
+        "tokenizer.bin": LlamaBPE.read,
+        "characters.json": CharTokenizer.read,
+        **dict.fromkeys(
+            ("tokenizer.json", "vocab.json", *_vocabularies.SENTENCEPIECE), HuggingFaceTokenizer
+        ),
+    }
     path = Path(path).expanduser()
     if path.is_dir():
         for name, reader in readers.items():
@@ -301,7 +344,9 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
                 return tokenizer
     elif path.name in readers and path.exists():
         return readers[path.name](path)
-    raise FileNotFoundError(f"{path}: no tokenizer found; expected one of {', '.join(readers)}, or a folder with one")
+    raise FileNotFoundError(
+        f"{path}: no tokenizer found; expected one of {', '.join(readers)}, or a folder with one"
+    )
 
 
 def _ends(path, tokenizer):
@@ -311,7 +356,9 @@ def _ends(path, tokenizer):
     ends = read(path).get("eos_token_id")
     ends = () if ends is None else ends if isinstance(ends, list) else [ends]
     if not all(type(token) is int and 0 <= token for token in ends):
-        raise ValueError(f"{path}: expected tokens as eos_token_id, a number or a list of numbers; got {ends!r}")
+        raise ValueError(
+            f"{path}: expected tokens as eos_token_id, a number or a list of numbers; got {ends!r}"
+        )
     return ends
 
 
@@ -321,7 +368,9 @@ def in_range(tokens, count) -> np.ndarray:
     if not tokens.size:
         return np.zeros(0, np.int64)
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"decode: expected integer tokens [time]; got {tokens.dtype}{list(tokens.shape)}")
+        raise ValueError(
+            f"decode: expected integer tokens [time]; got {tokens.dtype}{list(tokens.shape)}"
+        )
     if tokens.min() < 0 or tokens.max() >= count:
         wrong = tokens[(tokens < 0) | (tokens >= count)][0]
         raise ValueError(f"decode: expected tokens from 0 to {count - 1}; got {wrong}")

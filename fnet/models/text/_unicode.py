@@ -15,18 +15,37 @@ import re
 import unicodedata
 
 # First and last code points of ranges with punctuation, marks and control characters that are not in Unicode 8.
-_NEWER = [[int(end, 16) for end in each.split("-")] for each in """
+_NEWER = [
+    [int(end, 16) for end in each.split("-")]
+    for each in """
     5c8-5c9 61d 7fd 890-8e2 9fd-9fe a76 afa-aff b53-b55 c04-c3c c77 c84 d00 d3b-d3c d81 eba ece 180f-1886 1abf-1af0
     1b4e-1b4f 1b7d-1b7f 1df6-1dfb 2e43-2e63 a82c a8c5 a8ff a9bd 10d24-10f89 11070-11074 110c2-110cd 111cf 1123e-11241
     1133b 113bb-1145e 11660-1166c 116b9 1182f-11fff 12ff1-1612f 16d6d-16f4f 16fe2-16fe4 1cf00-1d128 1d25b-1d25c
-    1e000-1e6f5 1e944-1e95f""".split()]
+    1e000-1e6f5 1e944-1e95f""".split()
+]
 _STARTS = [first for first, *_ in _NEWER]
-_CHANGED = {"\u166d": "Po", "\U000111c9": "Po", "\u1734": "Mn", "\U0001171e": "Mn"}    # their categories in Unicode 8
-_WHOLE = re.compile("([\U000105c9\U000105e4\U00011383\U00011385\U0001138e\U00011391\U000113c5\U000113c7\U000113c8"
-                    "\U00011938\U00016121-\U00016128\U00016d68-\U00016d6a])")    # decomposed only since Unicode 10
-_LOWER = {0x1c89: 0x1c8a, 0xa7cb: 0x264, 0xa7cc: 0xa7cd, 0xa7ce: 0xa7cf, 0xa7d2: 0xa7d3, 0xa7d4: 0xa7d5, 0xa7da: 0xa7db,
-          0xa7dc: 0x19b, **{each: each + 32 for each in range(0x10d50, 0x10d66)},
-          **{each: each + 27 for each in range(0x16ea0, 0x16eb9)}}    # letters of Unicode 15 to 17
+_CHANGED = {
+    "\u166d": "Po",
+    "\U000111c9": "Po",
+    "\u1734": "Mn",
+    "\U0001171e": "Mn",
+}  # their categories in Unicode 8
+_WHOLE = re.compile(
+    "([\U000105c9\U000105e4\U00011383\U00011385\U0001138e\U00011391\U000113c5\U000113c7\U000113c8"
+    "\U00011938\U00016121-\U00016128\U00016d68-\U00016d6a])"
+)  # decomposed only since Unicode 10
+_LOWER = {
+    0x1C89: 0x1C8A,
+    0xA7CB: 0x264,
+    0xA7CC: 0xA7CD,
+    0xA7CE: 0xA7CF,
+    0xA7D2: 0xA7D3,
+    0xA7D4: 0xA7D5,
+    0xA7DA: 0xA7DB,
+    0xA7DC: 0x19B,
+    **{each: each + 32 for each in range(0x10D50, 0x10D66)},
+    **{each: each + 27 for each in range(0x16EA0, 0x16EB9)},
+}  # letters of Unicode 15 to 17
 
 
 @functools.lru_cache(1 << 16)
@@ -43,8 +62,10 @@ def category(char: str) -> str:
 
 def decomposed(text: str) -> str:
     """Returns the canonical decomposition (NFD) of a text in Unicode 9."""
-    return "".join(part if at % 2 else unicodedata.normalize("NFD", part)
-                   for at, part in enumerate(_WHOLE.split(text)))
+    return "".join(
+        part if at % 2 else unicodedata.normalize("NFD", part)
+        for at, part in enumerate(_WHOLE.split(text))
+    )
 
 
 def lower(text: str) -> str:

@@ -16,10 +16,18 @@ from fnet.models.text._unicode import category, decomposed, lower
 from fnet.models.weights._files import SMALL, check_count, contents
 
 # Code points that are Chinese characters, each a separate word, for the library tokenizers. (BERT's file has 0x2B820.)
-_IDEOGRAPHS = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F), (0x2B740, 0x2B81F),
-               (0x2B920, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F))
-_LONGEST = 100    # characters of a word; longer words are [UNK]
-_CONTROL = ("Cc", "Cf", "Co", "Cs")    # not Cn (unassigned), which depends on the Unicode version
+_IDEOGRAPHS = (
+    (0x4E00, 0x9FFF),
+    (0x3400, 0x4DBF),
+    (0x20000, 0x2A6DF),
+    (0x2A700, 0x2B73F),
+    (0x2B740, 0x2B81F),
+    (0x2B920, 0x2CEAF),
+    (0xF900, 0xFAFF),
+    (0x2F800, 0x2FA1F),
+)
+_LONGEST = 100  # characters of a word; longer words are [UNK]
+_CONTROL = ("Cc", "Cf", "Co", "Cs")  # not Cn (unassigned), which depends on the Unicode version
 
 
 class WordPiece:
@@ -56,21 +64,34 @@ class WordPiece:
 
     SPECIAL: ClassVar = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
-    def __init__(self, vocabulary: Sequence[str], *, lowercase: bool = True, strip_accents: bool | None = None,
-                 tokenize_chinese_chars: bool = True, clean_up: bool = False):
+    def __init__(
+        self,
+        vocabulary: Sequence[str],
+        *,
+        lowercase: bool = True,
+        strip_accents: bool | None = None,
+        tokenize_chinese_chars: bool = True,
+        clean_up: bool = False,
+    ):
         self.vocabulary = tuple(vocabulary)
         self.lowercase = lowercase
         self.strip_accents = lowercase if strip_accents is None else strip_accents
         self.tokenize_chinese_chars = tokenize_chinese_chars
         self.clean_up = clean_up
         self._numbers = {token: number for number, token in enumerate(self.vocabulary)}
-        needed = self.SPECIAL[:4]    # all but [MASK]
+        needed = self.SPECIAL[:4]  # all but [MASK]
         lacking = [token for token in needed if token not in self._numbers]
         if lacking:
-            raise ValueError(f"WordPiece: expected a vocabulary with {', '.join(needed)}; this one of "
-                             f"{len(self.vocabulary)} tokens lacks {', '.join(lacking)}")
+            raise ValueError(
+                f"WordPiece: expected a vocabulary with {', '.join(needed)}; this one of "
+                f"{len(self.vocabulary)} tokens lacks {', '.join(lacking)}"
+            )
         if len(self._numbers) < len(self.vocabulary):
-            twice = next(token for number, token in enumerate(self.vocabulary) if self._numbers[token] != number)
+            twice = next(
+                token
+                for number, token in enumerate(self.vocabulary)
+                if self._numbers[token] != number
+            )
             raise ValueError(f"WordPiece: the vocabulary contains {twice!r} more than once")
         self._unknown, self._begin, self._end = (self._numbers[token] for token in needed[1:])
         self._special = [token for token in self.SPECIAL if token in self._numbers]
@@ -108,10 +129,17 @@ class WordPiece:
             tokenizer = cls(vocabulary, lowercase=True if lowercase is None else lowercase)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        return tokenizer if lowercase is not None else cls(
-            vocabulary, **_tokenizer_config.wordpiece(Path(path).parent, tokenizer._numbers))
+        return (
+            tokenizer
+            if lowercase is not None
+            else cls(
+                vocabulary, **_tokenizer_config.wordpiece(Path(path).parent, tokenizer._numbers)
+            )
+        )
 
-    def encode(self, text: str, max_length: int | None = None, *, special_tokens: bool = True) -> np.ndarray:
+    def encode(
+        self, text: str, max_length: int | None = None, *, special_tokens: bool = True
+    ) -> np.ndarray:
         """Converts text to tokens, an int32 array [tokens]: [CLS], the pieces of the text, and [SEP].
 
         Args:
@@ -121,10 +149,12 @@ class WordPiece:
             special_tokens: whether to add [CLS] and [SEP].
         """
         if max_length is not None and max_length < 2 * special_tokens:
-            raise ValueError(f"max_length includes [CLS] and [SEP], so it must be >= 2; got {max_length}")
+            raise ValueError(
+                f"max_length includes [CLS] and [SEP], so it must be >= 2; got {max_length}"
+            )
         pieces = [piece for word in self.words(text) for piece in self._pieces(word)]
         if max_length is not None:
-            pieces = pieces[:max_length - 2 * special_tokens]
+            pieces = pieces[: max_length - 2 * special_tokens]
         return np.array([self._begin, *pieces, self._end] if special_tokens else pieces, np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -137,7 +167,9 @@ class WordPiece:
         """
         held = [self.vocabulary[token] for token in in_range(tokens, self.vocab_size)]
         held = [token for token in held if token not in self._special]
-        text = "".join(clean_up(token[2:] if token.startswith("##") else f" {token}") for token in held[1:])
+        text = "".join(
+            clean_up(token[2:] if token.startswith("##") else f" {token}") for token in held[1:]
+        )
         text = clean_up(held[0]) + text if held else ""
         return clean_up(text) if self.clean_up else text
 
@@ -147,8 +179,12 @@ class WordPiece:
 
         Each special token in the text is kept as one word.
         """
-        parts = self._split(text)    # text and special tokens alternate
-        return [word for at, part in enumerate(parts) for word in ([part] if at % 2 else self._words(part))]
+        parts = self._split(text)  # text and special tokens alternate
+        return [
+            word
+            for at, part in enumerate(parts)
+            for word in ([part] if at % 2 else self._words(part))
+        ]
 
     def _words(self, text):
         text = "".join(_cleaned(char, self.tokenize_chinese_chars) for char in text)

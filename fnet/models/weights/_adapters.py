@@ -25,23 +25,61 @@ _PREFIX, _WEIGHTS, _CONFIG = "base_model.model.", "adapter_model.safetensors", "
 _INITIALIZATIONS = True, False, None, "gaussian", "orthogonal", "eva"
 # Fields that change the computation, with the values for which the result is that of `LowRank`.
 _PLAIN = {
-    "peft_type": ("LORA",), "use_dora": (False, None), "bias": ("none",), "modules_to_save": (None, []),
-    "lora_bias": (False, None), "alora_invocation_tokens": (None, []), "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []), "layer_replication": (None, []), "use_qalora": (False, None),
-    "init_lora_weights": _INITIALIZATIONS, "megatron_config": (None,), "velora_config": (None,),
-    "monteclora_config": (None,), "use_bdlora": (None, False), "arrow_config": (None,), "kasa_config": (None,),
-    "ensure_weight_tying": (False, None)}
+    "peft_type": ("LORA",),
+    "use_dora": (False, None),
+    "bias": ("none",),
+    "modules_to_save": (None, []),
+    "lora_bias": (False, None),
+    "alora_invocation_tokens": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []),
+    "layer_replication": (None, []),
+    "use_qalora": (False, None),
+    "init_lora_weights": _INITIALIZATIONS,
+    "megatron_config": (None,),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "ensure_weight_tying": (False, None),
+}
 # Fields that `load_adapter` uses.
-_USED = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules", "exclude_modules",
-         "layers_to_transform", "layers_pattern")
+_USED = (
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+)
 # Fields that do not change what a trained adapter computes: training, the options of initializations that are refused
 # above, and the orientation of the base's kernels, which the model here knows.
-_IRRELEVANT = ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-               "lora_dropout", "fan_in_fan_out", "megatron_core", "loftq_config", "eva_config", "corda_config",
-               "lora_ga_config", "qalora_group_size", "runtime_config")
+_IRRELEVANT = (
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "lora_dropout",
+    "fan_in_fan_out",
+    "megatron_core",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "qalora_group_size",
+    "runtime_config",
+)
 
 
-def load_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, names: str = "huggingface") -> dict:
+def load_adapter(
+    model: Model, params: Mapping, path: str | os.PathLike, *, names: str = "huggingface"
+) -> dict:
     """Reads a LoRA adapter that was saved by PEFT, and applies it to the parameters of its base model.
 
         params, _ = pretrained.load("smollm-135m")
@@ -77,8 +115,12 @@ def load_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, name
     config = _read_config(folder / _CONFIG)
     tensors = _tensors.read(folder / _WEIGHTS)
     given = {key.removeprefix(_PREFIX): array for key, array in tensors.arrays.items()}
-    entries = max((_entries(model, prefix, names) for prefix in _prefixes(model, names)),
-                  key=lambda entries: sum(base in _modules(given) for entry in entries for base in _bases(entry)))
+    entries = max(
+        (_entries(model, prefix, names) for prefix in _prefixes(model, names)),
+        key=lambda entries: sum(
+            base in _modules(given) for entry in entries for base in _bases(entry)
+        ),
+    )
     found, used = {}, set()
     for entry in entries:
         pairs = [_pair(given, base) for base in _bases(entry)]
@@ -88,19 +130,37 @@ def load_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, name
         if any(pairs):
             used.update(key for pair in pairs if pair for key in pair)
             head = _pair(given, _HEAD) if _is_tied(model, entry) else None
-            if head and all(np.array_equal(given[mine], given[theirs].T) for mine, theirs in zip(head, pairs[0][::-1])):
+            if head and all(
+                np.array_equal(given[mine], given[theirs].T)
+                for mine, theirs in zip(head, pairs[0][::-1])
+            ):
                 used.update(head)
-            scales = [_scale(config, base, given[pair[0]]) if pair else 1.0 for base, pair in zip(_bases(entry), pairs)]
-            arrays = [tuple(np.asarray(given[key], np.float32) for key in pair) if pair else None for pair in pairs]
+            scales = [
+                _scale(config, base, given[pair[0]]) if pair else 1.0
+                for base, pair in zip(_bases(entry), pairs)
+            ]
+            arrays = [
+                tuple(np.asarray(given[key], np.float32) for key in pair) if pair else None
+                for pair in pairs
+            ]
             found |= _changes(model, entry, arrays, scales, tensors.path)
     if unknown := sorted(set(given) - used):
-        raise ValueError(f"{tensors.path}: no kernel of this {type(model).__name__} has the keys "
-                         f"{', '.join(map(repr, unknown[:3]))}" + (" ..." if len(unknown) > 3 else ""))
+        raise ValueError(
+            f"{tensors.path}: no kernel of this {type(model).__name__} has the keys "
+            f"{', '.join(map(repr, unknown[:3]))}" + (" ..." if len(unknown) > 3 else "")
+        )
     return _replaced(params, {tuple(path.split("/")): change for path, change in found.items()})
 
 
-def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base: str | None = None,
-                 prefix: str | None = None, names: str = "huggingface") -> Path:
+def save_adapter(
+    model: Model,
+    params: Mapping,
+    path: str | os.PathLike,
+    *,
+    base: str | None = None,
+    prefix: str | None = None,
+    names: str = "huggingface",
+) -> Path:
     """Writes the `compress.LowRank` leaves of a tree of parameters as a LoRA adapter in the file format of PEFT.
 
     `save_adapter` is the inverse of `load_adapter`.
@@ -142,28 +202,49 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
         if not any(isinstance(leaf, LowRank) for leaf in leaves):
             continue
         inputs = len(_kernel(entry))
-        if not _is_supported(entry) or any(isinstance(leaf, LowRank) and leaf.inputs != inputs for leaf in leaves):
-            raise ValueError(f"save_adapter: PEFT has no form for the change of {_match.ours(entry)}")
+        if not _is_supported(entry) or any(
+            isinstance(leaf, LowRank) and leaf.inputs != inputs for leaf in leaves
+        ):
+            raise ValueError(
+                f"save_adapter: PEFT has no form for the change of {_match.ours(entry)}"
+            )
         swapped = swapped and (entry.rule.layout.name != "same" or _is_table(entry))
         for name, copy in zip(_bases(entry), np.ndindex(entry.copies)):
-            a, b, scale = _joined(leaves, copy)    # [*window, in, rank], [rank, out]
+            a, b, scale = _joined(leaves, copy)  # [*window, in, rank], [rank, out]
             b = b[:, _rotary_order(model, entry, b.shape[1])]
-            down, up = ("lora_embedding_A", "lora_embedding_B") if _is_table(entry) else ("lora_A.weight",
-                                                                                        "lora_B.weight")
+            down, up = (
+                ("lora_embedding_A", "lora_embedding_B")
+                if _is_table(entry)
+                else ("lora_A.weight", "lora_B.weight")
+            )
             arrays[f"{_PREFIX}{name}.{down}"] = np.moveaxis(a, (-1, -2), (0, 1))
             arrays[f"{_PREFIX}{name}.{up}"] = b.T.reshape(*b.T.shape, *(1,) * (inputs - 1))
             ranks[name] = a.shape[-1], scale * a.shape[-1]
-            if _is_tied(model, entry):    # PEFT changes the table and the head separately
-                arrays[f"{_PREFIX}{_HEAD}.lora_A.weight"], arrays[f"{_PREFIX}{_HEAD}.lora_B.weight"] = b, a
+            if _is_tied(model, entry):  # PEFT changes the table and the head separately
+                (
+                    arrays[f"{_PREFIX}{_HEAD}.lora_A.weight"],
+                    arrays[f"{_PREFIX}{_HEAD}.lora_B.weight"],
+                ) = b, a
                 ranks[_HEAD] = ranks[name]
     if not arrays:
-        raise ValueError("save_adapter: the parameters have no LowRank leaf; compress.lora creates them")
+        raise ValueError(
+            "save_adapter: the parameters have no LowRank leaf; compress.lora creates them"
+        )
     (rank, alpha), _ = collections.Counter(ranks.values()).most_common(1)[0]
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": sorted(ranks), "bias": "none",
-              "rank_pattern": {name: r for name, (r, _) in ranks.items() if r != rank},
-              "alpha_pattern": {name: other for name, (_, other) in ranks.items() if other != alpha},
-              "lora_dropout": 0.0, "fan_in_fan_out": not swapped, "inference_mode": True, "task_type": None,
-              "base_model_name_or_path": base}
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted(ranks),
+        "bias": "none",
+        "rank_pattern": {name: r for name, (r, _) in ranks.items() if r != rank},
+        "alpha_pattern": {name: other for name, (_, other) in ranks.items() if other != alpha},
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": not swapped,
+        "inference_mode": True,
+        "task_type": None,
+        "base_model_name_or_path": base,
+    }
     folder = Path(path).expanduser()
     _tensors.write(folder / _WEIGHTS, arrays, {"format": "pt"})
     (folder / _CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -172,37 +253,62 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
 
 def _read_config(file):
     if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist; PEFT's save_pretrained writes it beside {_WEIGHTS}")
+        raise FileNotFoundError(
+            f"{file} does not exist; PEFT's save_pretrained writes it beside {_WEIGHTS}"
+        )
     config = _json.read(file)
-    if type(config.get("r")) is not int or config["r"] < 1 or type(config.get("lora_alpha")) not in (int, float):
+    if (
+        type(config.get("r")) is not int
+        or config["r"] < 1
+        or type(config.get("lora_alpha")) not in (int, float)
+    ):
         raise ValueError(f"{file}: expected the fields r and lora_alpha of a LoRA adapter")
     for field, value in config.items():
-        if field in _PLAIN and not any(value is each or (type(value) is type(each) and value == each)
-                                       for each in _PLAIN[field]):
-            why = ("; it changes the base weights, so convert the adapter to plain LoRA with PEFT: save_pretrained("
-                   "..., path_initial_model_for_weight_conversion=...)" if field == "init_lora_weights" else "")
-            raise ValueError(f"{file}: {field}={value!r} is not supported; expected {_PLAIN[field][0]!r}{why}")
+        if field in _PLAIN and not any(
+            value is each or (type(value) is type(each) and value == each) for each in _PLAIN[field]
+        ):
+            why = (
+                "; it changes the base weights, so convert the adapter to plain LoRA with PEFT: save_pretrained("
+                "..., path_initial_model_for_weight_conversion=...)"
+                if field == "init_lora_weights"
+                else ""
+            )
+            raise ValueError(
+                f"{file}: {field}={value!r} is not supported; expected {_PLAIN[field][0]!r}{why}"
+            )
         if field not in (*_PLAIN, *_USED, *_IRRELEVANT) and value not in (None, False):
-            raise ValueError(f"{file}: the field {field}={_json.text_of(value)} is unknown, so it may change what the "
-                             "adapter computes; remove it if it does not")
+            raise ValueError(
+                f"{file}: the field {field}={_json.text_of(value)} is unknown, so it may change what the "
+                "adapter computes; remove it if it does not"
+            )
     for field, kinds in ("rank_pattern", (int,)), ("alpha_pattern", (int, float)):
         values = config.get(field) or {}
-        if not isinstance(values, dict) or not all(type(value) in kinds for value in values.values()):
-            raise ValueError(f"{file}: expected {field} as an object of numbers, got {_json.text_of(values)}")
+        if not isinstance(values, dict) or not all(
+            type(value) in kinds for value in values.values()
+        ):
+            raise ValueError(
+                f"{file}: expected {field} as an object of numbers, got {_json.text_of(values)}"
+            )
     if not isinstance(config.get("use_rslora"), bool | None):
-        raise ValueError(f"{file}: expected use_rslora=true or false, got {_json.text_of(config['use_rslora'])}")
+        raise ValueError(
+            f"{file}: expected use_rslora=true or false, got {_json.text_of(config['use_rslora'])}"
+        )
     return config
 
 
 def _check_module(file, config, base, rank):
     """Checks that the configuration gives the module `base` an adapter of this rank, as PEFT would when it loads it."""
     if not _is_targeted(config, base):
-        raise ValueError(f"{file}: the fields target_modules, exclude_modules, layers_to_transform and layers_pattern "
-                         f"do not select {base!r}, for which the adapter has weights; PEFT would ignore them")
+        raise ValueError(
+            f"{file}: the fields target_modules, exclude_modules, layers_to_transform and layers_pattern "
+            f"do not select {base!r}, for which the adapter has weights; PEFT would ignore them"
+        )
     wanted = _patterned(config, "rank_pattern", base, config["r"])
     if rank != wanted:
-        raise ValueError(f"{file}: r and rank_pattern give {base!r} the rank {wanted}, but its weights have rank "
-                         f"{rank}")
+        raise ValueError(
+            f"{file}: r and rank_pattern give {base!r} the rank {wanted}, but its weights have rank "
+            f"{rank}"
+        )
 
 
 def _is_targeted(config, base) -> bool:
@@ -229,8 +335,14 @@ def _is_targeted(config, base) -> bool:
 
 def _patterned(config, field, base, default):
     """Returns the value of the first pattern in the field that matches the name of a module, or the default."""
-    return next((value for pattern, value in (config.get(field) or {}).items()
-                 if re.fullmatch(rf"(.*\.)?({pattern})", base)), default)
+    return next(
+        (
+            value
+            for pattern, value in (config.get(field) or {}).items()
+            if re.fullmatch(rf"(.*\.)?({pattern})", base)
+        ),
+        default,
+    )
 
 
 def _prefixes(model, names):
@@ -263,14 +375,15 @@ def _pair(given, base):
 
 def _kernel(entry):
     """Returns the shape [*window, in] of a kernel, without the stacked axes and the axis of output features."""
-    return entry.specs[0].shape[len(entry.copies):-1]
+    return entry.specs[0].shape[len(entry.copies) : -1]
 
 
 def _is_supported(entry):
     """Whether the array is the kernel of a dense layer or of an ungrouped convolution, or an embedding table."""
     kernel, layout = _kernel(entry), entry.rule.layout.name
     return (len(kernel) == 1 and layout in ("dense", "same")) or (
-        len(kernel) > 1 and layout == "conv" and kernel[-1] > 1)
+        len(kernel) > 1 and layout == "conv" and kernel[-1] > 1
+    )
 
 
 def _is_tied(model, entry):
@@ -289,7 +402,9 @@ def _rotary_order(model, entry, width):
     embedding of a model with `interleaved=True` rotates pairs of neighboring features.
     """
     order = np.arange(width)
-    if getattr(model, "interleaved", False) and re.fullmatch(r".*attention/(query|key)/kernel", entry.paths[0]):
+    if getattr(model, "interleaved", False) and re.fullmatch(
+        r".*attention/(query|key)/kernel", entry.paths[0]
+    ):
         head_dim = model.head_dim or model.width // model.heads
         order = order.reshape(-1, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
     return order
@@ -308,8 +423,10 @@ def _changes(model, entry, arrays, scales, file):
     with zeros to the largest rank.
     """
     if not _is_supported(entry):
-        raise ValueError(f"{file}: changes of {_match.ours(entry)} are supported for dense layers, convolutions in one "
-                         "group and tables only")
+        raise ValueError(
+            f"{file}: changes of {_match.ours(entry)} are supported for dense layers, convolutions in one "
+            "group and tables only"
+        )
     rank = max(len(pair[0]) for pair in arrays if pair)
     scale = max(each for each, pair in zip(scales, arrays) if pair)
     widths, kernel = [spec.shape[-1] for spec in entry.specs], _kernel(entry)
@@ -319,9 +436,15 @@ def _changes(model, entry, arrays, scales, file):
     for copy, pair, own in zip(np.ndindex(entry.copies), arrays, scales):
         if pair:
             n = len(pair[0])
-            if pair[0].shape != (n, kernel[-1], *kernel[:-1]) or pair[1].shape != (outputs, n, *ones):
-                raise ValueError(f"{file}: {_match.ours(entry)}: expected factors for a kernel {(*kernel, outputs)}, "
-                                 f"got {pair[0].shape} and {pair[1].shape}")
+            if pair[0].shape != (n, kernel[-1], *kernel[:-1]) or pair[1].shape != (
+                outputs,
+                n,
+                *ones,
+            ):
+                raise ValueError(
+                    f"{file}: {_match.ours(entry)}: expected factors for a kernel {(*kernel, outputs)}, "
+                    f"got {pair[0].shape} and {pair[1].shape}"
+                )
             a[(*copy, ..., slice(n))] = np.moveaxis(pair[0], (0, 1), (-1, -2))
             b[(*copy, slice(n))] = pair[1].reshape(outputs, n).T * (own / scale)
     b = b[..., np.argsort(_rotary_order(model, entry, outputs))]
@@ -343,7 +466,9 @@ def _joined(leaves, copy):
         if isinstance(leaf, LowRank):
             factors.append(np.asarray(leaf.a[copy], np.float32))
             row = np.zeros((leaf.a.shape[-1], sum(widths)), np.float32)
-            row[:, sum(widths[:i]):sum(widths[:i + 1])] = np.asarray(leaf.b[copy]) * (leaf.scale / scale)
+            row[:, sum(widths[:i]) : sum(widths[: i + 1])] = np.asarray(leaf.b[copy]) * (
+                leaf.scale / scale
+            )
             rows.append(row)
     return np.concatenate(factors, -1), np.concatenate(rows), scale
 
@@ -355,5 +480,9 @@ def _replaced(tree, changes: Mapping[tuple, tuple]) -> Any:
         return LowRank(tree, jnp.asarray(a), jnp.asarray(b), scale, inputs)
     if not changes:
         return tree
-    return {name: _replaced(node, {path[1:]: change for path, change in changes.items() if path[0] == name})
-            for name, node in tree.items()}
+    return {
+        name: _replaced(
+            node, {path[1:]: change for path, change in changes.items() if path[0] == name}
+        )
+        for name, node in tree.items()
+    }

@@ -12,9 +12,11 @@ from typing import Any
 
 from fnet.models.weights._json import read, text_of
 
-LISTED = 8    # number of problems that an error lists; the others are only counted
+LISTED = 8  # number of problems that an error lists; the others are only counted
 NUMBERS = (int, float)
-SKIP = object()    # used instead of a field's value: do not compare the field with the model, or do not write it
+SKIP = (
+    object()
+)  # used instead of a field's value: do not compare the field with the model, or do not write it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +141,7 @@ class Config:
         config, written = {}, set()
         for name, entry in self.fields.items():
             if isinstance(entry, Use):
-                if entry.field in written:      # another name of the same field
+                if entry.field in written:  # another name of the same field
                     continue
                 written.add(entry.field)
             if (value := entry.written(model)) is not SKIP:
@@ -202,7 +204,11 @@ class Config:
             value = value(config) if callable(value) else value
             if value is SKIP:
                 continue
-            given = f"{name!r} is {text_of(value)}" if name in config else f"{name!r} is absent, i.e. {text_of(value)}"
+            given = (
+                f"{name!r} is {text_of(value)}"
+                if name in config
+                else f"{name!r} is absent, i.e. {text_of(value)}"
+            )
             try:
                 wanted.append((entry, given, entry.wanted(value, config)))
             except ValueError as error:
@@ -235,17 +241,23 @@ def check(model, folder: Path) -> Config | None:
     if kind is None and (folder / "metrics.jsonl").is_file():
         return None
     if kind is None:
-        raise ValueError(f"{path} has no 'model_type', so its model is unknown. A {who} reads {reads}."
-                         " If it is not the configuration of these weights, load with check_config=False")
+        raise ValueError(
+            f"{path} has no 'model_type', so its model is unknown. A {who} reads {reads}."
+            " If it is not the configuration of these weights, load with check_config=False"
+        )
     if not isinstance(kind, str) or kind not in known:
-        raise ValueError(f"{path}: 'model_type' is {text_of(kind)}: these weights are for another model. "
-                         f"A {who} reads {reads}")
+        raise ValueError(
+            f"{path}: 'model_type' is {text_of(kind)}: these weights are for another model. "
+            f"A {who} reads {reads}"
+        )
     try:
         known[kind].check(model, config)
     except ValueError as error:
         unknown = "which fnet does not know" in str(error)
-        raise ValueError(f"{path} does not describe this {who}: {error}" + unknown * (
-            ". If a field has no effect on the output, load with check_config=False")) from None
+        raise ValueError(
+            f"{path} does not describe this {who}: {error}"
+            + unknown * (". If a field has no effect on the output, load with check_config=False")
+        ) from None
     return known[kind]
 
 
@@ -264,21 +276,30 @@ def model(folder: Path, classes: Sequence[type]):
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no config.json, so its model is unknown; pass the model, "
-                                "pretrained.load(model, path)")
+        raise FileNotFoundError(
+            f"{folder} has no config.json, so its model is unknown; pass the model, "
+            "pretrained.load(model, path)"
+        )
     config = read(path)
     kind = kind_of(config)
     candidates = [cls for cls in classes if isinstance(kind, str) and kind in cls.CONFIGS]
     if not candidates:
         kinds = sorted({each for cls in classes for each in cls.CONFIGS})
         near = difflib.get_close_matches(str(kind), kinds, 1)
-        raise ValueError(f"{path}: 'model_type' is {text_of(kind)}, which fnet does not support"
-                         + (f"; did you mean {near[0]!r}? " if near else "; ") + f"it supports {', '.join(kinds)}")
-    cls = next((cls for cls in candidates if cls.CONFIGS[kind].reads_architecture(config)), candidates[0])
+        raise ValueError(
+            f"{path}: 'model_type' is {text_of(kind)}, which fnet does not support"
+            + (f"; did you mean {near[0]!r}? " if near else "; ")
+            + f"it supports {', '.join(kinds)}"
+        )
+    cls = next(
+        (cls for cls in candidates if cls.CONFIGS[kind].reads_architecture(config)), candidates[0]
+    )
     try:
         return made(cls, cls.CONFIGS[kind], config)
     except ValueError as error:
-        raise ValueError(f"{path} describes a {cls.__name__} that fnet does not support: {error}") from None
+        raise ValueError(
+            f"{path} describes a {cls.__name__} that fnet does not support: {error}"
+        ) from None
 
 
 def made(cls, table, config):
@@ -307,7 +328,11 @@ def fits(entry, model, want, have):
     """Whether a model's field has the value that config.json sets."""
     if getattr(entry, "default", None) is not None:
         want, have = (entry.default(model) if value is None else value for value in (want, have))
-    if same(want, have) or (have is None and getattr(entry, "partial", False)) or have in getattr(entry, "others", ()):
+    if (
+        same(want, have)
+        or (have is None and getattr(entry, "partial", False))
+        or have in getattr(entry, "others", ())
+    ):
         return True
     return getattr(entry, "shorter", False) and _comparable(want, have) and have < want
 
@@ -321,14 +346,19 @@ def _comparable(want, have, null=False):
         return not isinstance(want, bool | str | list | dict)
     if isinstance(want, bool) or isinstance(have, bool):
         return isinstance(want, bool) and isinstance(have, bool)
-    return isinstance(want, NUMBERS) == isinstance(have, NUMBERS) and not isinstance(want, str | list | dict)
+    return isinstance(want, NUMBERS) == isinstance(have, NUMBERS) and not isinstance(
+        want, str | list | dict
+    )
 
 
 def _word(kind):
-    return "timm's config.json (with 'architecture')" if kind == "timm" else f"'model_type' {kind!r}"
+    return (
+        "timm's config.json (with 'architecture')" if kind == "timm" else f"'model_type' {kind!r}"
+    )
 
 
-IRRELEVANT = frozenset("""
+IRRELEVANT = frozenset(
+    """
     transformers_version torch_dtype dtype _name_or_path name_or_path _commit_hash transformers.js_config
     _attn_implementation _attn_implementation_autoset attn_implementation _flash_attn_2_enabled
     use_cache gradient_checkpointing torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward pretraining_tp
@@ -340,11 +370,18 @@ IRRELEVANT = frozenset("""
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens
     begin_suppress_tokens exponential_decay_length_penalty
-""".split())
+""".split()
+)
 
 
-def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str, Mapping], irrelevant: str = "",
-                 other_heads: tuple[str, ...] = (), **options) -> Config:
+def transformers(
+    fields: Mapping,
+    *,
+    architectures: Sequence[str] | Mapping[str, Mapping],
+    irrelevant: str = "",
+    other_heads: tuple[str, ...] = (),
+    **options,
+) -> Config:
     """Returns a `Config` for transformers' config.json. The `Config` contains `fields` and the fields that all model
     families have.
 
@@ -362,28 +399,51 @@ def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str,
             weights of another head.
         options: other arguments of `Config`.
     """
+
     def architecture(value, config):
-        if not (value is None or (isinstance(value, list) and all(each in architectures for each in value))):
+        if not (
+            value is None
+            or (isinstance(value, list) and all(each in architectures for each in value))
+        ):
             raise ValueError(f"expected one of {', '.join(architectures)}")
-        kinds = [{field: x for field, x in heads[each].items() if x is not ...} for each in value or ()]
+        kinds = [
+            {field: x for field, x in heads[each].items() if x is not ...} for each in value or ()
+        ]
         if any(kind != kinds[0] for kind in kinds):
             raise ValueError("expected classes with the same head")
         return kinds[0] if kinds else {}
 
     def written(model):
-        fitting = (name for name, kind in heads.items()
-                   if all(getattr(model, field) is not None if value is ... else getattr(model, field) == value
-                          for field, value in kind.items()))
+        fitting = (
+            name
+            for name, kind in heads.items()
+            if all(
+                getattr(model, field) is not None
+                if value is ...
+                else getattr(model, field) == value
+                for field, value in kind.items()
+            )
+        )
         name = next(fitting, None)
         return SKIP if name is None else [name]
 
-    heads = architectures if isinstance(architectures, Mapping) else {name: {} for name in architectures}
+    heads = (
+        architectures
+        if isinstance(architectures, Mapping)
+        else {name: {} for name in architectures}
+    )
 
     common = {
         "model_type": Fields(lambda value, config: {}),
         "architectures": Fields(architecture, write=written, partial=True, others=other_heads),
-        "is_encoder_decoder": Must((False,)), "is_decoder": Must((False,)), "add_cross_attention": Must((False,)),
-        "cross_attention_hidden_size": Must((None,)), "tie_encoder_decoder": Must((False,)),
-        "pruned_heads": Must(({}, None)), "quantization_config": Must((None,)),
+        "is_encoder_decoder": Must((False,)),
+        "is_decoder": Must((False,)),
+        "add_cross_attention": Must((False,)),
+        "cross_attention_hidden_size": Must((None,)),
+        "tie_encoder_decoder": Must((False,)),
+        "pruned_heads": Must(({}, None)),
+        "quantization_config": Must((None,)),
     }
-    return Config(common | dict(fields), (IRRELEVANT - set(fields)) | set(irrelevant.split()), **options)
+    return Config(
+        common | dict(fields), (IRRELEVANT - set(fields)) | set(irrelevant.split()), **options
+    )

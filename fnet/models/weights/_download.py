@@ -32,9 +32,13 @@ def unavailable() -> str | None:
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in _TRUE:
         return "HF_HUB_OFFLINE is set"
     try:
-        from huggingface_hub import constants  # not an attribute of the package until it is imported
+        from huggingface_hub import (
+            constants,
+        )  # not an attribute of the package until it is imported
     except ModuleNotFoundError:
-        return f"fnet downloads with the library huggingface_hub, which is not installed: {_INSTALL}"
+        return (
+            f"fnet downloads with the library huggingface_hub, which is not installed: {_INSTALL}"
+        )
     return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
 
 
@@ -68,28 +72,42 @@ def download(repository: str, revision: str | None, cache: Path) -> Path:
     what = repository if revision is None else f"{repository} at {revision}"
     files = None
     try:
-        info = huggingface_hub.HfApi(**server).model_info(repository, revision=revision, files_metadata=True)
+        info = huggingface_hub.HfApi(**server).model_info(
+            repository, revision=revision, files_metadata=True
+        )
         files = {file.rfilename: file for file in info.siblings or ()}
         for name in _needed(what, list(files)):
-            cached = huggingface_hub.try_to_load_from_cache(repository, name, cache_dir=cache, revision=info.sha)
+            cached = huggingface_hub.try_to_load_from_cache(
+                repository, name, cache_dir=cache, revision=info.sha
+            )
             if not isinstance(cached, str):
-                path = huggingface_hub.hf_hub_download(repository, name, revision=info.sha, cache_dir=cache, **server)
+                path = huggingface_hub.hf_hub_download(
+                    repository, name, revision=info.sha, cache_dir=cache, **server
+                )
                 _verify(Path(path), files[name], what)
     except errors.GatedRepoError:
-        raise PermissionError(f"{repository} is gated: accept its conditions on its page of the hub, and log in with "
-                              "'hf auth login'") from None
+        raise PermissionError(
+            f"{repository} is gated: accept its conditions on its page of the hub, and log in with "
+            "'hf auth login'"
+        ) from None
     except errors.RepositoryNotFoundError:
-        raise FileNotFoundError(f"the hub has no public repository {repository}; for a private one, log in with "
-                                "'hf auth login'") from None
+        raise FileNotFoundError(
+            f"the hub has no public repository {repository}; for a private one, log in with "
+            "'hf auth login'"
+        ) from None
     except errors.RevisionNotFoundError:
         raise FileNotFoundError(f"{repository} has no revision {revision!r}") from None
     except _Refused:
         raise
-    except Exception as error:    # connection errors have types of the HTTP library, which depends on the version
+    except (
+        Exception
+    ) as error:  # connection errors have types of the HTTP library, which depends on the version
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if files is None:
             raise ConnectionError(f"the hub cannot be reached ({reason})") from error
-        raise OSError(f"the download of {what} stopped: {reason}. Call again to continue it") from error
+        raise OSError(
+            f"the download of {what} stopped: {reason}. Call again to continue it"
+        ) from error
     _record(cache, repository, revision or "main", info.sha)
     return snapshots(cache, repository) / info.sha
 
@@ -124,9 +142,14 @@ def _needed(what, names):
     else:
         weights = top
     if not weights:
-        raise _Unsupported(f"{what} has no safetensors files; it has {', '.join(sorted(names)[:8])}. Pickles (.bin, "
-                           ".pt) are never downloaded: convert them")
-    return [*(name for name in names if name == _folder.CONFIG or _folder.is_beside(name)), *weights]
+        raise _Unsupported(
+            f"{what} has no safetensors files; it has {', '.join(sorted(names)[:8])}. Pickles (.bin, "
+            ".pt) are never downloaded: convert them"
+        )
+    return [
+        *(name for name in names if name == _folder.CONFIG or _folder.is_beside(name)),
+        *weights,
+    ]
 
 
 def _verify(path, file, what):
@@ -146,8 +169,10 @@ def _verify(path, file, what):
         path.unlink()
         with contextlib.suppress(FileNotFoundError):
             blob.unlink()
-        raise _Damaged(f"{file.rfilename} of {what} was damaged during the download and is deleted: its checksum is "
-                      f"{digest.hexdigest()}, expected {expected}. Call again to download it")
+        raise _Damaged(
+            f"{file.rfilename} of {what} was damaged during the download and is deleted: its checksum is "
+            f"{digest.hexdigest()}, expected {expected}. Call again to download it"
+        )
 
 
 def _record(cache, repository, revision, commit):

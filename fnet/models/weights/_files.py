@@ -7,9 +7,11 @@ import stat
 from pathlib import Path
 
 # Limits for untrusted files, several times the size of the largest published vocabularies.
-LARGEST = 1 << 26     # bytes of a tokenizer.json; Gemma 3's has 33 million
-SMALL = 1 << 24       # bytes of the other files; BERT's vocab.txt has 230,000, Llama's tokenizer.bin 434,000
-MOST = 1 << 20        # tokens, and lists and objects of a JSON file
+LARGEST = 1 << 26  # bytes of a tokenizer.json; Gemma 3's has 33 million
+SMALL = (
+    1 << 24
+)  # bytes of the other files; BERT's vocab.txt has 230,000, Llama's tokenizer.bin 434,000
+MOST = 1 << 20  # tokens, and lists and objects of a JSON file
 
 
 def contents(path: str | os.PathLike, *, text: bool = True, most: int = LARGEST):
@@ -21,7 +23,7 @@ def contents(path: str | os.PathLike, *, text: bool = True, most: int = LARGEST)
     path = Path(path)
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is not a regular file")    # reading a pipe may never end
+        raise ValueError(f"{path} is not a regular file")  # reading a pipe may never end
     if status.st_size > most:
         raise ValueError(f"{path} has {status.st_size:,} bytes, expected at most {most:,}")
     raw = path.read_bytes()

@@ -20,11 +20,23 @@ from fnet.models.weights import _config, _tensors
 CONFIG = "config.json"
 # The files that generation, tokenizers and preprocessing need in addition to config.json and the weights.
 BESIDE = (
-    "generation_config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model",
-    "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "special_tokens_map.json",
-    "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "preprocessor_config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "preprocessor_config.json",
 )
-_FREE = ("dropout", "stacked", "pooler")    # fields of models that config.json does not describe
+_FREE = ("dropout", "stacked", "pooler")  # fields of models that config.json does not describe
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -69,18 +81,41 @@ def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
             restored = _config.made(type(model), table, config)
         except (ValueError, TypeError):
             continue
-        entries = {entry.field: entry for entry in table.fields.values() if isinstance(entry, _config.Use)}
-        if all(_config.fits(entries.get(field.name), model, getattr(restored, field.name), getattr(model, field.name))
-               for field in dataclasses.fields(model) if field.name not in _FREE):
-            for name, value in like.items():    # keeps other names of the same value, for example of an activation
-                if kind == _config.kind_of(like) and isinstance(value, str) and isinstance(config.get(name), str):
+        entries = {
+            entry.field: entry for entry in table.fields.values() if isinstance(entry, _config.Use)
+        }
+        if all(
+            _config.fits(
+                entries.get(field.name),
+                model,
+                getattr(restored, field.name),
+                getattr(model, field.name),
+            )
+            for field in dataclasses.fields(model)
+            if field.name not in _FREE
+        ):
+            for (
+                name,
+                value,
+            ) in like.items():  # keeps other names of the same value, for example of an activation
+                if (
+                    kind == _config.kind_of(like)
+                    and isinstance(value, str)
+                    and isinstance(config.get(name), str)
+                ):
                     try:
                         if _config.made(type(model), table, config | {name: value}) == restored:
                             config[name] = value
                     except ValueError:
                         pass
-            copied = {name: like[name] for name in like if name in table.irrelevant and kind == _config.kind_of(like)}
-            if config.get("id2label") and len(like.get("id2label") or ()) == len(config["id2label"]):
+            copied = {
+                name: like[name]
+                for name in like
+                if name in table.irrelevant and kind == _config.kind_of(like)
+            }
+            if config.get("id2label") and len(like.get("id2label") or ()) == len(
+                config["id2label"]
+            ):
                 config["id2label"] = like["id2label"]
             return ({} if kind == "timm" else {"model_type": kind}) | config | copied
     return None
@@ -98,16 +133,22 @@ def check(folder: Path, config: Mapping | None) -> None:
         return
     if (folder / "metrics.jsonl").is_file():
         if config is not None:
-            raise ValueError(f"{path} belongs to a training run, and would be replaced; save into another folder, or "
-                             f"only the weights, into {folder / 'model.safetensors'}")
+            raise ValueError(
+                f"{path} belongs to a training run, and would be replaced; save into another folder, or "
+                f"only the weights, into {folder / 'model.safetensors'}"
+            )
     elif config is None:
-        raise ValueError(f"{path} describes another model than this one, which no config.json describes; save into "
-                         f"another folder")
+        raise ValueError(
+            f"{path} describes another model than this one, which no config.json describes; save into "
+            f"another folder"
+        )
 
 
 def like(folder: Path | None) -> dict:
     """Returns the content of the config.json of a folder, or {} if there is none."""
-    return _config.read(folder / CONFIG) if folder is not None and (folder / CONFIG).is_file() else {}
+    return (
+        _config.read(folder / CONFIG) if folder is not None and (folder / CONFIG).is_file() else {}
+    )
 
 
 def write_config(folder: Path, config: Mapping, params: Mapping) -> None:
@@ -136,7 +177,9 @@ def copy_beside(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / name)
 
 
-def write(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], most: int) -> Path:
+def write(
+    folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], most: int
+) -> Path:
     """Writes model.safetensors, or shards and their index if the arrays have more than `most` bytes.
 
     Existing weight files with the same names are replaced. If `write` is interrupted, the folder contains the old
@@ -153,8 +196,14 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str,
             size = 0
         shards[-1][key] = array
         size += array.nbytes
-    names = ["model.safetensors"] if len(shards) == 1 else [
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    names = (
+        ["model.safetensors"]
+        if len(shards) == 1
+        else [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            for number in range(1, len(shards) + 1)
+        ]
+    )
     index = folder / _tensors.INDEX
     if len(shards) == 1:
         _tensors.write(folder / names[0], shards[0], metadata)
@@ -172,7 +221,9 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str,
                 path.unlink(missing_ok=True)
         total = sum(array.nbytes for array in arrays.values())
         where = {key: name for name, shard in zip(names, shards) for key in shard}
-        write_json(index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+        write_json(
+            index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        )
     for old in folder.glob("model*.safetensors"):
         if old.name not in names and _SHARD.fullmatch(old.name):
             old.unlink()

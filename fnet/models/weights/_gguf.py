@@ -17,14 +17,40 @@ from fnet.models._rope import LinearScaling
 from fnet.models.weights import _hub, _key_map, _match
 from fnet.models.weights._weight_names import DENSE, SAME, Names, Rule
 
-_BLOCK = tuple(f"blk.{{i}}.{part}.weight" for part in (
-    "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_down", "ffn_up", "attn_norm", "ffn_norm"))
-_NAMES = Names((Rule("embed/embedding", "token_embd.weight", SAME), Rule("head/kernel", "output.weight", DENSE),
-                Rule("norm/scale", "output_norm.weight"), *block("blocks", _BLOCK)))
-_FIELDS = {"block_count": "depth", "embedding_length": "width", "feed_forward_length": "hidden",
-           "context_length": "context", "attention.head_count": "heads", "attention.head_count_kv": "kv_heads",
-           "attention.layer_norm_rms_epsilon": "epsilon", "rope.freq_base": "rotary_base",
-           "attention.key_length": "head_dim", "attention.sliding_window": "window"}
+_BLOCK = tuple(
+    f"blk.{{i}}.{part}.weight"
+    for part in (
+        "attn_q",
+        "attn_k",
+        "attn_v",
+        "attn_output",
+        "ffn_gate",
+        "ffn_down",
+        "ffn_up",
+        "attn_norm",
+        "ffn_norm",
+    )
+)
+_NAMES = Names(
+    (
+        Rule("embed/embedding", "token_embd.weight", SAME),
+        Rule("head/kernel", "output.weight", DENSE),
+        Rule("norm/scale", "output_norm.weight"),
+        *block("blocks", _BLOCK),
+    )
+)
+_FIELDS = {
+    "block_count": "depth",
+    "embedding_length": "width",
+    "feed_forward_length": "hidden",
+    "context_length": "context",
+    "attention.head_count": "heads",
+    "attention.head_count_kv": "kv_heads",
+    "attention.layer_norm_rms_epsilon": "epsilon",
+    "rope.freq_base": "rotary_base",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "window",
+}
 _REQUIRED = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
 # Fields about the file, its origin and its tokenizer, which `load_gguf` does not read.
 _ASIDE = "GGUF.", "general.", "tokenizer.", "quantize.", "split."
@@ -79,21 +105,33 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
     """
     file = _hub.find(path)
     reader = _open(file)
-    fields = {name: field.contents() for name, field in reader.fields.items()
-              if name.startswith(("general.architecture", "llama."))}
+    fields = {
+        name: field.contents()
+        for name, field in reader.fields.items()
+        if name.startswith(("general.architecture", "llama."))
+    }
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     model = _model(file, fields, tensors)
     if other := [name for name in reader.fields if not name.startswith(("llama.", *_ASIDE))]:
         raise ValueError(f"{file} has fields that fnet does not know: {', '.join(other[:4])}")
     key_map = _key_map.key_map(_NAMES, "", _match.leaves_of(model)[1], "Decoder (gguf)")
     wanted = key_map.keys()
-    for what, names in (("lacks", wanted.keys() - tensors.keys()), ("also contains", tensors.keys() - wanted.keys())):
+    for what, names in (
+        ("lacks", wanted.keys() - tensors.keys()),
+        ("also contains", tensors.keys() - wanted.keys()),
+    ):
         if names:
-            raise ValueError(f"{file} {what} the arrays {', '.join(sorted(names)[:4])}" + (
-                " ..." if len(names) > 4 else ""))
+            raise ValueError(
+                f"{file} {what} the arrays {', '.join(sorted(names)[:4])}"
+                + (" ..." if len(names) > 4 else "")
+            )
     params: dict[str, Any] = {}
     for entry in key_map.reads:
-        put(params, entry.paths[0].split("/"), _array(file, entry, [tensors[key] for key in entry.keys]))
+        put(
+            params,
+            entry.paths[0].split("/"),
+            _array(file, entry, [tensors[key] for key in entry.keys]),
+        )
     return model, params, {}
 
 
@@ -103,7 +141,9 @@ def _open(file: Path):
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise ImportError("pretrained.load_gguf needs the package gguf: pip install 'fnet[gguf]'") from None
+        raise ImportError(
+            "pretrained.load_gguf needs the package gguf: pip install 'fnet[gguf]'"
+        ) from None
 
     class Reader(GGUFReader):
         def _get(self, offset, dtype, count=1, override_order=None):
@@ -114,37 +154,60 @@ def _open(file: Path):
     try:
         return Reader(file)
     except Exception as error:
-        raise ValueError(f"{file} is not a GGUF file that can be read ({type(error).__name__}: {error})") from None
+        raise ValueError(
+            f"{file} is not a GGUF file that can be read ({type(error).__name__}: {error})"
+        ) from None
 
 
 def _model(file, fields, tensors) -> Decoder:
     architecture = fields.pop("general.architecture", None)
     if architecture != "llama":
         raise ValueError(f"{file}: expected the architecture 'llama'; got {architecture!r}")
-    given = {name.removeprefix("llama."): float(str(np.float32(value))) if isinstance(value, float) else value
-             for name, value in fields.items()}    # for example 1e-5 instead of the float32 value 9.99999974e-6
+    given = {
+        name.removeprefix("llama."): float(str(np.float32(value)))
+        if isinstance(value, float)
+        else value
+        for name, value in fields.items()
+    }  # for example 1e-5 instead of the float32 value 9.99999974e-6
     if missing := [name for name in _REQUIRED if name not in given]:
-        raise ValueError(f"{file} lacks the fields {', '.join(f'llama.{name}' for name in missing)}")
+        raise ValueError(
+            f"{file} lacks the fields {', '.join(f'llama.{name}' for name in missing)}"
+        )
     options = {ours: given.pop(theirs) for theirs, ours in _FIELDS.items() if theirs in given}
-    options.setdefault("kv_heads", options["heads"])    # GGUF: without this field, the attention is not grouped
+    options.setdefault(
+        "kv_heads", options["heads"]
+    )  # GGUF: without this field, the attention is not grouped
     try:
         head_dim = options.get("head_dim", options["width"] // options["heads"])
         vocab_size = int(tensors["token_embd.weight"].shape[1])
     except (KeyError, IndexError, ZeroDivisionError, TypeError) as error:
-        raise ValueError(f"{file}: the fields of the architecture are not complete ({error!r})") from None
+        raise ValueError(
+            f"{file}: the fields of the architecture are not complete ({error!r})"
+        ) from None
     factor, kind = given.pop("rope.scaling.factor", 1.0), given.pop("rope.scaling.type", "none")
     if kind == "linear" or (kind == "none" and factor == 1.0):
         options["rope_scaling"] = LinearScaling(factor) if kind == "linear" else None
     else:
-        raise ValueError(f"{file}: llama.rope.scaling.type={kind!r} with factor {factor} is not supported")
-    known = {"vocab_size": vocab_size, "rope.dimension_count": head_dim, "attention.value_length": head_dim,
-             "expert_count": 0, "expert_used_count": 0}
+        raise ValueError(
+            f"{file}: llama.rope.scaling.type={kind!r} with factor {factor} is not supported"
+        )
+    known = {
+        "vocab_size": vocab_size,
+        "rope.dimension_count": head_dim,
+        "attention.value_length": head_dim,
+        "expert_count": 0,
+        "expert_used_count": 0,
+    }
     for name, value in given.items():
         if name not in known or value != known[name]:
-            raise ValueError(f"{file}: llama.{name}={value!r} is not supported"
-                             + (f"; expected {known[name]}" if name in known else ""))
+            raise ValueError(
+                f"{file}: llama.{name}={value!r} is not supported"
+                + (f"; expected {known[name]}" if name in known else "")
+            )
     try:
-        return Decoder(vocab_size=vocab_size, interleaved=True, tied="output.weight" not in tensors, **options)
+        return Decoder(
+            vocab_size=vocab_size, interleaved=True, tied="output.weight" not in tensors, **options
+        )
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
 
@@ -163,20 +226,29 @@ def _array(file, entry, tensors) -> Any:
     kinds = {tensor.tensor_type.name for tensor in tensors}
     if len(kinds) == 1 and len(rows) == 2 and (kind := next(iter(kinds))) in _FORMATS:
         parts = [_blocks(tensor.data, kind) for tensor in tensors]
-        codes, scale = (np.stack([part[i] for part in parts]).reshape(*entry.copies, *parts[0][i].shape)
-                        for i in (0, 1))
+        codes, scale = (
+            np.stack([part[i] for part in parts]).reshape(*entry.copies, *parts[0][i].shape)
+            for i in (0, 1)
+        )
         if transposed:
             codes, scale = codes.swapaxes(-1, -2), scale.swapaxes(-1, -2)
         axes = (-2,) if transposed else (-1,)
-        result = Quantized(jnp.asarray(codes), jnp.asarray(scale), _FORMATS[kind], axes, jnp.dtype(jnp.float32))
+        result = Quantized(
+            jnp.asarray(codes), jnp.asarray(scale), _FORMATS[kind], axes, jnp.dtype(jnp.float32)
+        )
         return Quantized(result.pack(result.codes), result.scale, result.format, axes, result.dtype)
     from gguf.quants import dequantize
 
     try:
-        arrays = [np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32) for tensor in tensors]
+        arrays = [
+            np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
+            for tensor in tensors
+        ]
     except NotImplementedError:
-        raise ValueError(f"{file}: {tensors[0].name} has the format {', '.join(sorted(kinds))}, which the package gguf "
-                         "cannot decode") from None
+        raise ValueError(
+            f"{file}: {tensors[0].name} has the format {', '.join(sorted(kinds))}, which the package gguf "
+            "cannot decode"
+        ) from None
     arrays = [array.T if transposed else array for array in arrays]
     return jnp.asarray(np.stack(arrays).reshape(shape))
 
@@ -189,6 +261,6 @@ def _blocks(data, kind):
     codes = blocks[..., 2:]
     if kind == "Q8_0":
         codes = np.ascontiguousarray(codes).view(np.int8)
-    else:    # the first 16 values are in the low halves of the bytes
+    else:  # the first 16 values are in the low halves of the bytes
         codes = np.concatenate([codes & 15, codes >> 4], -1)
     return codes.reshape(len(data), -1), scale

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from fnet.models.weights import _download
 
-_TORCHVISION = ("write its model.safetensors in Python (import torchvision, safetensors.torch; safetensors.torch."
-                "save_file(torchvision.models.get_model({!r}, weights='IMAGENET1K_V1').state_dict(), "
-                "'model.safetensors')) and put it into {}")
+_TORCHVISION = (
+    "write its model.safetensors in Python (import torchvision, safetensors.torch; safetensors.torch."
+    "save_file(torchvision.models.get_model({!r}, weights='IMAGENET1K_V1').state_dict(), "
+    "'model.safetensors')) and put it into {}"
+)
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 
 
@@ -29,8 +31,10 @@ def _expanded(path: str | os.PathLike) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise FileNotFoundError(f"{path}: the home directory is unknown; pass an absolute path, or set FNET_CACHE and "
-                                "HF_HUB_CACHE") from None
+        raise FileNotFoundError(
+            f"{path}: the home directory is unknown; pass an absolute path, or set FNET_CACHE and "
+            "HF_HUB_CACHE"
+        ) from None
 
 
 def hugging_face() -> Path:
@@ -41,7 +45,9 @@ def hugging_face() -> Path:
     return _expanded(os.environ.get("HF_HOME") or f"{base}/huggingface") / "hub"
 
 
-def find(name: str | os.PathLike, repositories: tuple[str, ...] = (), revision: str | None = None) -> Path:
+def find(
+    name: str | os.PathLike, repositories: tuple[str, ...] = (), revision: str | None = None
+) -> Path:
     """Returns the path of the file or folder of the weights `name`. A repository that is not in a cache is downloaded.
 
     Args:
@@ -61,7 +67,9 @@ def find(name: str | os.PathLike, repositories: tuple[str, ...] = (), revision: 
         return path
     if not isinstance(name, str) or not _REPOSITORY.fullmatch(name):
         if path.exists():
-            raise ValueError(f"{path}: a revision can be given for a repository of Hugging Face's hub, not for a path")
+            raise ValueError(
+                f"{path}: a revision can be given for a repository of Hugging Face's hub, not for a path"
+            )
         raise FileNotFoundError(f"{path}: no such file or folder")
     own = cache() / name
     if own.is_dir() and any(own.iterdir()) and revision is None:
@@ -81,14 +89,21 @@ def find(name: str | os.PathLike, repositories: tuple[str, ...] = (), revision: 
         except ConnectionError as error:
             reason = str(error)
     if partial is not None:
-        return partial    # the snapshot is not complete; `load` raises an error that states what is missing
+        return partial  # the snapshot is not complete; `load` raises an error that states what is missing
     option = "" if revision is None else f" --revision {revision}"
-    ways = [f"download it with 'hf download {each}{option}', or copy its files to {own}" for each in hub[:1]]
-    ways += [_TORCHVISION.format(each.partition(":")[2], own) for each in repositories if ":" in each]
+    ways = [
+        f"download it with 'hf download {each}{option}', or copy its files to {own}"
+        for each in hub[:1]
+    ]
+    ways += [
+        _TORCHVISION.format(each.partition(":")[2], own) for each in repositories if ":" in each
+    ]
     raise FileNotFoundError(
         f"the weights {name!r} are not on this disk: no such path, nothing in {own}"
         + (f", no {' or '.join(hub)} in Hugging Face's cache, {hugging_face()}" if hub else "")
-        + (f" ({reason})" if reason else "") + f": {'; or '.join(ways)}")
+        + (f" ({reason})" if reason else "")
+        + f": {'; or '.join(ways)}"
+    )
 
 
 def commit(path: Path) -> str | None:

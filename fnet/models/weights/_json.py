@@ -16,6 +16,7 @@ def read(path: Path, most: int = SMALL) -> dict[str, Any]:
     Raises:
         ValueError: the file does not contain a valid JSON object, or has more than `most` bytes.
     """
+
     def unique(pairs):
         held = {}
         for name, value in pairs:

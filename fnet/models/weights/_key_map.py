@@ -38,8 +38,10 @@ class Entry(NamedTuple):
 
     def shape(self) -> tuple[int, ...]:
         """Returns the shape that each array of the entry has in the file."""
-        shapes = [spec.shape[len(self.copies):] for spec in self.specs]
-        whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes)) if len(shapes) > 1 else shapes[0]
+        shapes = [spec.shape[len(self.copies) :] for spec in self.specs]
+        whole = (
+            (*shapes[0][:-1], sum(shape[-1] for shape in shapes)) if len(shapes) > 1 else shapes[0]
+        )
         return self.rule.layout.theirs(np.broadcast_to(np.int8(0), whole)).shape
 
 
@@ -66,7 +68,10 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
         ValueError: no rule matches an array, or two arrays have the same key (name in the file).
     """
     reads, beside, taken = [], [], set()
-    for rule, start in [*((rule, prefix) for rule in names.flat()), *((rule, "") for rule in names.flat_heads())]:
+    for rule, start in [
+        *((rule, prefix) for rule in names.flat()),
+        *((rule, "") for rule in names.flat_heads()),
+    ]:
         if rule.ours is None:
             beside.append(Entry(rule, (), (), (), (start + rule.theirs,)))
             continue
@@ -80,23 +85,34 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
                 beside += [_entry(spare, start, *place) for spare in rule.beside]
     lacking = [path for path in leaves if path not in taken]
     if lacking:
-        raise ValueError(f"{who}: no rule matches {', '.join(map(repr, lacking[:4]))}"
-                         + (f" and {len(lacking) - 4} more" if len(lacking) > 4 else ""))
+        raise ValueError(
+            f"{who}: no rule matches {', '.join(map(repr, lacking[:4]))}"
+            + (f" and {len(lacking) - 4} more" if len(lacking) > 4 else "")
+        )
     owners = {}
     for entry in reads:
         for key in entry.keys:
             if owners.setdefault(key, entry) is not entry:
-                raise ValueError(f"{who}: the rules use {key!r} for {owners[key].paths[0]!r} and {entry.paths[0]!r}")
-    if prefix:    # keys that the model does not need may have no prefix
+                raise ValueError(
+                    f"{who}: the rules use {key!r} for {owners[key].paths[0]!r} and {entry.paths[0]!r}"
+                )
+    if prefix:  # keys that the model does not need may have no prefix
         bare = [dataclasses.replace(entry.rule, write=None) for entry in beside]
-        beside += [entry._replace(rule=rule, keys=tuple(key.removeprefix(prefix) for key in entry.keys))
-                   for entry, rule in zip(beside, bare)]
+        beside += [
+            entry._replace(rule=rule, keys=tuple(key.removeprefix(prefix) for key in entry.keys))
+            for entry, rule in zip(beside, bare)
+        ]
     return KeyMap(reads, [entry for entry in beside if owners.keys().isdisjoint(entry.keys)])
 
 
 def prefix_to_write(names: Names, leaves: Mapping[str, Any]) -> str:
     """Returns the prefix of the keys (array names) that `save` writes for a model with the arrays `leaves`."""
-    headed = any(True for rule in names.flat_heads() if isinstance(rule, Rule) for _ in _places(rule, leaves, ""))
+    headed = any(
+        True
+        for rule in names.flat_heads()
+        if isinstance(rule, Rule)
+        for _ in _places(rule, leaves, "")
+    )
     return names.prefixes[-1 if headed else 0]
 
 
@@ -115,8 +131,10 @@ def _places(rule, leaves, who):
             paths = (path, *(_written(other, numbers) for other in others))
             lacking = [each for each in paths if each not in leaves]
             if lacking:
-                raise ValueError(f"{who}: the rule for {rule.theirs!r} needs {lacking[0]!r} in addition to {path!r}, "
-                                 "but the model has no such array")
+                raise ValueError(
+                    f"{who}: the rule for {rule.theirs!r} needs {lacking[0]!r} in addition to {path!r}, "
+                    "but the model has no such array"
+                )
             yield paths, tuple(leaves[each] for each in paths), numbers
 
 
@@ -126,8 +144,12 @@ _NORMS = nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm
 _RECURRENT = nn.RNN, nn.LSTM, nn.GRU
 _LAYERS = *_AFFINE, *_NORMS, *_RECURRENT, nn.Maxout, nn.Embed
 # Arrays of one shape that other frameworks keep under these names: {path in fnet: other arrays of the same layer}.
-_OTHERS = {"mean": ("var", "variance", "weight", "bias", "gamma", "beta"), "scale": ("mean", "var", "bias", "beta"),
-           "var": ("mean", "weight", "bias", "gamma", "beta"), "bias": ("mean", "var", "weight", "gamma", "kernel")}
+_OTHERS = {
+    "mean": ("var", "variance", "weight", "bias", "gamma", "beta"),
+    "scale": ("mean", "var", "bias", "beta"),
+    "var": ("mean", "weight", "bias", "gamma", "beta"),
+    "bias": ("mean", "var", "weight", "gamma", "kernel"),
+}
 
 
 def _check_layers(rule, paths, leaves, who):
@@ -139,24 +161,40 @@ def _check_layers(rule, paths, leaves, who):
         what = f"{who}: the rule for {rule.theirs!r} reads {path!r}, an array of a {layer.__name__}"
         if rule.layers and not issubclass(layer, rule.layers):
             wanted = " or ".join(each.__name__ for each in rule.layers)
-            raise ValueError(f"{what}, but it is right for {wanted} only. Write a Rule with a Layout that converts "
-                             "this layer's arrays")
+            raise ValueError(
+                f"{what}, but it is right for {wanted} only. Write a Rule with a Layout that converts "
+                "this layer's arrays"
+            )
         if rule.layout in (CONV, DEPTHWISE) and issubclass(layer, nn.ConvTranspose):
-            raise ValueError(f"{what}, with the layout of a convolution. Frameworks store the kernels of transposed "
-                             "convolutions in another layout; write a Layout that converts it")
+            raise ValueError(
+                f"{what}, with the layout of a convolution. Frameworks store the kernels of transposed "
+                "convolutions in another layout; write a Layout that converts it"
+            )
         word = re.split(r"[._/]", rule.theirs)[-1]
         if word in _OTHERS.get(name, ()) and issubclass(layer, (*_AFFINE, *_NORMS)):
-            raise ValueError(f"{what}, but the name in the file is that of another array of the layer")
-        if name == "bias" and issubclass(layer, _RECURRENT) and re.search(r"bias_[ih]h", rule.theirs):
-            raise ValueError(f"{what}, which is the sum of PyTorch's bias_ih and bias_hh (of a GRU: for two of the "
-                             "three gates). Add them before you write the file")
+            raise ValueError(
+                f"{what}, but the name in the file is that of another array of the layer"
+            )
+        if (
+            name == "bias"
+            and issubclass(layer, _RECURRENT)
+            and re.search(r"bias_[ih]h", rule.theirs)
+        ):
+            raise ValueError(
+                f"{what}, which is the sum of PyTorch's bias_ih and bias_hh (of a GRU: for two of the "
+                "three gates). Add them before you write the file"
+            )
 
 
 def _entry(rule, prefix, paths, specs, numbers):
-    free = list(dict.fromkeys(name for name, *_ in _FIELD.findall(rule.theirs) if name not in numbers))
-    copies = specs[0].shape[:len(free)]
-    keys = (prefix + _written(rule.theirs, numbers | dict(zip(free, each)))
-            for each in itertools.product(*map(range, copies)))
+    free = list(
+        dict.fromkeys(name for name, *_ in _FIELD.findall(rule.theirs) if name not in numbers)
+    )
+    copies = specs[0].shape[: len(free)]
+    keys = (
+        prefix + _written(rule.theirs, numbers | dict(zip(free, each)))
+        for each in itertools.product(*map(range, copies))
+    )
     return Entry(rule, paths, specs, copies, tuple(keys))
 
 
@@ -164,7 +202,7 @@ def _pattern(ours):
     """Converts a path to a regular expression with a group for each placeholder in braces, such as `{s}`."""
     parts, at = [], 0
     for field in _FIELD.finditer(ours):
-        parts += [re.escape(ours[at:field.start()]), rf"(?P<{field[1]}>\d+)"]
+        parts += [re.escape(ours[at : field.start()]), rf"(?P<{field[1]}>\d+)"]
         at = field.end()
     return re.compile("".join(parts) + re.escape(ours[at:]))
 

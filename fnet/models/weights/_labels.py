@@ -21,21 +21,29 @@ def labels(heads: Mapping[str, Mapping], default: str | None = None) -> dict[str
             number of classes are ignored.
         default: the architecture that is used if config.json lacks the field `architectures`.
     """
+
     def read(value, config):
         names = config.get("architectures") or [default]
         names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
         if not any(heads.get(name, {}).get("classes", None) is ... for name in names):
             return {}
         count, labels = config.get("num_labels", config.get("_num_labels")), config.get("id2label")
-        if not (labels is None or isinstance(labels, dict)) or isinstance(count, bool | float | str | list | dict):
+        if not (labels is None or isinstance(labels, dict)) or isinstance(
+            count, bool | float | str | list | dict
+        ):
             raise ValueError("expected an object of labels in id2label, and a number in num_labels")
         if labels is not None and count is not None and len(labels) != count:
-            raise ValueError(f"expected as many labels in id2label as num_labels; got {len(labels)} and {count}")
+            raise ValueError(
+                f"expected as many labels in id2label as num_labels; got {len(labels)} and {count}"
+            )
         return {"classes": (2 if count is None else count) if labels is None else len(labels)}
 
     def write(model):
         count = model.classes
         return SKIP if count is None else {str(i): f"LABEL_{i}" for i in range(count)}
 
-    return {"id2label": Fields(read, None, write, True), "num_labels": Fields(read, partial=True),
-            "_num_labels": Fields(read, partial=True)}
+    return {
+        "id2label": Fields(read, None, write, True),
+        "num_labels": Fields(read, partial=True),
+        "_num_labels": Fields(read, partial=True),
+    }

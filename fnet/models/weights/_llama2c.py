@@ -31,10 +31,19 @@ def shapes(header: Header) -> dict[str, tuple[int, ...]]:
     d, h, n, heads, kv, v, s, tied = header
     kv_dim, head_dim = d // heads * kv, d // heads
     known = {
-        "token_embedding_table": (v, d), "rms_att_weight": (n, d),
-        "wq": (n, d, d), "wk": (n, kv_dim, d), "wv": (n, kv_dim, d), "wo": (n, d, d),
-        "rms_ffn_weight": (n, d), "w1": (n, h, d), "w2": (n, d, h), "w3": (n, h, d), "rms_final_weight": (d,),
-        "freq_cis_real": (s, head_dim // 2), "freq_cis_imag": (s, head_dim // 2),
+        "token_embedding_table": (v, d),
+        "rms_att_weight": (n, d),
+        "wq": (n, d, d),
+        "wk": (n, kv_dim, d),
+        "wv": (n, kv_dim, d),
+        "wo": (n, d, d),
+        "rms_ffn_weight": (n, d),
+        "w1": (n, h, d),
+        "w2": (n, d, h),
+        "w3": (n, h, d),
+        "rms_final_weight": (d,),
+        "freq_cis_real": (s, head_dim // 2),
+        "freq_cis_imag": (s, head_dim // 2),
     }
     return known if tied else known | {"wcls": (v, d)}
 
@@ -50,12 +59,20 @@ def header(file: Path) -> Header:
         raw = opened.read(28)
     if len(raw) == 28:
         *numbers, vocab, length = np.frombuffer(raw, "<i4").tolist()
-        if min(numbers) > 0 and vocab and length > 0 and not numbers[0] % numbers[3] and not numbers[3] % numbers[4]:
+        if (
+            min(numbers) > 0
+            and vocab
+            and length > 0
+            and not numbers[0] % numbers[3]
+            and not numbers[3] % numbers[4]
+        ):
             made = Header(*numbers, abs(vocab), length, vocab > 0)
             if 28 + 4 * sum(map(math.prod, shapes(made).values())) == size:
                 return made
-    raise ValueError(f"{file} is neither a safetensors file nor a model.bin of llama2.c, version 0 (seven integers, "
-                     f"then as many floats as they imply; this file has {size} bytes); convert it to safetensors")
+    raise ValueError(
+        f"{file} is neither a safetensors file nor a model.bin of llama2.c, version 0 (seven integers, "
+        f"then as many floats as they imply; this file has {size} bytes); convert it to safetensors"
+    )
 
 
 def read(file: Path) -> dict[str, np.ndarray]:
@@ -65,7 +82,7 @@ def read(file: Path) -> dict[str, np.ndarray]:
     arrays, at = {}, 0
     for name, shape in known.items():
         count = math.prod(shape)
-        arrays[name] = mapped[at:at + count].reshape(shape)
+        arrays[name] = mapped[at : at + count].reshape(shape)
         at += count
     return arrays
 
@@ -81,7 +98,9 @@ def write(file: Path, head: Header, arrays) -> None:
             for name, shape in shapes(head).items():
                 array = np.asarray(arrays[name])
                 if array.shape != shape:
-                    raise ValueError(f"{name!r}: expected shape {shape} for a model.bin with {head}, got {array.shape}")
+                    raise ValueError(
+                        f"{name!r}: expected shape {shape} for a model.bin with {head}, got {array.shape}"
+                    )
                 opened.write(np.ascontiguousarray(array, "<f4").tobytes())
         os.replace(partial, file)
     finally:
@@ -91,5 +110,5 @@ def write(file: Path, head: Header, arrays) -> None:
 def _rotary(head):
     """Returns the cosines and sines of the rotary embedding, which old versions of run.c read from the file."""
     dim = head.dim // head.n_heads
-    angles = np.outer(np.arange(head.seq_len), 10000.0 ** (-np.arange(0, dim, 2)[:dim // 2] / dim))
+    angles = np.outer(np.arange(head.seq_len), 10000.0 ** (-np.arange(0, dim, 2)[: dim // 2] / dim))
     return {"freq_cis_real": np.cos(angles), "freq_cis_imag": np.sin(angles)}

@@ -10,14 +10,18 @@ import numpy as np
 from fnet.models.weights import _key_map, _llama2c
 from fnet.models.weights._weight_names import Tied
 
-LISTED = 8    # number of problems that an error lists; the others are only counted
+LISTED = 8  # number of problems that an error lists; the others are only counted
 
 
 def _known(model):
     known = getattr(model, "NAMES", None)
     if not known:
-        what = type(model).__name__ if not isinstance(model, type) else f"the class {model.__name__}"
-        raise TypeError(f"pretrained: expected a model with NAMES for its weights, e.g. models.ResNet; got {what}")
+        what = (
+            type(model).__name__ if not isinstance(model, type) else f"the class {model.__name__}"
+        )
+        raise TypeError(
+            f"pretrained: expected a model with NAMES for its weights, e.g. models.ResNet; got {what}"
+        )
     return known
 
 
@@ -79,7 +83,7 @@ def detect_names(model, leaves, tensors, name):
         for prefix in rules.prefixes:
             try:
                 key_map = _key_map.key_map(rules, prefix, leaves, who(model, each))
-            except ValueError as error:     # this configuration has no rules for these names
+            except ValueError as error:  # this configuration has no rules for these names
                 unfit = unfit or error
                 continue
             hits = sum(key in tensors.arrays for key in key_map.keys())
@@ -90,10 +94,14 @@ def detect_names(model, leaves, tensors, name):
         raise unfit
     (hits, _), detected, key_map = best
     if 10 * hits < len(key_map.keys()):
-        wanted, held = (", ".join(map(repr, list(keys)[:3])) for keys in (key_map.keys(), tensors.arrays))
-        raise ValueError(f"{tensors.path} contains no weights of a {type(model).__name__} with the names of "
-                         f"{' or '.join(_known(model)) if name is None else name}: its keys are {held}, ...; "
-                         f"expected {wanted}, ... for {detected}")
+        wanted, held = (
+            ", ".join(map(repr, list(keys)[:3])) for keys in (key_map.keys(), tensors.arrays)
+        )
+        raise ValueError(
+            f"{tensors.path} contains no weights of a {type(model).__name__} with the names of "
+            f"{' or '.join(_known(model)) if name is None else name}: its keys are {held}, ...; "
+            f"expected {wanted}, ... for {detected}"
+        )
     return detected, key_map
 
 
@@ -106,16 +114,25 @@ def names_to_write(model):
     known = _known(model)
     if len(known) == 1:
         return next(iter(known))
-    fitting = [name for name in known if not known[name].only_named and not _differs(model, known[name])]
+    fitting = [
+        name for name in known if not known[name].only_named and not _differs(model, known[name])
+    ]
     if len(fitting) != 1:
-        raise ValueError(f"pretrained.save: select the names to write for this {type(model).__name__}: names="
-                         f"{' or '.join(map(repr, fitting or known))}")
+        raise ValueError(
+            f"pretrained.save: select the names to write for this {type(model).__name__}: names="
+            f"{' or '.join(map(repr, fitting or known))}"
+        )
     return fitting[0]
 
 
 def described(model, name):
     """Returns the names of the model's fields that config.json can state for weights of the framework `name`."""
-    return {field for config in model.CONFIGS.values() if name in config.names for field in config.compared()}
+    return {
+        field
+        for config in model.CONFIGS.values()
+        if name in config.names
+        for field in config.compared()
+    }
 
 
 def check_config(model, name, path, compared=()):
@@ -123,13 +140,19 @@ def check_config(model, name, path, compared=()):
 
     Fields in `compared` are not checked, because they were already compared with config.json.
     """
-    wanted = {field: value for field, value in _differs(model, rules_of(model, name)).items() if field not in compared}
+    wanted = {
+        field: value
+        for field, value in _differs(model, rules_of(model, name)).items()
+        if field not in compared
+    }
     if wanted:
         want = ", ".join(f"{field}={value!r}" for field, value in wanted.items())
         have = ", ".join(f"{field}={getattr(model, field)!r}" for field in wanted)
-        raise ValueError(f"{path}: weights with the names of {name} need a {type(model).__name__} with {want}, got "
-                         f"{have}; use dataclasses.replace(model, {want}), or pretrained.model(name of the preset, "
-                         "path)")
+        raise ValueError(
+            f"{path}: weights with the names of {name} need a {type(model).__name__} with {want}, got "
+            f"{have}; use dataclasses.replace(model, {want}), or pretrained.model(name of the preset, "
+            "path)"
+        )
 
 
 def check_header(model, name, path):
@@ -137,13 +160,19 @@ def check_header(model, name, path):
     the number of attention heads."""
     header = rules_of(model, name).header
     if header is not None and header(model).n_heads != (held := _llama2c.header(path)).n_heads:
-        raise ValueError(f"{path} has {held.n_heads} attention heads; this {type(model).__name__} has "
-                         f"{header(model).n_heads}")
+        raise ValueError(
+            f"{path} has {held.n_heads} attention heads; this {type(model).__name__} has "
+            f"{header(model).n_heads}"
+        )
 
 
 def check_keys(model, name, key_map, tensors):
     """Compares the array names and shapes of a file with the key map, which contains the expected keys and shapes."""
-    held, wanted, spare = tensors.arrays, key_map.keys(), {key: entry for entry in key_map.beside for key in entry.keys}
+    held, wanted, spare = (
+        tensors.arrays,
+        key_map.keys(),
+        {key: entry for entry in key_map.beside for key in entry.keys},
+    )
     extra = [key for key in held if key not in wanted and key not in spare]
     missing = [key for key in wanted if key not in held]
 
@@ -157,27 +186,39 @@ def check_keys(model, name, key_map, tensors):
         return f"{key!r}: expected shape {wanted[key].shape()} for {ours(wanted[key])}, got {held[key].shape}"
 
     def untied(key):
-        return (f"{key!r} must equal {ours(spare[key])}, because the model ties the two ('tie_word_embeddings' in "
-                "config.json)")
+        return (
+            f"{key!r} must equal {ours(spare[key])}, because the model ties the two ('tie_word_embeddings' in "
+            "config.json)"
+        )
 
     wrong = [(lacking, key) for key in missing] + [(unexpected, key) for key in extra]
-    wrong += [(misshapen, key) for key, entry in wanted.items() if key in held and held[key].shape != entry.shape()]
-    wrong += [(untied, key) for key, entry in spare.items()
-              if isinstance(entry.rule, Tied) and key in held and not _tied(key, entry, wanted, tensors)]
+    wrong += [
+        (misshapen, key)
+        for key, entry in wanted.items()
+        if key in held and held[key].shape != entry.shape()
+    ]
+    wrong += [
+        (untied, key)
+        for key, entry in spare.items()
+        if isinstance(entry.rule, Tied) and key in held and not _tied(key, entry, wanted, tensors)
+    ]
     if wrong:
         listed = "; ".join(say(key) for say, key in wrong[:LISTED])
         rest = f"; and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""
-        raise ValueError(f"{tensors.path} does not match this {type(model).__name__} with the names of {name}: "
-                         f"{listed}{rest}")
+        raise ValueError(
+            f"{tensors.path} does not match this {type(model).__name__} with the names of {name}: "
+            f"{listed}{rest}"
+        )
 
 
 def _tied(key, entry, wanted, tensors):
     first = next(each for each in wanted.values() if each.paths == entry.paths)
     if any(each not in tensors.arrays for each in first.keys):
-        return True     # already listed as missing
+        return True  # already listed as missing
     array = tensors.arrays[key]
     return array.shape == entry.shape() and np.array_equal(
-        entry.rule.layout.ours(array), first.rule.layout.ours(tensors.arrays[first.keys[0]]))
+        entry.rule.layout.ours(array), first.rule.layout.ours(tensors.arrays[first.keys[0]])
+    )
 
 
 def ours(entry):

@@ -20,21 +20,35 @@ import numpy as np
 from fnet.models.weights import _llama2c
 
 DTYPES = {
-    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "C64": np.complex64,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "I64": np.int64, "I32": np.int32,
-    "I16": np.int16, "I8": np.int8, "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8,
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "C64": np.complex64,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
     "BOOL": np.bool_,
 }
 INDEX, SINGLE, LLAMA2C = "model.safetensors.index.json", "model.safetensors", "model.bin"
 ADAPTER = "adapter_model.safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"
 # Files that hold the weights of a model as well, in shards or with other names, or change them.
-_SETS = re.compile(rf"model-\d+-of-\d+\.safetensors|consolidated.*\.safetensors|{re.escape(ADAPTER)}")
+_SETS = re.compile(
+    rf"model-\d+-of-\d+\.safetensors|consolidated.*\.safetensors|{re.escape(ADAPTER)}"
+)
 _PARTIAL = ".incomplete", ".part", ".partial", ".crdownload", ".download", ".aria2", ".tmp"
 _PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_HEADER = 1 << 23      # maximum bytes of a safetensors header, enough for 100,000 tensors
-_INDEX = 1 << 24       # maximum bytes of an index of shards; the index of DeepSeek-V3 has 9 million
-_ALIGNMENT = 64    # the alignment that XLA's CPU client needs to avoid a copy
+_HEADER = 1 << 23  # maximum bytes of a safetensors header, enough for 100,000 tensors
+_INDEX = 1 << 24  # maximum bytes of an index of shards; the index of DeepSeek-V3 has 9 million
+_ALIGNMENT = 64  # the alignment that XLA's CPU client needs to avoid a copy
 
 
 class Tensors(NamedTuple):
@@ -61,11 +75,14 @@ def read(path: Path) -> Tensors:
         raise ValueError(
             f"{file} is a pickle, which can run arbitrary code when it is opened; convert it to safetensors with "
             f"PyTorch: import torch, safetensors.torch as s; s.save_file(torch.load({file.name!r}, weights_only=True), "
-            "'model.safetensors')")
+            "'model.safetensors')"
+        )
     if file.suffix == ".bin":
         return Tensors(file, _llama2c.read(file), {})
-    raise ValueError(f"{file} is neither a safetensors file (*.safetensors, or {INDEX} next to its shards) nor "
-                     "llama2.c's model.bin; convert it to safetensors with the framework that wrote it")
+    raise ValueError(
+        f"{file} is neither a safetensors file (*.safetensors, or {INDEX} next to its shards) nor "
+        "llama2.c's model.bin; convert it to safetensors with the framework that wrote it"
+    )
 
 
 def weights_file(path: Path) -> Path:
@@ -88,37 +105,56 @@ def weights_file(path: Path) -> Path:
         named = shards(path / INDEX)[1]
         sets = [name for name in sets if name not in named]
         rest = [name for name in rest if name not in named and not name.startswith("consolidated")]
-        rest += [name for name in names if name.endswith(_INDEX_SUFFIX) and name != INDEX
-                 and not set(named) & set(shards(path / name)[1])]
+        rest += [
+            name
+            for name in names
+            if name.endswith(_INDEX_SUFFIX)
+            and name != INDEX
+            and not set(named) & set(shards(path / name)[1])
+        ]
     elif files == [ADAPTER]:
-        raise ValueError(f"{path} has no weights of a model, only the LoRA adapter {ADAPTER}; load the model that it "
-                         "changes, then apply it with pretrained.load_adapter")
+        raise ValueError(
+            f"{path} has no weights of a model, only the LoRA adapter {ADAPTER}; load the model that it "
+            "changes, then apply it with pretrained.load_adapter"
+        )
     if len(sets) + len(rest) > 1 and sets:
-        raise ValueError(f"{path} contains more than one set of weights: {', '.join([*sets, *rest])}. Pass the path of "
-                         f"the one that you mean, such as {path / sets[-1]}, or move the others to another folder"
-                         + (f"; pretrained.load_adapter applies {ADAPTER}" if ADAPTER in rest else ""))
+        raise ValueError(
+            f"{path} contains more than one set of weights: {', '.join([*sets, *rest])}. Pass the path of "
+            f"the one that you mean, such as {path / sets[-1]}, or move the others to another folder"
+            + (f"; pretrained.load_adapter applies {ADAPTER}" if ADAPTER in rest else "")
+        )
     if sets:
         return path / sets[0]
     if len(files) == 1:
         return path / files[0]
     if len(files) > 1:
-        raise ValueError(f"{path} contains {len(files)} safetensors files ({', '.join(files[:4])}) and no {INDEX}; "
-                         "pass the path of one file")
+        raise ValueError(
+            f"{path} contains {len(files)} safetensors files ({', '.join(files[:4])}) and no {INDEX}; "
+            "pass the path of one file"
+        )
     others = [name for name in names if name.endswith((".bin", *_PICKLES))]
     if others:
         return path / others[0]
     held = ", ".join(names[:6]) or "nothing"
-    raise FileNotFoundError(f"{path} contains no weights ({SINGLE}, {INDEX} or llama2.c's {LLAMA2C}); found {held}")
+    raise FileNotFoundError(
+        f"{path} contains no weights ({SINGLE}, {INDEX} or llama2.c's {LLAMA2C}); found {held}"
+    )
 
 
 def _check_downloads(path, names):
     """Some programs reserve the whole file at once, so that the file looks complete and is zero where bytes are
     missing. What is left of the download beside it tells."""
     for name in names:
-        whole = name.removesuffix(name[name.rfind("."):])
-        if name.endswith(_PARTIAL) and whole.endswith((".safetensors", ".safetensors.index.json")) and whole in names:
-            raise ValueError(f"{path}: {name} is left of a download of {whole}, which may not be complete; finish the "
-                             f"download, or remove {name}")
+        whole = name.removesuffix(name[name.rfind(".") :])
+        if (
+            name.endswith(_PARTIAL)
+            and whole.endswith((".safetensors", ".safetensors.index.json"))
+            and whole in names
+        ):
+            raise ValueError(
+                f"{path}: {name} is left of a download of {whole}, which may not be complete; finish the "
+                f"download, or remove {name}"
+            )
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
@@ -128,8 +164,14 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, s
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        save_file({key: np.ascontiguousarray(array).reshape(array.shape) for key, array in arrays.items()},
-                  partial, metadata=dict(metadata) or None)
+        save_file(
+            {
+                key: np.ascontiguousarray(array).reshape(array.shape)
+                for key, array in arrays.items()
+            },
+            partial,
+            metadata=dict(metadata) or None,
+        )
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -141,7 +183,7 @@ def aligned(shape, dtype) -> np.ndarray:
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.empty(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start:start + size].view(dtype).reshape(shape)
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _safetensors(file: Path) -> Tensors:
@@ -150,8 +192,10 @@ def _safetensors(file: Path) -> Tensors:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
     if _HEADER < length <= file.stat().st_size:
-        raise ValueError(f"{file} is not a safetensors file of a model: its header has {length:,} bytes, expected at "
-                         f"most {_HEADER:,}")
+        raise ValueError(
+            f"{file} is not a safetensors file of a model: its header has {length:,} bytes, expected at "
+            f"most {_HEADER:,}"
+        )
     try:
         # The library checks that all arrays are within the file, without overlaps and gaps.
         with safe_open(file, framework="np") as opened:
@@ -164,13 +208,17 @@ def _safetensors(file: Path) -> Tensors:
         mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     at = 8 + int.from_bytes(mapped[:8], "little")
     arrays = {}
-    for key, kind, shape in heads:                      # in the order of the file, without gaps
+    for key, kind, shape in heads:  # in the order of the file, without gaps
         if kind not in DTYPES:
             raise ValueError(f"{file}: {key!r} has dtype {kind}, which fnet does not support")
         dtype, count = np.dtype(DTYPES[kind]), math.prod(shape)
         try:
-            arrays[key] = np.frombuffer(mapped, dtype, count, at).reshape(shape) if count else np.empty(shape, dtype)
-        except ValueError as error:     # an axis is too long for NumPy, and another axis has length 0
+            arrays[key] = (
+                np.frombuffer(mapped, dtype, count, at).reshape(shape)
+                if count
+                else np.empty(shape, dtype)
+            )
+        except ValueError as error:  # an axis is too long for NumPy, and another axis has length 0
             raise ValueError(f"{file}: {key!r} has shape {shape}: {error}") from None
         at += count * dtype.itemsize
     return Tensors(file, arrays, metadata)
@@ -184,17 +232,23 @@ def shards(index: Path) -> tuple[dict[str, str], list[str]]:
     """
     size = index.stat().st_size
     if size > _INDEX:
-        raise ValueError(f"{index} is not an index of shards: it has {size:,} bytes, expected at most {_INDEX:,}")
+        raise ValueError(
+            f"{index} is not an index of shards: it has {size:,} bytes, expected at most {_INDEX:,}"
+        )
     try:
         text = index.read_text(encoding="utf-8")
-        if text.count("{") + text.count("[") > 1000:    # an index has two objects; a million would fill the memory
+        if (
+            text.count("{") + text.count("[") > 1000
+        ):  # an index has two objects; a million would fill the memory
             raise ValueError("it contains more than 1,000 lists and objects")
         where = json.loads(text)["weight_map"]
         names = sorted(set(where.values()))
         if not all(isinstance(name, str) and Path(name).name == name for name in names):
             raise ValueError("its shards must be files in the same folder")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} is not an index of shards: {error or type(error).__name__}") from None
+        raise ValueError(
+            f"{index} is not an index of shards: {error or type(error).__name__}"
+        ) from None
     return where, names
 
 
@@ -202,18 +256,24 @@ def _shards(index: Path) -> Tensors:
     where, names = shards(index)
     lacking = [name for name in names if not (index.parent / name).is_file()]
     if lacking:
-        raise FileNotFoundError(f"{index} names {len(names)} shards; {', '.join(lacking)} {_is(lacking)} missing")
+        raise FileNotFoundError(
+            f"{index} names {len(names)} shards; {', '.join(lacking)} {_is(lacking)} missing"
+        )
     arrays, metadata = {}, {}
     for name in names:
         shard = _safetensors(index.parent / name)
         for key in shard.arrays:
             if where.get(key) != name:
-                raise ValueError(f"{shard.path} contains {key!r}, but {index.name} places it in {where.get(key)}")
+                raise ValueError(
+                    f"{shard.path} contains {key!r}, but {index.name} places it in {where.get(key)}"
+                )
         arrays |= shard.arrays
         metadata |= shard.metadata
     lacking = [key for key in where if key not in arrays]
     if lacking:
-        raise ValueError(f"{index} places {lacking[0]!r} in {where[lacking[0]]}, which does not contain it")
+        raise ValueError(
+            f"{index} places {lacking[0]!r} in {where[lacking[0]]}, which does not contain it"
+        )
     return Tensors(index, arrays, metadata)
 
 

@@ -7,8 +7,13 @@ from collections.abc import Mapping, Sequence
 from fnet.models.weights._weight_names import DENSE, SAME, Layout, Rule, Spare, torch
 
 
-def torch_layers(ours: str, theirs: str, dense: Mapping[str, str], norms: Mapping[str, str],
-                 layout: Layout = DENSE) -> tuple:
+def torch_layers(
+    ours: str,
+    theirs: str,
+    dense: Mapping[str, str],
+    norms: Mapping[str, str],
+    layout: Layout = DENSE,
+) -> tuple:
     """Returns the naming rules for the layers of a block in a PyTorch file.
 
     Args:
@@ -17,14 +22,23 @@ def torch_layers(ours: str, theirs: str, dense: Mapping[str, str], norms: Mappin
         norms: {path of a LayerNorm or RMSNorm within the block: name in the file}.
         layout: the layout of the kernels.
     """
-    return (*(torch.dense(f"{ours}/{mine}", f"{theirs}.{name}", layout) for mine, name in dense.items()),
-            *(torch.norm(f"{ours}/{mine}", f"{theirs}.{name}") for mine, name in norms.items()))
+    return (
+        *(
+            torch.dense(f"{ours}/{mine}", f"{theirs}.{name}", layout)
+            for mine, name in dense.items()
+        ),
+        *(torch.norm(f"{ours}/{mine}", f"{theirs}.{name}") for mine, name in norms.items()),
+    )
 
 
-def fused(ours: Sequence[str], theirs: str, kernel: Layout = DENSE, bias: Layout = SAME, join: str = ".") -> tuple:
+def fused(
+    ours: Sequence[str], theirs: str, kernel: Layout = DENSE, bias: Layout = SAME, join: str = "."
+) -> tuple:
     """Returns naming rules for Dense layers, such as query, key and value, that are fused into one layer in PyTorch."""
-    return (Rule(tuple(f"{each}/kernel" for each in ours), f"{theirs}{join}weight", kernel),
-            Rule(tuple(f"{each}/bias" for each in ours), f"{theirs}{join}bias", bias))
+    return (
+        Rule(tuple(f"{each}/kernel" for each in ours), f"{theirs}{join}weight", kernel),
+        Rule(tuple(f"{each}/bias" for each in ours), f"{theirs}{join}bias", bias),
+    )
 
 
 def qkv(ours: str) -> tuple[str, ...]:

@@ -56,7 +56,11 @@ def flattened(height: int, width: int) -> Layout:
     """
 
     def ours(array):
-        return array.reshape(len(array), -1, height, width).transpose(2, 3, 1, 0).reshape(-1, len(array))
+        return (
+            array.reshape(len(array), -1, height, width)
+            .transpose(2, 3, 1, 0)
+            .reshape(-1, len(array))
+        )
 
     def theirs(array):
         out = array.shape[-1]
@@ -89,10 +93,13 @@ def interleaved(heads: int) -> Layout:
 
 
 SAME = Layout("same", lambda array: array, lambda array: array)
-DENSE = Layout("dense", _swap, _swap)                                        # [out, in]
-CONV = Layout("conv", lambda array: np.moveaxis(array, (0, 1), (-1, -2)),    # [out, in, *window]
-              lambda array: np.moveaxis(array, (-1, -2), (0, 1)))
-DEPTHWISE = Layout("depthwise", _swap, _swap)                                # [*window, in, 1], Keras
+DENSE = Layout("dense", _swap, _swap)  # [out, in]
+CONV = Layout(
+    "conv",
+    lambda array: np.moveaxis(array, (0, 1), (-1, -2)),  # [out, in, *window]
+    lambda array: np.moveaxis(array, (-1, -2), (0, 1)),
+)
+DEPTHWISE = Layout("depthwise", _swap, _swap)  # [*window, in, 1], Keras
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,19 +245,37 @@ class Words:
     def conv(self, ours: str, theirs: str) -> tuple:
         """Returns the naming rules for the kernel and the bias of a Conv. For PyTorch, the returned rules are also
         valid for a DepthwiseConv. They are not valid for a ConvTranspose, whose kernel has another layout."""
-        return self._affine(ours, theirs, self._conv, (nn.Conv, nn.DepthwiseConv) if self._join == "." else (nn.Conv,))
+        return self._affine(
+            ours,
+            theirs,
+            self._conv,
+            (nn.Conv, nn.DepthwiseConv) if self._join == "." else (nn.Conv,),
+        )
 
     def norm(self, ours: str, theirs: str) -> tuple:
         """Returns the naming rules for scale and bias of a LayerNorm, RMSNorm or GroupNorm."""
         layers = nn.LayerNorm, nn.RMSNorm, nn.GroupNorm
-        return tuple(Rule(f"{ours}/{mine}", f"{theirs}{self._join}{name}", layers=layers)
-                     for mine, name in self._norm[:2])
+        return tuple(
+            Rule(f"{ours}/{mine}", f"{theirs}{self._join}{name}", layers=layers)
+            for mine, name in self._norm[:2]
+        )
 
     def batch_norm(self, ours: str, theirs: str) -> tuple:
         """Returns the naming rules for the arrays of a BatchNorm, and for PyTorch's unused num_batches_tracked."""
-        count = () if self._count is None else (Spare(f"{theirs}{self._join}{self._count}", write=np.int64(0)),)
-        return tuple(Rule(f"{ours}/{mine}", f"{theirs}{self._join}{name}", beside=count if mine == "mean" else (),
-                          layers=(nn.BatchNorm,)) for mine, name in self._norm)
+        count = (
+            ()
+            if self._count is None
+            else (Spare(f"{theirs}{self._join}{self._count}", write=np.int64(0)),)
+        )
+        return tuple(
+            Rule(
+                f"{ours}/{mine}",
+                f"{theirs}{self._join}{name}",
+                beside=count if mine == "mean" else (),
+                layers=(nn.BatchNorm,),
+            )
+            for mine, name in self._norm
+        )
 
     def embed(self, ours: str, theirs: str) -> tuple:
         """Returns the naming rule for the table of an Embed."""
@@ -258,14 +283,29 @@ class Words:
         return (Rule(f"{ours}/embedding", f"{theirs}{self._join}{name}", layers=(nn.Embed,)),)
 
     def _affine(self, ours, theirs, layout, layers):
-        return (Rule(f"{ours}/kernel", f"{theirs}{self._join}{self._kernel}", layout, layers=layers),
-                Rule(f"{ours}/bias", f"{theirs}{self._join}{self._bias}", layers=layers))
+        return (
+            Rule(f"{ours}/kernel", f"{theirs}{self._join}{self._kernel}", layout, layers=layers),
+            Rule(f"{ours}/bias", f"{theirs}{self._join}{self._bias}", layers=layers),
+        )
 
 
-torch = Words(".", DENSE, CONV, "weight", "bias", (("scale", "weight"), ("bias", "bias"), ("mean", "running_mean"),
-                                                  ("var", "running_var")), "num_batches_tracked")
-keras = Words("/", SAME, SAME, "kernel", "bias", (("scale", "gamma"), ("bias", "beta"), ("mean", "moving_mean"),
-                                                 ("var", "moving_variance")))
+torch = Words(
+    ".",
+    DENSE,
+    CONV,
+    "weight",
+    "bias",
+    (("scale", "weight"), ("bias", "bias"), ("mean", "running_mean"), ("var", "running_var")),
+    "num_batches_tracked",
+)
+keras = Words(
+    "/",
+    SAME,
+    SAME,
+    "kernel",
+    "bias",
+    (("scale", "gamma"), ("bias", "beta"), ("mean", "moving_mean"), ("var", "moving_variance")),
+)
 
 
 def _flat(rules):

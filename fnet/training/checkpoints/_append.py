@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fnet.training.checkpoints._storage import StorageError, StorePath, write_whole
 
-_FULL = 256 << 10      # bytes of an object, after which the next object is started
+_FULL = 256 << 10  # bytes of an object, after which the next object is started
 
 
 def parts(path: Path | StorePath) -> list[Path | StorePath]:
@@ -62,7 +62,7 @@ class Objects:
         try:
             (self._path.parent / name).write_bytes(bytes(self._data))
         except StorageError:
-            del self._data[-len(data):]
+            del self._data[-len(data) :]
             raise
         return len(data)
 

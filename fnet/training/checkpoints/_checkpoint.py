@@ -59,8 +59,15 @@ class Checkpoints(Reading):
     [1.0, 1.0, 1.0]
     """
 
-    def __init__(self, folder: str | os.PathLike, *, keep: int = 3, keep_every: int | None = None,
-                 best: str | None = None, mode: str | None = None):
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        *,
+        keep: int = 3,
+        keep_every: int | None = None,
+        best: str | None = None,
+        mode: str | None = None,
+    ):
         if not isinstance(keep, int | np.integer) or keep < 1:
             raise ValueError(f"keep={keep!r}: expected a whole number of checkpoints, at least 1")
         if keep_every is not None and keep_every < 1:
@@ -68,14 +75,18 @@ class Checkpoints(Reading):
         if best is not None or mode is not None:
             mode = direction(best or "", mode, "mode=")
         where = _storage.location(folder)
-        self._where = Objects(where) if isinstance(where, _storage.StorePath) else Folder(where.absolute())
+        self._where = (
+            Objects(where) if isinstance(where, _storage.StorePath) else Folder(where.absolute())
+        )
         self.folder = self._where.folder
         self._keep, self._keep_every, self._best, self._mode = keep, keep_every, best, mode
         self._lock: Lock | Lease | None = None
         self._saving: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._values: dict[int, float] = {}
-        self.anchor: int | None = None     # a step whose checkpoint is kept, because the run may roll back to it
+        self.anchor: int | None = (
+            None  # a step whose checkpoint is kept, because the run may roll back to it
+        )
         self._hurry = threading.Event()
         self._shared = False
 
@@ -83,7 +94,7 @@ class Checkpoints(Reading):
         return self
 
     def __exit__(self, kind, *_) -> None:
-        if kind is not None:      # the first error is raised, not one of `wait`
+        if kind is not None:  # the first error is raised, not one of `wait`
             self._hurry.set()
             with contextlib.suppress(CheckpointError):
                 self.wait()
@@ -106,13 +117,17 @@ class Checkpoints(Reading):
         try:
             self._lock = self._where.lock()
         except Locked as error:
-            raise CheckpointError(f"{self.folder}: another run is using this folder ({error}): wait for it, end "
-                                  "it, or choose another folder") from None
+            raise CheckpointError(
+                f"{self.folder}: another run is using this folder ({error}): wait for it, end "
+                "it, or choose another folder"
+            ) from None
         except _storage.StorageError as error:
             raise CheckpointError(f"{error}. Nothing can be saved there") from None
         except OSError as error:
-            raise CheckpointError(f"{self.folder}: nothing can be saved here ({reason(error)}): choose another folder, "
-                                  "or make this one writable") from None
+            raise CheckpointError(
+                f"{self.folder}: nothing can be saved here ({reason(error)}): choose another folder, "
+                "or make this one writable"
+            ) from None
         with named(self.folder):
             self._where.tidy()
 
@@ -126,8 +141,10 @@ class Checkpoints(Reading):
         self.wait()
         self.lock()
         if foreign := self._where.foreign():
-            raise CheckpointError(f"{self.folder} holds files that are not of checkpoints ({', '.join(foreign[:5])}), "
-                                  "so no file was removed: remove the folder manually, or choose another workdir")
+            raise CheckpointError(
+                f"{self.folder} holds files that are not of checkpoints ({', '.join(foreign[:5])}), "
+                "so no file was removed: remove the folder manually, or choose another workdir"
+            )
         self._where.clear()
         self._values.clear()
 
@@ -146,19 +163,30 @@ class Checkpoints(Reading):
         if problem is not None:
             raise problem
         if failed:
-            raise CheckpointError(f"{self.folder}: the first process could not lock this folder; its own error states "
-                                  "the reason")
+            raise CheckpointError(
+                f"{self.folder}: the first process could not lock this folder; its own error states "
+                "the reason"
+            )
         self._shared = True
 
     def _held(self, *, ask: bool = True) -> None:
         """Raises an error if this run no longer holds the lock of the folder. If `ask` is False, no request is sent to
         an object store."""
         if self._lock is not None and not (self._lock.holds() if ask else self._lock.kept()):
-            raise CheckpointError(f"{self.folder}: this folder was removed or replaced, or another run took it over; "
-                                  "nothing more is written there. Start the run again")
+            raise CheckpointError(
+                f"{self.folder}: this folder was removed or replaced, or another run took it over; "
+                "nothing more is written there. Start the run again"
+            )
 
-    def save(self, step: int, tree: Any, *, metrics: Mapping[str, float] | None = None,
-             notes: Mapping[str, Any] | None = None, sound: Any = None) -> None:
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        notes: Mapping[str, Any] | None = None,
+        sound: Any = None,
+    ) -> None:
         """Saves `tree` as the checkpoint of step `step`, in the background.
 
         `save` waits for the previous save, dispatches a copy of the arrays on the device, and returns. An earlier
@@ -182,14 +210,25 @@ class Checkpoints(Reading):
         entries = {path: _leaves.entry(path, leaf) for path, leaf in leaves.items()}
         self.wait()
         self._ready()
-        head = {"step": int(step), "notes": _json(notes), "metrics": _finite(metrics),
-                "tree": _structure.describe(tree)}
+        head = {
+            "step": int(step),
+            "notes": _json(notes),
+            "metrics": _finite(metrics),
+            "tree": _structure.describe(tree),
+        }
         arguments = head, entries, snapshot(leaves), sound
-        self._saving = threading.Thread(target=self._save, args=arguments, name=f"checkpoint {step}")
+        self._saving = threading.Thread(
+            target=self._save, args=arguments, name=f"checkpoint {step}"
+        )
         self._saving.start()
 
-    def amend(self, step: int, *, metrics: Mapping[str, float] | None = None,
-              notes: Mapping[str, Any] | None = None) -> None:
+    def amend(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:
         """Adds metrics and notes to the manifest (JSON file) of a saved step, in the background.
 
         A pending save is completed before the manifest is changed. The arrays of the checkpoint are not written again.
@@ -207,7 +246,9 @@ class Checkpoints(Reading):
         self._held(ask=False)
         if jax.process_index() == 0:
             arguments = self._saving, step, _finite(metrics), _json(notes)
-            self._saving = threading.Thread(target=self._amend, args=arguments, name=f"amend {step}")
+            self._saving = threading.Thread(
+                target=self._amend, args=arguments, name=f"amend {step}"
+            )
             self._saving.start()
 
     def wait(self) -> None:
@@ -221,7 +262,7 @@ class Checkpoints(Reading):
 
     def _newest(self, step: int | None, read: Any) -> Any:
         if self._saving is not None:
-            self._saving.join()    # this save may write the newest checkpoint
+            self._saving.join()  # this save may write the newest checkpoint
         return super()._newest(step, read)
 
     def close(self) -> None:
@@ -235,13 +276,15 @@ class Checkpoints(Reading):
 
     # Writing, in a separate thread.
 
-    def _save(self, head: dict[str, Any], entries: dict[str, Any], copies: Mapping[str, Any], sound: Any) -> None:
+    def _save(
+        self, head: dict[str, Any], entries: dict[str, Any], copies: Mapping[str, Any], sound: Any
+    ) -> None:
         step = head["step"]
         try:
             if sound is not None and not bool(sound):
                 return
             content = write(self._where, head, entries, copies, self._hurry)
-            if content is None:                            # the first process commits the step
+            if content is None:  # the first process commits the step
                 return
             self._where.commit(step, content, self._held)
             self._values[step] = head["metrics"].get(self._best, math.nan)
@@ -253,8 +296,13 @@ class Checkpoints(Reading):
             return
         self._prune(step)
 
-    def _amend(self, before: threading.Thread | None, step: int, metrics: dict[str, float], notes: dict[str, Any]
-               ) -> None:
+    def _amend(
+        self,
+        before: threading.Thread | None,
+        step: int,
+        metrics: dict[str, float],
+        notes: dict[str, Any],
+    ) -> None:
         if before is not None:
             before.join()
         try:
@@ -275,30 +323,37 @@ class Checkpoints(Reading):
             return
         try:
             steps = self.steps()
-        except CheckpointError:                            # the steps that are known without the store
+        except CheckpointError:  # the steps that are known without the store
             steps = sorted(self._values)
         kept = [before for before in steps if before != step]
         kept = f"the checkpoint of step {kept[-1]} is whole" if kept else "there is none before it"
         why = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        self._error = CheckpointError(f"{self.folder}: step {step} could not be saved ({why}); {kept}")
+        self._error = CheckpointError(
+            f"{self.folder}: step {step} could not be saved ({why}); {kept}"
+        )
 
     def _prune(self, saved: int) -> None:
         try:
             steps = self.steps()
-            kept = {*steps[-self._keep:], self.best(), self.anchor}
+            kept = {*steps[-self._keep :], self.best(), self.anchor}
             for step in steps:
                 if step not in kept and not (self._keep_every and step % self._keep_every == 0):
                     self._where.remove(step)
                     self._values.pop(step, None)
         except BaseException as error:
             why = reason(error) if isinstance(error, OSError) else str(error)
-            self._error = CheckpointError(f"{self.folder}: step {saved} was saved, but older checkpoints could not be "
-                                          f"removed ({why})")
+            self._error = CheckpointError(
+                f"{self.folder}: step {saved} was saved, but older checkpoints could not be "
+                f"removed ({why})"
+            )
 
 
 def _finite(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    return {name: float(value) for name, value in (metrics or {}).items()
-            if np.ndim(value) == 0 and math.isfinite(float(value))}
+    return {
+        name: float(value)
+        for name, value in (metrics or {}).items()
+        if np.ndim(value) == 0 and math.isfinite(float(value))
+    }
 
 
 def _json(notes: Mapping[str, Any] | None) -> dict[str, Any]:

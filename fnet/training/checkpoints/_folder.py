@@ -28,14 +28,18 @@ class Folder:
       folder: the folder that contains the checkpoints of all steps.
     """
 
-    poll = 0.02      # seconds between two checks for files of other processes
+    poll = 0.02  # seconds between two checks for files of other processes
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def steps(self) -> list[int]:
         """Returns the steps of complete checkpoints, ascending."""
-        return sorted(int(entry.name) for entry in self._entries() if entry.name.isdecimal() and entry.is_dir())
+        return sorted(
+            int(entry.name)
+            for entry in self._entries()
+            if entry.name.isdecimal() and entry.is_dir()
+        )
 
     def damaged(self) -> list[str]:
         """Returns the names of damaged checkpoints, which were renamed."""
@@ -49,6 +53,7 @@ class Folder:
 
     def foreign(self) -> list[str]:
         """Returns the names of files and folders that do not belong to checkpoints."""
+
         def own(entry):
             if entry.name == LOCK:
                 return True
@@ -58,7 +63,8 @@ class Folder:
                 return True
             inside = [name for name in os.listdir(entry.path) if not name.startswith(".")]
             return bool(entry.name.isdecimal() or ASIDE.fullmatch(entry.name)) and all(
-                name == _manifest.MANIFEST or _manifest.FILE.fullmatch(name) for name in inside)
+                name == _manifest.MANIFEST or _manifest.FILE.fullmatch(name) for name in inside
+            )
 
         return sorted(entry.name for entry in os.scandir(self.folder) if not own(entry))
 
@@ -128,7 +134,9 @@ class Folder:
     # Removing steps.
 
     def remove(self, step: int) -> None:
-        going = self.folder / f".deleting-{step}"          # renamed first: a partial folder must not look complete
+        going = (
+            self.folder / f".deleting-{step}"
+        )  # renamed first: a partial folder must not look complete
         os.rename(self.folder / str(step), going)
         shutil.rmtree(going, ignore_errors=True)
 

@@ -15,7 +15,10 @@ from typing import Any
 from fnet.training.checkpoints._lock import LOCK, Locked
 from fnet.training.checkpoints._storage import Meta, StorageError, StorePath
 
-BEAT, EXPIRY = 5.0, 30.0      # seconds between two renewals; seconds after the last renewal until the lock expires
+BEAT, EXPIRY = (
+    5.0,
+    30.0,
+)  # seconds between two renewals; seconds after the last renewal until the lock expires
 
 
 class Lease:
@@ -45,9 +48,15 @@ class Lease:
         self._data = json.dumps(self._me).encode()
         self._meta = self._take()
         self._done, self._lost = threading.Event(), threading.Event()
-        self._free = weakref.finalize(self, _free, self._path, self._me["owner"], self._done, os.getpid())
-        threading.Thread(target=_renew, args=(self._path, self._me, self._meta, self._done, self._lost),
-                         name="lease", daemon=True).start()
+        self._free = weakref.finalize(
+            self, _free, self._path, self._me["owner"], self._done, os.getpid()
+        )
+        threading.Thread(
+            target=_renew,
+            args=(self._path, self._me, self._meta, self._done, self._lost),
+            name="lease",
+            daemon=True,
+        ).start()
 
     def _take(self) -> Meta:
         first, deadline = None, 0.0
@@ -56,7 +65,7 @@ class Lease:
                 return mine
             try:
                 raw, meta = self._path.versioned()
-            except FileNotFoundError:                      # released in between
+            except FileNotFoundError:  # released in between
                 continue
             owner = _parsed(raw)
             alive = _alive(owner)
@@ -88,7 +97,10 @@ class Lease:
           OSError: the object store cannot be reached.
         """
         try:
-            return not self._done.is_set() and _parsed(self._path.read_bytes()).get("owner") == self._me["owner"]
+            return (
+                not self._done.is_set()
+                and _parsed(self._path.read_bytes()).get("owner") == self._me["owner"]
+            )
         except FileNotFoundError:
             return False
 
@@ -102,7 +114,7 @@ class Lease:
 
 
 def _free(path, owner, done, pid):
-    if os.getpid() != pid or done.is_set():                # a forked child has no lock to release
+    if os.getpid() != pid or done.is_set():  # a forked child has no lock to release
         return
     done.set()
     with contextlib.suppress(OSError):
@@ -117,7 +129,7 @@ def _renew(path, me, meta, done, lost):
         data = json.dumps(me | {"beat": beat}).encode()
         try:
             renewed = path.replace(data, meta)
-            if renewed is None:                            # taken over or removed, or a response was lost
+            if renewed is None:  # taken over or removed, or a response was lost
                 raw, meta = path.versioned()
                 if _parsed(raw).get("owner") != me["owner"]:
                     lost.set()
@@ -127,7 +139,7 @@ def _renew(path, me, meta, done, lost):
         except FileNotFoundError:
             lost.set()
             return
-        except StorageError:                               # the next renewal tries again
+        except StorageError:  # the next renewal tries again
             continue
 
 
@@ -164,6 +176,10 @@ def _started(pid: int) -> str | None:
 def _alive(owner: dict[str, Any]) -> bool | None:
     """Returns whether the process that owns a lock is running, or None if this cannot be determined on this machine."""
     here = _process()
-    if "started" not in here or any(owner.get(name) != here[name] for name in ("boot", "namespace")):
+    if "started" not in here or any(
+        owner.get(name) != here[name] for name in ("boot", "namespace")
+    ):
         return None
-    return isinstance(owner.get("process"), int) and _started(owner["process"]) == owner.get("started")
+    return isinstance(owner.get("process"), int) and _started(owner["process"]) == owner.get(
+        "started"
+    )

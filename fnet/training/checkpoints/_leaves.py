@@ -12,10 +12,30 @@ import ml_dtypes
 import numpy as np
 
 _NUMBERS = (bool, int, float, complex)
-_NAMES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32",
-          "float64", "complex64", "complex128")
-_ODD = [kind for kind in vars(ml_dtypes).values() if isinstance(kind, type) and issubclass(kind, np.generic)]
-DTYPES = {name: np.dtype(name) for name in _NAMES} | {np.dtype(kind).name: np.dtype(kind) for kind in _ODD}
+_NAMES = (
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+)
+_ODD = [
+    kind
+    for kind in vars(ml_dtypes).values()
+    if isinstance(kind, type) and issubclass(kind, np.generic)
+]
+DTYPES = {name: np.dtype(name) for name in _NAMES} | {
+    np.dtype(kind).name: np.dtype(kind) for kind in _ODD
+}
 _KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
@@ -29,7 +49,9 @@ def paths(tree: Any) -> dict[str, Any]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if name in found:
-            raise ValueError(f"two leaves of this tree have the path '{name}': rename one, so that no name holds a '/'")
+            raise ValueError(
+                f"two leaves of this tree have the path '{name}': rename one, so that no name holds a '/'"
+            )
         found[name] = leaf
     return found
 
@@ -57,13 +79,18 @@ def entry(path: str, leaf: Any) -> dict[str, Any]:
         kind = f"an array of {leaf.dtype}"
     else:
         kind = f"a {type(leaf).__name__}"
-    raise TypeError(f"'{path}' is {kind}: a checkpoint holds arrays of numbers, Python numbers and PRNG keys")
+    raise TypeError(
+        f"'{path}' is {kind}: a checkpoint holds arrays of numbers, Python numbers and PRNG keys"
+    )
 
 
 def _implementation(leaf):
     if isinstance(leaf, jax.Array):
         return str(jax.random.key_impl(leaf))
-    return next((name for name in _KEYS if jax.random.key(0, impl=name).dtype == leaf.dtype), str(leaf.dtype))
+    return next(
+        (name for name in _KEYS if jax.random.key(0, impl=name).dtype == leaf.dtype),
+        str(leaf.dtype),
+    )
 
 
 def describe(leaf: Mapping[str, Any]) -> str:
@@ -73,21 +100,27 @@ def describe(leaf: Mapping[str, Any]) -> str:
     return f"{leaf['dtype']}{list(leaf['shape'])}{key}"
 
 
-def mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, cast: bool = False) -> list[str]:
+def mismatches(
+    saved: Mapping[str, Any], wanted: Mapping[str, Any], *, cast: bool = False
+) -> list[str]:
     """Compares the leaves of a checkpoint with the leaves of a target tree. Returns a line of text for each leaf that
     is missing in the checkpoint or in the target, or that differs in shape or dtype. If `cast` is True, the dtype may
     differ."""
     lines = []
     for path in sorted(saved.keys() | wanted.keys()):
         if path not in saved:
-            lines.append(f"'{path}': not in the checkpoint, the target has {describe(wanted[path])}")
+            lines.append(
+                f"'{path}': not in the checkpoint, the target has {describe(wanted[path])}"
+            )
         elif path not in wanted:
             lines.append(f"'{path}': {describe(saved[path])} in the checkpoint, not in the target")
         elif describe(saved[path]) != describe(wanted[path]):
             old, new = saved[path], wanted[path]
             numbers = "dtype" in old and "dtype" in new and "key" not in old and "key" not in new
             if not (cast and numbers and old["shape"] == new["shape"]):
-                lines.append(f"'{path}': {describe(old)} in the checkpoint, the target has {describe(new)}")
+                lines.append(
+                    f"'{path}': {describe(old)} in the checkpoint, the target has {describe(new)}"
+                )
     return lines
 
 
@@ -112,7 +145,9 @@ def plain(array: np.ndarray, saved: Mapping[str, Any]) -> Any:
         return number(saved["python"], array.tobytes())
     if "key" in saved:
         return jax.random.wrap_key_data(jnp.asarray(array), impl=saved["key"])
-    return jnp.asarray(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
+    return (
+        jnp.asarray(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
+    )
 
 
 def like(leaf: Any, array: np.ndarray, saved: Mapping[str, Any]) -> Any:
@@ -132,7 +167,9 @@ def like(leaf: Any, array: np.ndarray, saved: Mapping[str, Any]) -> Any:
     if sharding is not None and not sharding.is_fully_addressable:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
     placed = jax.device_put(array, sharding)
-    if saved.get("weak"):      # weakly typed: only with the same type are the results identical
-        yielding = jnp.broadcast_to(jnp.asarray({"b": False, "i": 0, "c": 0j}.get(array.dtype.kind, 0.0)), array.shape)
+    if saved.get("weak"):  # weakly typed: only with the same type are the results identical
+        yielding = jnp.broadcast_to(
+            jnp.asarray({"b": False, "i": 0, "c": 0j}.get(array.dtype.kind, 0.0)), array.shape
+        )
         placed = yielding.at[...].set(placed) if yielding.dtype == array.dtype else placed
     return placed

@@ -80,11 +80,19 @@ def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
     notes = manifest["notes"]
     state = tree["state"] if isinstance(tree, Mapping) and "state" in tree else tree
     found = state if isinstance(state, Mapping) else {}
-    return Snapshot(step=manifest["step"], params=found.get("params", state), state=found.get("state") or {},
-                    config=notes.get("fit", {}).get("config"), metrics=manifest["metrics"], ema=found.get("ema"))
+    return Snapshot(
+        step=manifest["step"],
+        params=found.get("params", state),
+        state=found.get("state") or {},
+        config=notes.get("fit", {}).get("config"),
+        metrics=manifest["metrics"],
+        ema=found.get("ema"),
+    )
 
 
-def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *, cast: bool = False) -> Any:
+def restore(
+    workdir: str | os.PathLike, like: Any, which: str | int = "last", *, cast: bool = False
+) -> Any:
     """Returns the full saved state of a run, with the structure and the shardings of `like`.
 
     The full state includes the parameters, the optimizer state and the step counter.
@@ -120,7 +128,7 @@ def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *,
 def _step(checkpoints: Checkpoints, which: str | int) -> int | None:
     """Returns the number of the step that `which` selects, or None for the newest undamaged step."""
     if not isinstance(which, (str, bool)):
-        with contextlib.suppress(TypeError):               # `which` is not an integer
+        with contextlib.suppress(TypeError):  # `which` is not an integer
             return operator.index(which)
     if which not in ("best", "last"):
         raise ValueError(f"which={which!r}: use 'best', 'last' or the number of a step")
@@ -128,16 +136,20 @@ def _step(checkpoints: Checkpoints, which: str | int) -> int | None:
         return None
     best = None
     for step in reversed(checkpoints.steps()):
-        with contextlib.suppress(CheckpointError):         # damaged; the others contain the same note
+        with contextlib.suppress(CheckpointError):  # damaged; the others contain the same note
             best = checkpoints.notes(step).get("fit", {}).get("best")
             break
     if not checkpoints.steps():
-        checkpoints.notes()                                # raises an error that lists the existing steps
+        checkpoints.notes()  # raises an error that lists the existing steps
     if not best:
-        raise CheckpointError(f"{checkpoints.folder}: no metric says which state of this run is the best: train with "
-                              "fit(..., best='validation/accuracy') or early_stop=, or load which='last'")
+        raise CheckpointError(
+            f"{checkpoints.folder}: no metric says which state of this run is the best: train with "
+            "fit(..., best='validation/accuracy') or early_stop=, or load which='last'"
+        )
     found = Checkpoints(checkpoints.folder, best=best[0], mode=best[1]).best()
     if found is None:
-        raise CheckpointError(f"{checkpoints.folder}: no checkpoint has a finite value of '{best[0]}' yet; load "
-                              "which='last'")
+        raise CheckpointError(
+            f"{checkpoints.folder}: no checkpoint has a finite value of '{best[0]}' yet; load "
+            "which='last'"
+        )
     return found

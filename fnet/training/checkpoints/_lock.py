@@ -11,7 +11,7 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:      # Windows, where two runs in one folder are not detected
+except ImportError:  # Windows, where two runs in one folder are not detected
     fcntl = None
 
 LOCK = ".lock"
@@ -40,9 +40,11 @@ class Lock:
             self._take()
             if self.holds():
                 break
-            self.release()                                 # another run's `clear` removed the file before it was locked
+            self.release()  # another run's `clear` removed the file before it was locked
             folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError):                 # the process id is useful, but not essential on a full disk
+        with contextlib.suppress(
+            OSError
+        ):  # the process id is useful, but not essential on a full disk
             self._file.truncate(0)
             self._file.write(f"process {os.getpid()}\n".encode())
 
@@ -56,7 +58,7 @@ class Lock:
             who = self._file.read(100).decode(errors="replace").strip() or "another process"
             self._file.close()
             raise Locked(who) from None
-        except OSError:      # a file system without locks
+        except OSError:  # a file system without locks
             return
         _HELD.add(self)
 
@@ -64,10 +66,10 @@ class Lock:
         """Whether the locked folder still exists, and has not been replaced by another folder."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
-        except (OSError, ValueError):                      # gone, or released
+        except (OSError, ValueError):  # gone, or released
             return False
 
-    kept = holds                                           # no request is necessary
+    kept = holds  # no request is necessary
 
     def fileno(self) -> int:
         """Returns the file descriptor of the lock. If the descriptor is passed to a child process (`pass_fds` of

@@ -32,13 +32,30 @@ from fnet.training.checkpoints._storage import Readable, Reader, StorePath
 MANIFEST, FORMAT, VERSION = "manifest.json", "fnet checkpoint", 1
 FILE = re.compile(r"arrays-\d{1,6}(-[0-9a-f]{16})?\.safetensors")
 _SEAL = b'"blake2b": "%s"}\n'
-_LIMIT = 1 << 28      # bytes of a manifest: a million leaves
+_LIMIT = 1 << 28  # bytes of a manifest: a million leaves
 _SAFETENSORS = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64",
-    "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
-_PYTHON = {"bool": 1, "int": None, "float": 8, "complex": 16}      # bytes of each; an int has as many as it needs
+_PYTHON = {
+    "bool": 1,
+    "int": None,
+    "float": 8,
+    "complex": 16,
+}  # bytes of each; an int has as many as it needs
 
 
 class Damaged(Exception):
@@ -46,7 +63,9 @@ class Damaged(Exception):
     leaf."""
 
 
-def write_arrays(path: Path | StorePath, arrays: list[tuple[str, np.ndarray]]) -> tuple[dict, list[dict]]:
+def write_arrays(
+    path: Path | StorePath, arrays: list[tuple[str, np.ndarray]]
+) -> tuple[dict, list[dict]]:
     """Writes arrays in the safetensors format to a local file or to an object in an object store.
 
     A local file is synced to the disk (`os.fsync`).
@@ -58,8 +77,11 @@ def write_arrays(path: Path | StorePath, arrays: list[tuple[str, np.ndarray]]) -
     header, places, at = {}, [], 0
     for name, array in arrays:
         kind, shape = _SAFETENSORS.get(array.dtype.name), list(array.shape)
-        if kind is None:      # stored as bytes; the manifest contains the dtype
-            kind, shape = "U8", shape if array.dtype.itemsize == 1 else [*shape, array.dtype.itemsize]
+        if kind is None:  # stored as bytes; the manifest contains the dtype
+            kind, shape = (
+                "U8",
+                shape if array.dtype.itemsize == 1 else [*shape, array.dtype.itemsize],
+            )
         name = f"leaf:{name}" if name in ("", "__metadata__") else name
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + array.nbytes]}
         at += array.nbytes
@@ -112,7 +134,7 @@ def joined(before: int, own: int, raw: Any) -> int:
 
     Source: zlib's crc32_combine, which multiplies polynomials over GF(2).
     """
-    if len(raw) < 1 << 18:      # faster to compute directly
+    if len(raw) < 1 << 18:  # faster to compute directly
         return zlib.crc32(raw, before)
     power, n, shift = 1 << 31, len(raw), 3
     while n:
@@ -131,14 +153,18 @@ def _times(a, b):
     return product
 
 
-_POWERS = [1 << 30]      # x^(2^n) modulo the polynomial
+_POWERS = [1 << 30]  # x^(2^n) modulo the polynomial
 for _ in range(31):
     _POWERS.append(_times(_POWERS[-1], _POWERS[-1]))
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
     """Returns the content of a manifest as bytes, with a checksum of this content."""
-    content = {name: value for name, value in content.items() if name not in ("format", "version", "blake2b")}
+    content = {
+        name: value
+        for name, value in content.items()
+        if name not in ("format", "version", "blake2b")
+    }
     body = json.dumps({"format": FORMAT, "version": VERSION, **content}, allow_nan=False).encode()
     body = body[:-1] + b", "
     return body + _SEAL % hashlib.blake2b(body, digest_size=32).hexdigest().encode()
@@ -155,7 +181,7 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Syncs a folder to the disk, so that new and renamed files in it are not lost if the machine loses power."""
-    with contextlib.suppress(PermissionError):      # Windows cannot open folders
+    with contextlib.suppress(PermissionError):  # Windows cannot open folders
         number = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(number)
@@ -182,7 +208,9 @@ def read_manifest(folder: Path | StorePath) -> dict[str, Any]:
         content = json.loads(raw)
         _check(content)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{MANIFEST} makes no sense ({type(error).__name__}: {str(error)[:100]})") from None
+        raise Damaged(
+            f"{MANIFEST} makes no sense ({type(error).__name__}: {str(error)[:100]})"
+        ) from None
     if folder.name.isdecimal() and int(folder.name) != content["step"]:
         raise Damaged(f"{MANIFEST} is that of step {content['step']}")
     return content
@@ -191,17 +219,21 @@ def read_manifest(folder: Path | StorePath) -> dict[str, Any]:
 def _check(content):
     """Checks that a manifest is consistent, because it may be untrusted. After this check, reading a checkpoint cannot
     allocate more memory for the leaves than the total size of the checkpoint's files."""
+
     def natural(value):
         if type(value) is not int or not 0 <= value < 1 << 62:
             raise ValueError(f"{value!r} is no count")
         return value
 
     if (content["format"], content["version"]) != (FORMAT, VERSION):
-        raise ValueError(f"it is of format {content['format']!r}, version {content['version']!r}; this fnet reads "
-                         f"{FORMAT!r}, version {VERSION}")
+        raise ValueError(
+            f"it is of format {content['format']!r}, version {content['version']!r}; this fnet reads "
+            f"{FORMAT!r}, version {VERSION}"
+        )
     natural(content["step"])
     if not isinstance(content["notes"], dict) or not all(
-            isinstance(value, int | float) for value in content["metrics"].values()):
+        isinstance(value, int | float) for value in content["metrics"].values()
+    ):
         raise ValueError("its notes or metrics have an invalid format")
     for name, file in content["files"].items():
         if not FILE.fullmatch(name):
@@ -224,7 +256,10 @@ def _check(content):
             begin, end = map(natural, piece["at"])
             natural(piece["crc32"])
             free[piece["file"]] -= end - begin
-            if not begin <= end <= content["files"][piece["file"]]["bytes"] or free[piece["file"]] < 0:
+            if (
+                not begin <= end <= content["files"][piece["file"]]["bytes"]
+                or free[piece["file"]] < 0
+            ):
                 raise ValueError(f"{path!r} lies outside of {piece['file']}")
             part = shape
             if "index" in piece:
@@ -263,8 +298,13 @@ def opened(path: Path | StorePath) -> Iterator[tuple[Any, int]]:
             raise Damaged(f"{path.name} is missing") from None
         return
     try:
-        number = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-                         | getattr(os, "O_BINARY", 0))
+        number = os.open(
+            path,
+            os.O_RDONLY
+            | getattr(os, "O_NOFOLLOW", 0)
+            | getattr(os, "O_NONBLOCK", 0)
+            | getattr(os, "O_BINARY", 0),
+        )
     except PermissionError:
         raise
     except OSError as error:
@@ -307,8 +347,12 @@ def read_leaves(folder: Path | StorePath, content: Mapping[str, Any]) -> dict[st
     """
     arrays: dict[str, Any] = {}
     for name, entry in content["files"].items():
-        pieces = [(*piece["at"], path, piece) for path, leaf in content["leaves"].items()
-                  for piece in leaf["pieces"] if piece["file"] == name]
+        pieces = [
+            (*piece["at"], path, piece)
+            for path, leaf in content["leaves"].items()
+            for piece in leaf["pieces"]
+            if piece["file"] == name
+        ]
         pieces.sort(key=lambda piece: piece[:2])
         with opened(folder / name) as (file, size):
             check_size(name, size, entry)

@@ -42,8 +42,11 @@ class Objects:
         return names
 
     def steps(self) -> list[int]:
-        return sorted(int(name) for name, inside in self._names().items()
-                      if name.isdecimal() and _manifest.MANIFEST in inside)
+        return sorted(
+            int(name)
+            for name, inside in self._names().items()
+            if name.isdecimal() and _manifest.MANIFEST in inside
+        )
 
     def damaged(self) -> list[str]:
         return sorted(name for name in self._names() if ASIDE.fullmatch(name))
@@ -53,8 +56,11 @@ class Objects:
             if inside == [""]:
                 return name.startswith(LOCK)
             return bool(name.isdecimal() or ASIDE.fullmatch(name)) and all(
-                key == _manifest.MANIFEST or _manifest.FILE.fullmatch(key) or key.startswith(".part-")
-                for key in inside)
+                key == _manifest.MANIFEST
+                or _manifest.FILE.fullmatch(key)
+                or key.startswith(".part-")
+                for key in inside
+            )
 
         return sorted(name for name, inside in self._names().items() if not own(name, inside))
 
@@ -85,7 +91,7 @@ class Objects:
     def commit(self, step: int, content: Mapping[str, Any], check: Callable[[], None]) -> None:
         check()
         self._put(step, content)
-        with contextlib.suppress(OSError):                 # else `tidy` does it
+        with contextlib.suppress(OSError):  # else `tidy` does it
             self._sweep(step, content)
 
     def amend(self, step: int, content: Mapping[str, Any]) -> None:
@@ -120,7 +126,9 @@ class Objects:
 
     def _remove(self, name):
         prefix = self.folder / name
-        (prefix / _manifest.MANIFEST).unlink(missing_ok=True)        # first, so that the rest is not a checkpoint
+        (prefix / _manifest.MANIFEST).unlink(
+            missing_ok=True
+        )  # first, so that the rest is not a checkpoint
         for key in prefix.keys():
             (prefix / key).unlink(missing_ok=True)
 
@@ -148,7 +156,9 @@ class Objects:
                 continue
             if _manifest.MANIFEST not in inside:
                 self._remove(name)
-            elif any(key.startswith(".part-") for key in inside) or sum(map(_is_arrays, inside)) > 1:
+            elif (
+                any(key.startswith(".part-") for key in inside) or sum(map(_is_arrays, inside)) > 1
+            ):
                 with contextlib.suppress(_manifest.Damaged):
                     self._sweep(int(name), _manifest.read_manifest(self.folder / name))
 

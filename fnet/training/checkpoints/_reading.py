@@ -103,7 +103,9 @@ class Reading:
         except Damaged as error:
             raise CheckpointError(self._named(step, error)) from None
 
-    def restore(self, target: Any, step: int | None = None, *, cast: bool = False, part: str = "") -> Any:
+    def restore(
+        self, target: Any, step: int | None = None, *, cast: bool = False, part: str = ""
+    ) -> Any:
         """Returns the tree that was saved at `step`, with the structure, shardings and leaf types of `target`.
 
         If a checkpoint is being saved in the background, `restore` waits until the save is complete. If `step` is None,
@@ -173,14 +175,16 @@ class Reading:
             make, problem = None, None
             try:
                 make = read(step)
-            except Exception as error:                     # the others must not wait for this process
+            except Exception as error:  # the others must not wait for this process
                 problem = error
             came = _shards.together(problem)
             if problem is not None and not isinstance(problem, Damaged):
                 raise problem
             if (came > 1).any():
-                raise CheckpointError(f"{self.folder / str(step)}: process {int(came.argmax())} could not read this "
-                                      "checkpoint; its own error states the reason")
+                raise CheckpointError(
+                    f"{self.folder / str(step)}: process {int(came.argmax())} could not read this "
+                    "checkpoint; its own error states the reason"
+                )
             if not came.any():
                 self._warn(failed, step)
                 return make()
@@ -188,15 +192,19 @@ class Reading:
             if wanted is not None:
                 raise CheckpointError(self._named(step, why)) from None
             tried.append(step)
-            failed.append(self._set_aside(step, why) if me == 0 else f"step {step} is damaged ({why})")
+            failed.append(
+                self._set_aside(step, why) if me == 0 else f"step {step} is damaged ({why})"
+            )
 
     def _candidate(self, tried: list[int]) -> int:
         """Returns the newest checkpointed step that is not in `tried`, or -1 if there is no such step. Process 0 reads
         the steps of all checkpoints from the folder, and sends the selected step to the other processes."""
         if jax.process_index() > 0:
             if (step := _shards.first_says(0)) == -2:
-                raise CheckpointError(f"{self.folder}: the first process could not list the checkpoints; its own "
-                                      "message says why")
+                raise CheckpointError(
+                    f"{self.folder}: the first process could not list the checkpoints; its own "
+                    "message says why"
+                )
             return step
         try:
             step = max((step for step in self.steps() if step not in tried), default=-1)
@@ -235,22 +243,33 @@ class Reading:
     def _read(self, step: int, target: Any, cast: bool, part: str) -> Callable[[], Any]:
         folder, content = self.folder / str(step), self._manifest(step)
         inside = f"{part}/" if part else ""
-        saved = {path.removeprefix(inside): leaf for path, leaf in content["leaves"].items() if path.startswith(inside)}
+        saved = {
+            path.removeprefix(inside): leaf
+            for path, leaf in content["leaves"].items()
+            if path.startswith(inside)
+        }
         leaves = _leaves.paths(target)
         wanted = {path: _leaves.entry(path, leaf) for path, leaf in leaves.items()}
         if lines := _leaves.mismatches(saved, wanted, cast=cast):
             why = "".join(f"\n{text}" for text in explained(saved, wanted))
-            raise CheckpointError(f"{folder}: this checkpoint is of something else:\n  " + "\n  ".join(lines) + why)
+            raise CheckpointError(
+                f"{folder}: this checkpoint is of something else:\n  " + "\n  ".join(lines) + why
+            )
         if jax.process_count() > 1:
             with named(folder):
-                arrays = _shards.read(folder, content, {inside + path: leaf for path, leaf in leaves.items()})
+                arrays = _shards.read(
+                    folder, content, {inside + path: leaf for path, leaf in leaves.items()}
+                )
         else:
             arrays = self._arrays(folder, content)
 
         def made():
-            restored = [_leaves.number(saved[path]["python"], arrays[inside + path].tobytes())
-                        if "python" in saved[path] else _leaves.like(leaf, arrays[inside + path], saved[path])
-                        for path, leaf in leaves.items()]
+            restored = [
+                _leaves.number(saved[path]["python"], arrays[inside + path].tobytes())
+                if "python" in saved[path]
+                else _leaves.like(leaf, arrays[inside + path], saved[path])
+                for path, leaf in leaves.items()
+            ]
             return jax.tree.unflatten(jax.tree.structure(target), restored)
 
         return made
@@ -258,21 +277,25 @@ class Reading:
     def _plain(self, step: int) -> Callable[[], tuple[dict[str, Any], Any]]:
         folder, content = self.folder / str(step), self._manifest(step)
         arrays = self._arrays(folder, content)
-        leaves = {path: _leaves.plain(arrays[path], leaf) for path, leaf in content["leaves"].items()}
+        leaves = {
+            path: _leaves.plain(arrays[path], leaf) for path, leaf in content["leaves"].items()
+        }
         if "tree" not in content:
             return lambda: (content, _structure.nested(leaves))
         try:
             tree = _structure.build(content["tree"], leaves)
             return lambda: (content, tree)
         except (ValueError, KeyError, RecursionError) as error:
-            raise Damaged(f"{_manifest.MANIFEST} makes no sense ({type(error).__name__}: {error})") from None
+            raise Damaged(
+                f"{_manifest.MANIFEST} makes no sense ({type(error).__name__}: {error})"
+            ) from None
 
     def _arrays(self, folder: Path | StorePath, content: Mapping[str, Any]) -> dict[str, Any]:
         with named(folder):
             return _manifest.read_leaves(folder, content)
 
     def _set_aside(self, step: int, why: Damaged) -> str:
-        try:      # fails if another run uses the folder or if it cannot be written to
+        try:  # fails if another run uses the folder or if it cannot be written to
             self.lock()
             name = self._where.set_aside(step)
         except (CheckpointError, OSError):
@@ -281,16 +304,24 @@ class Reading:
 
     def _warn(self, failed: list[str], step: int) -> None:
         if failed:
-            warnings.warn(f"{self.folder}: {'; '.join(failed)}; going on from step {step}, the newest that is whole",
-                          CheckpointWarning, stacklevel=4)
+            warnings.warn(
+                f"{self.folder}: {'; '.join(failed)}; going on from step {step}, the newest that is whole",
+                CheckpointWarning,
+                stacklevel=4,
+            )
 
     def _none_good(self, failed: list[str]) -> Exception:
         if not failed and not self.damaged():
             return FileNotFoundError(f"{self.folder}: no checkpoint here, there are steps []")
-        what = "; ".join(failed) or f"what is here was found damaged and set aside: {', '.join(self.damaged())}"
-        return CheckpointError(f"{self.folder}: no checkpoint here can be read: {what}. To start again from "
-                               "the first step, remove the "
-                               "folder or choose another")
+        what = (
+            "; ".join(failed)
+            or f"what is here was found damaged and set aside: {', '.join(self.damaged())}"
+        )
+        return CheckpointError(
+            f"{self.folder}: no checkpoint here can be read: {what}. To start again from "
+            "the first step, remove the "
+            "folder or choose another"
+        )
 
     def _named(self, step: int, why: Damaged) -> str:
         others = [str(other) for other in self.steps() if other != step]
@@ -304,7 +335,9 @@ class Reading:
             except Damaged:
                 return math.nan
             except CheckpointError:
-                if isinstance(self.folder, StorePath):     # currently unreachable, but it may be the best
+                if isinstance(
+                    self.folder, StorePath
+                ):  # currently unreachable, but it may be the best
                     raise
                 return math.nan
         return self._values[step]

@@ -14,7 +14,7 @@ from fnet.training.checkpoints import _leaves, _manifest
 from fnet.training.checkpoints._manifest import Damaged
 from fnet.training.checkpoints._storage import StorePath
 
-Box = tuple[tuple[int, int], ...]      # (begin, end) along each axis
+Box = tuple[tuple[int, int], ...]  # (begin, end) along each axis
 
 
 class Shards:
@@ -25,7 +25,9 @@ class Shards:
         self.shape, self.dtype, self._parts = shape, dtype, parts
 
     def astype(self, dtype: Any) -> Shards:
-        return Shards(self.shape, dtype, {box: part.astype(dtype) for box, part in self._parts.items()})
+        return Shards(
+            self.shape, dtype, {box: part.astype(dtype) for box, part in self._parts.items()}
+        )
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         return self._parts[_box(index, self.shape)]
@@ -41,10 +43,14 @@ def needed(leaf: Any, shape: tuple[int, ...]) -> set[Box] | None:
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or sharding.is_fully_addressable or _leaves.is_key(leaf):
         return None
-    return {_box(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()}
+    return {
+        _box(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()
+    }
 
 
-def read(folder: Path | StorePath, content: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
+def read(
+    folder: Path | StorePath, content: Mapping[str, Any], target: Mapping[str, Any]
+) -> dict[str, Any]:
     """Reads those leaves of a checkpoint whose paths are keys of `target`. Returns a dict that maps the path of each
     leaf to the complete array, or to a `Shards` object if this process needs only parts of the array.
 
@@ -74,8 +80,9 @@ def read(folder: Path | StorePath, content: Mapping[str, Any], target: Mapping[s
             sharded.add(path)
         parts[path] = {}
         for box in {whole} if boxes is None else boxes:
-            parts[path][box] = np.zeros([high - low for low, high in box],
-                                                       _leaves.DTYPES[saved["dtype"]])
+            parts[path][box] = np.zeros(
+                [high - low for low, high in box], _leaves.DTYPES[saved["dtype"]]
+            )
             missing[path, box] = math.prod(high - low for low, high in box)
         for piece in saved["pieces"]:
             index: Box = tuple(map(tuple, piece["index"])) if "index" in piece else whole
@@ -90,7 +97,9 @@ def read(folder: Path | StorePath, content: Mapping[str, Any], target: Mapping[s
                 if index is None:
                     numbers[path] = raw
                     continue
-                array = _manifest.typed(raw, content["leaves"][path]).reshape([high - low for low, high in index])
+                array = _manifest.typed(raw, content["leaves"][path]).reshape(
+                    [high - low for low, high in index]
+                )
                 for box, part in parts[path].items():
                     if (common := _common(index, box)) is not None:
                         part[_inside(common, box)] = array[_inside(common, index)]
@@ -98,9 +107,16 @@ def read(folder: Path | StorePath, content: Mapping[str, Any], target: Mapping[s
     for (path, _), count in missing.items():
         if count:
             raise Damaged(f"the shards of '{path}' do not cover it")
-    arrays = {path: Shards(tuple(content["leaves"][path]["shape"]), _leaves.DTYPES[content["leaves"][path]["dtype"]],
-                           boxes) if path in sharded else next(iter(boxes.values()))
-              for path, boxes in parts.items()}
+    arrays = {
+        path: Shards(
+            tuple(content["leaves"][path]["shape"]),
+            _leaves.DTYPES[content["leaves"][path]["dtype"]],
+            boxes,
+        )
+        if path in sharded
+        else next(iter(boxes.values()))
+        for path, boxes in parts.items()
+    }
     return arrays | numbers
 
 

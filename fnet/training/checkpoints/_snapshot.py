@@ -72,6 +72,15 @@ def pieces(copies: Mapping[str, Any]) -> list[Piece]:
             continue
         for number, shard in enumerate(copy.addressable_shards):
             if shard.replica_id == 0:
-                index = [list(where.indices(size)[:2]) for where, size in zip(shard.index, copy.shape)]
-                made.append(Piece(path, f"{path}#{jax.process_index()}.{number}", np.asarray(shard.data), index))
+                index = [
+                    list(where.indices(size)[:2]) for where, size in zip(shard.index, copy.shape)
+                ]
+                made.append(
+                    Piece(
+                        path,
+                        f"{path}#{jax.process_index()}.{number}",
+                        np.asarray(shard.data),
+                        index,
+                    )
+                )
     return made

@@ -18,16 +18,19 @@ from pathlib import Path
 from typing import Any
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
-_SCHEMES = {      # what to set if the store refuses access
+_SCHEMES = {  # what to set if the store refuses access
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION (AWS_ENDPOINT_URL for another server than Amazon's)",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
     "memory": "",
 }
-_CHUNK = 8 << 20            # bytes of one request; a larger object is written in several parts
-_RETRIES, _ATTEMPTS = 8, 6  # retries by obstore in each of our attempts: about half a minute in total
-_PAUSE = 0.5                # seconds before the second attempt, doubled for each further attempt
-_LIMIT = 60.0               # seconds after which there is no further attempt, if a server does not answer
+_CHUNK = 8 << 20  # bytes of one request; a larger object is written in several parts
+_RETRIES, _ATTEMPTS = (
+    8,
+    6,
+)  # retries by obstore in each of our attempts: about half a minute in total
+_PAUSE = 0.5  # seconds before the second attempt, doubled for each further attempt
+_LIMIT = 60.0  # seconds after which there is no further attempt, if a server does not answer
 
 
 class StorageError(OSError):
@@ -48,7 +51,9 @@ def location(where: str | os.PathLike) -> Path | StorePath:
     if isinstance(where, StorePath | Path):
         if isinstance(where, Path) and re.match(r"(s3|gs|az|memory):/", str(where)):
             url = str(where).replace(":/", "://", 1)
-            raise ValueError(f"Path('{where}'): a pathlib.Path cannot hold a URL; pass '{url}' as a string")
+            raise ValueError(
+                f"Path('{where}'): a pathlib.Path cannot hold a URL; pass '{url}' as a string"
+            )
         return where
     match = _URL.fullmatch(os.fspath(where))
     if match is None:
@@ -77,25 +82,39 @@ def _store(scheme: str, bucket: str) -> Any:
     try:
         from obstore import store
     except ImportError:
-        raise ModuleNotFoundError(f"{scheme}://{bucket}: object stores need the package obstore: pip install "
-                                  "'fnet[cloud]'") from None
+        raise ModuleNotFoundError(
+            f"{scheme}://{bucket}: object stores need the package obstore: pip install "
+            "'fnet[cloud]'"
+        ) from None
     if scheme == "memory":
         return _memory(bucket)
-    endpoints = [value for name, value in os.environ.items() if re.fullmatch(r"(AWS|AZURE)_.*ENDPOINT.*", name)]
+    endpoints = [
+        value
+        for name, value in os.environ.items()
+        if re.fullmatch(r"(AWS|AZURE)_.*ENDPOINT.*", name)
+    ]
     options: dict[str, Any] = {"timeout": "30s"}
-    if any(value.startswith("http://") for value in endpoints) or os.environ.get("AZURE_STORAGE_USE_EMULATOR"):
+    if any(value.startswith("http://") for value in endpoints) or os.environ.get(
+        "AZURE_STORAGE_USE_EMULATOR"
+    ):
         options["allow_http"] = True
     made = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[scheme]
     try:
         return made(bucket, client_options=options, retry_config=_retries())
     except Exception as error:
-        raise StorageError(f"{scheme}://{bucket}: {_brief(error)}. Set {_SCHEMES[scheme]}") from None
+        raise StorageError(
+            f"{scheme}://{bucket}: {_brief(error)}. Set {_SCHEMES[scheme]}"
+        ) from None
 
 
 def _retries() -> dict[str, Any]:
     from datetime import timedelta
 
-    backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=10), "base": 2}
+    backoff = {
+        "init_backoff": timedelta(seconds=0.1),
+        "max_backoff": timedelta(seconds=10),
+        "base": 2,
+    }
     return {"max_retries": _RETRIES, "backoff": backoff, "retry_timeout": timedelta(seconds=60)}
 
 
@@ -182,6 +201,7 @@ class StorePath:
 
     def versioned(self) -> tuple[bytes, Meta]:
         """Returns the content of the object, and the metadata of the version that was read."""
+
         def whole():
             answer = self._store.get(self.key)
             return bytes(answer.bytes()), answer.meta
@@ -194,15 +214,22 @@ class StorePath:
 
     def read_range(self, begin: int, end: int) -> Any:
         """Returns the bytes from `begin` to `end`, or fewer if the object ends before `end`."""
-        return memoryview(self._do(self._store.get_range, self.key, start=begin, end=end)) if end > begin else b""
+        return (
+            memoryview(self._do(self._store.get_range, self.key, start=begin, end=end))
+            if end > begin
+            else b""
+        )
 
     def keys(self) -> list[str]:
         """Returns the keys of all objects below this prefix, relative to the prefix."""
+
         def listed():
             prefix = f"{self.key}/" if self._names else None
             return [known["path"] for batch in self._store.list(prefix) for known in batch]
 
-        return sorted(path[len(self.key) + 1:] if self._names else path for path in self._do(listed))
+        return sorted(
+            path[len(self.key) + 1 :] if self._names else path for path in self._do(listed)
+        )
 
     # Writing.
 
@@ -220,8 +247,10 @@ class StorePath:
             data = b"".join(parts)
             self._do(self._store.put, self.key, data, use_multipart=False)
             return
-        chunk = max(_CHUNK, -(-total // 9000))             # a store accepts at most 10,000 parts
-        pieces = lambda: (part[at:at + chunk] for part in parts for at in range(0, len(part), chunk))
+        chunk = max(_CHUNK, -(-total // 9000))  # a store accepts at most 10,000 parts
+        pieces = lambda: (
+            part[at : at + chunk] for part in parts for at in range(0, len(part), chunk)
+        )
         self._do(lambda: self._store.put(self.key, pieces(), chunk_size=chunk, max_concurrency=4))
 
     def create(self, data: bytes) -> Meta | None:
@@ -245,12 +274,14 @@ class StorePath:
             return Meta(len(data), _version(known), 0.0)
         except FileNotFoundError:
             if mode == "create":
-                raise StorageError(f"{self}: there is no such bucket; create {self._root}") from None
+                raise StorageError(
+                    f"{self}: there is no such bucket; create {self._root}"
+                ) from None
             return None
         except (refusals.AlreadyExistsError, refusals.PreconditionError):
             try:
                 there, meta = self.versioned()
-            except FileNotFoundError:                      # removed in the meantime
+            except FileNotFoundError:  # removed in the meantime
                 return None
             return meta if there == data else None
 
@@ -280,28 +311,34 @@ class StorePath:
                 return request(*args, **options)
             except (*final, FileNotFoundError) as error:
                 if "NoSuchBucket" in str(error):
-                    raise StorageError(f"{self}: there is no such bucket; create {self._root}") from None
+                    raise StorageError(
+                        f"{self}: there is no such bucket; create {self._root}"
+                    ) from None
                 raise
             except (refusals.PermissionDeniedError, refusals.UnauthenticatedError) as error:
                 raise self._refused(error) from None
             except (refusals.BaseError, OSError) as error:
                 text = str(error)
                 if "NoSuchBucket" in text:
-                    raise StorageError(f"{self}: there is no such bucket; create {self._root}") from None
+                    raise StorageError(
+                        f"{self}: there is no such bucket; create {self._root}"
+                    ) from None
                 if _CREDENTIALS.search(text):
                     raise self._refused(error) from None
                 hopeless = isinstance(error, refusals.NotSupportedError | refusals.InvalidPathError)
                 if hopeless or attempt == _ATTEMPTS - 1 or time.monotonic() - began > _LIMIT:
                     raise StorageError(f"{self}: {_brief(error)}") from None
-                time.sleep(_PAUSE * 2 ** attempt * random.uniform(0.5, 1))
+                time.sleep(_PAUSE * 2**attempt * random.uniform(0.5, 1))
 
     def _refused(self, error: Exception) -> StorageError:
         variables = _SCHEMES[self._root.partition(":")[0]]
         return StorageError(f"{self}: access was refused ({_brief(error)}). Set {variables}")
 
 
-_CREDENTIALS = re.compile(r"169\.254\.169\.254|metadata\.google|[Cc]redential|AccessDenied|InvalidAccessKeyId"
-                          r"|SignatureDoesNotMatch|Unauthorized|40[13] ")
+_CREDENTIALS = re.compile(
+    r"169\.254\.169\.254|metadata\.google|[Cc]redential|AccessDenied|InvalidAccessKeyId"
+    r"|SignatureDoesNotMatch|Unauthorized|40[13] "
+)
 
 
 def _version(known: Any) -> dict[str, str]:
@@ -327,7 +364,7 @@ class Readable:
 
     def read(self, size: int) -> bytearray:
         raw = bytearray(size)
-        return raw[:self.readinto(memoryview(raw))]
+        return raw[: self.readinto(memoryview(raw))]
 
     def readinto(self, view: memoryview) -> int:
         raise NotImplementedError
@@ -351,10 +388,14 @@ class Reader(Readable):
             skip = self._at - self._begin
             if not 0 <= skip < len(self._buffer):
                 end = min(self._at + max(min(wanted - got, _CHUNK), self._AHEAD), self._size)
-                self._begin, self._buffer, skip = self._at, memoryview(self._path.read_range(self._at, end)), 0
+                self._begin, self._buffer, skip = (
+                    self._at,
+                    memoryview(self._path.read_range(self._at, end)),
+                    0,
+                )
                 if not self._buffer:
                     break
-            part = self._buffer[skip:skip + wanted - got]
-            view[got:got + len(part)] = part
+            part = self._buffer[skip : skip + wanted - got]
+            view[got : got + len(part)] = part
             got, self._at = got + len(part), self._at + len(part)
         return got

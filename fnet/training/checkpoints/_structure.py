@@ -9,7 +9,7 @@ import jax
 
 from fnet.layers._spec import put
 
-_LEAF = 1      # None is null; a dict {"dict": {...}}, a list {"list": [...]}, a tuple {"tuple": [...]}
+_LEAF = 1  # None is null; a dict {"dict": {...}}, a list {"list": [...]}, a tuple {"tuple": [...]}
 
 
 def describe(tree: Any) -> Any:
@@ -42,7 +42,7 @@ def build(structure: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
     if structure == _LEAF:
         return leaves[path]
     if isinstance(structure, dict) and len(structure) == 1:
-        (kind, children), = structure.items()
+        ((kind, children),) = structure.items()
         below = lambda name: f"{path}/{name}" if path else str(name)
         if kind == "dict" and isinstance(children, dict):
             return {name: build(child, leaves, below(name)) for name, child in children.items()}

@@ -42,7 +42,7 @@ def clear(workdir: str | os.PathLike) -> None:
         checkpoints.clear()
         remove_logs(workdir)
         if local:
-            for entry in folder.iterdir():                 # the lock, last
+            for entry in folder.iterdir():  # the lock, last
                 entry.unlink()
             folder.rmdir()
 

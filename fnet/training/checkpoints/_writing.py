@@ -15,11 +15,16 @@ from fnet.training.checkpoints._folder import Folder
 from fnet.training.checkpoints._objects import Objects
 from fnet.training.checkpoints._snapshot import pieces
 
-_PATIENCE = 600.0      # seconds to wait until the other processes of a run have written their part
+_PATIENCE = 600.0  # seconds to wait until the other processes of a run have written their part
 
 
-def write(steps: Folder | Objects, head: Mapping[str, Any], entries: Mapping[str, Any], copies: Mapping[str, Any],
-          hurry: threading.Event) -> dict[str, Any] | None:
+def write(
+    steps: Folder | Objects,
+    head: Mapping[str, Any],
+    entries: Mapping[str, Any],
+    copies: Mapping[str, Any],
+    hurry: threading.Event,
+) -> dict[str, Any] | None:
     """Writes the shards of this process to the files of a checkpoint. Process 0 also waits for the shards of the other
     processes.
 
@@ -40,14 +45,21 @@ def write(steps: Folder | Objects, head: Mapping[str, Any], entries: Mapping[str
     partial = steps.partial(step)
     partial.mkdir(exist_ok=processes > 1)
     name, made = steps.arrays(me), pieces(copies)
-    file, places = _manifest.write_arrays(partial / name, [(piece.name, piece.array) for piece in made])
+    file, places = _manifest.write_arrays(
+        partial / name, [(piece.name, piece.array) for piece in made]
+    )
     mine: dict[str, Any] = {"files": {name: file}, "leaves": {}}
     for piece, place in zip(made, places):
         index = {} if piece.index is None else {"index": piece.index}
         mine["leaves"].setdefault(piece.path, []).append({"file": name, **place, **index})
     if me > 0:
         steps.write_part(step, me, json.dumps(mine))
-        _wait(lambda: steps.taken(step, me), steps.poll, hurry, "the first process did not commit the checkpoint")
+        _wait(
+            lambda: steps.taken(step, me),
+            steps.poll,
+            hurry,
+            "the first process did not commit the checkpoint",
+        )
         return None
     for process in range(1, processes):
         parts = []

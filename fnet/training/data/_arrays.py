@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 INT32 = np.iinfo(np.int32)
-_SOME = 4096    # rows of a file from which the range of float64 values is estimated
-_READ, _READ_OF_FILE = 1 << 30, 1 << 24    # bytes that a digest reads of an array, and of a file
-_PLACES = 64                               # from which it reads them
+_SOME = 4096  # rows of a file from which the range of float64 values is estimated
+_READ, _READ_OF_FILE = 1 << 30, 1 << 24  # bytes that a digest reads of an array, and of a file
+_PLACES = 64  # from which it reads them
 
 
 def is_frame(data: Any) -> bool:
@@ -56,10 +56,16 @@ def as_arrays(data: Any, what: str) -> tuple[Any, int]:
             below = f"{name}/" if name else ""
             labels = list(map(str, leaf.columns))
             if repeated := sorted({label for label in labels if labels.count(label) > 1}):
-                raise TypeError(f"{what}: the table has several columns called {repeated}: rename them")
-            return {label: keep(below + label, _column(leaf[column], what, below + label))
-                    for label, column in zip(labels, leaf.columns)}
-        return keep(name, _column(leaf, what, name) if is_series(leaf) else _array(leaf, what, name))
+                raise TypeError(
+                    f"{what}: the table has several columns called {repeated}: rename them"
+                )
+            return {
+                label: keep(below + label, _column(leaf[column], what, below + label))
+                for label, column in zip(labels, leaf.columns)
+            }
+        return keep(
+            name, _column(leaf, what, name) if is_series(leaf) else _array(leaf, what, name)
+        )
 
     def keep(name, array):
         wide = array.dtype == np.float64 and not jax.config.jax_enable_x64
@@ -67,9 +73,11 @@ def as_arrays(data: Any, what: str) -> tuple[Any, int]:
         if wide and array.ndim and _is_file(array):
             some = array[np.linspace(0, len(array) - 1, min(len(array), _SOME)).astype(int)]
         if wide and narrowed(some, 1e-3):
-            raise TypeError(f"{what}: '{name}' holds values from {np.nanmin(some)!r} to {np.nanmax(some)!r}, which "
-                            "float32 rounds to multiples of their difference: subtract their mean, or set "
-                            "jax.config.update('jax_enable_x64', True)")
+            raise TypeError(
+                f"{what}: '{name}' holds values from {np.nanmin(some)!r} to {np.nanmax(some)!r}, which "
+                "float32 rounds to multiples of their difference: subtract their mean, or set "
+                "jax.config.update('jax_enable_x64', True)"
+            )
         names.append(name)
         arrays.append(array)
         return array
@@ -77,10 +85,14 @@ def as_arrays(data: Any, what: str) -> tuple[Any, int]:
     tree = jax.tree_util.tree_map_with_path(convert, data, is_leaf=is_leaf)
     for name, array in zip(names, arrays):
         if array.ndim == 0:
-            raise ValueError(f"{what}: '{name}' is a single value: expected an array with one row for each example")
+            raise ValueError(
+                f"{what}: '{name}' is a single value: expected an array with one row for each example"
+            )
     lengths = {name: len(array) for name, array in zip(names, arrays)}
     if not lengths or len(set(lengths.values())) > 1 or min(lengths.values()) == 0:
-        raise ValueError(f"{what} needs one or more arrays of one length, at least 1, got lengths {lengths}")
+        raise ValueError(
+            f"{what} needs one or more arrays of one length, at least 1, got lengths {lengths}"
+        )
     return tree, len(arrays[0])
 
 
@@ -89,13 +101,15 @@ def digest(data: Any) -> str:
     more than 16 MiB, it reads as many bytes at 64 places."""
     seal = 0
     for path, array in jax.tree_util.tree_leaves_with_path(data):
-        seal = zlib.crc32(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode(), seal)
+        seal = zlib.crc32(
+            f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode(), seal
+        )
         most = _READ_OF_FILE if _is_file(array) else _READ
         parts = [array]
         if array.nbytes > most:
             rows = max(1, most // _PLACES * len(array) // array.nbytes)
             starts = np.linspace(0, len(array) - rows, min(_PLACES, len(array))).astype(int)
-            parts = [array[start:start + rows] for start in starts]
+            parts = [array[start : start + rows] for start in starts]
         for part in parts:
             seal = zlib.crc32(np.ascontiguousarray(part).reshape(-1).view(np.uint8), seal)
     return f"{seal:08x}"
@@ -104,6 +118,7 @@ def digest(data: Any) -> str:
 def rows_of(data: Any, rows: np.ndarray, what: str) -> Any:
     """Returns rows of a tree from `as_arrays`, which must be numbers that JAX can represent. `what` names the data in
     error messages."""
+
     def chosen(path, array):
         part = array[rows]
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -122,7 +137,9 @@ def checked_integers(data: Any, what: str) -> Any:
 
 def take(data: Any, rows: np.ndarray) -> Any:
     """Returns the examples of `data` at the indices `rows`, in the order of `rows`."""
-    pick = lambda leaf: leaf.iloc[rows] if is_frame(leaf) or is_series(leaf) else np.asarray(leaf)[rows]
+    pick = lambda leaf: (
+        leaf.iloc[rows] if is_frame(leaf) or is_series(leaf) else np.asarray(leaf)[rows]
+    )
     return jax.tree.map(pick, data, is_leaf=is_leaf)
 
 
@@ -142,12 +159,16 @@ def _column(series: Any, what: str, name: str) -> np.ndarray:
     numbers."""
     missing = np.asarray(series.isna())
     if missing.any():
-        raise TypeError(f"{what}: column '{name}' has {missing.sum()} missing values, the first in row "
-                        f"{missing.argmax()}: fill them (table.fillna(...)) or leave out their rows (table.dropna())")
+        raise TypeError(
+            f"{what}: column '{name}' has {missing.sum()} missing values, the first in row "
+            f"{missing.argmax()}: fill them (table.fillna(...)) or leave out their rows (table.dropna())"
+        )
     if hasattr(series.dtype, "categories"):
-        raise TypeError(f"{what}: column '{name}' holds categories: pass their numbers instead, "
-                        f"table[{name.rpartition('/')[2]!r}].cat.codes")
-    dtype = getattr(series.dtype, "numpy_dtype", series.dtype)                    # of pandas' Int64 and the like
+        raise TypeError(
+            f"{what}: column '{name}' holds categories: pass their numbers instead, "
+            f"table[{name.rpartition('/')[2]!r}].cat.codes"
+        )
+    dtype = getattr(series.dtype, "numpy_dtype", series.dtype)  # of pandas' Int64 and the like
     if isinstance(dtype, np.dtype):
         return numbers_of(series.to_numpy(dtype=dtype), what, name)
     return numbers_of(np.asarray(series.to_numpy()), what, name)
@@ -159,10 +180,14 @@ def narrowed(array: np.ndarray, tolerance: float) -> bool:
     float64 are rounding errors, not data. Places with infinite values are not examined."""
     if not array.size:
         return False
-    low, high = np.fmin.reduce(array, 0), np.fmax.reduce(array, 0)      # NaN is ignored
+    low, high = np.fmin.reduce(array, 0), np.fmax.reduce(array, 0)  # NaN is ignored
     with np.errstate(invalid="ignore", over="ignore"):
         largest, spread = np.maximum(abs(low), abs(high)), high - low
-        suspect = (spread > 1e-12 * largest) & (spread < np.inf) & (2.0**-24 * largest > tolerance * spread)
+        suspect = (
+            (spread > 1e-12 * largest)
+            & (spread < np.inf)
+            & (2.0**-24 * largest > tolerance * spread)
+        )
     if not suspect.any():
         return False
     values = array[:, suspect] if array.ndim > 1 else array
@@ -173,18 +198,30 @@ def narrowed(array: np.ndarray, tolerance: float) -> bool:
 def numbers_of(array: np.ndarray, what: str, name: str, *, values: bool = True) -> np.ndarray:
     """Returns `array`. Raises TypeError if a JAX array cannot represent its dtype or, if `values`, its values."""
     if array.dtype.names:
-        raise TypeError(f"{what}: '{name}' is an array of records: pass its fields as a dict, "
-                        "{name: array[name] for name in array.dtype.names}")
+        raise TypeError(
+            f"{what}: '{name}' is an array of records: pass its fields as a dict, "
+            "{name: array[name] for name in array.dtype.names}"
+        )
     if array.dtype.kind in "OUST":
-        raise TypeError(f"{what}: '{name}' holds text or objects ({array.dtype}): pass numbers, for example those of "
-                        "classes, numbers = np.unique(values, return_inverse=True)")
+        raise TypeError(
+            f"{what}: '{name}' holds text or objects ({array.dtype}): pass numbers, for example those of "
+            "classes, numbers = np.unique(values, return_inverse=True)"
+        )
     if array.dtype.kind in "mM":
-        raise TypeError(f"{what}: '{name}' holds dates or durations ({array.dtype}): pass numbers, for example "
-                        "(values - values.min()) / np.timedelta64(1, 'D')")
+        raise TypeError(
+            f"{what}: '{name}' holds dates or durations ({array.dtype}): pass numbers, for example "
+            "(values - values.min()) / np.timedelta64(1, 'D')"
+        )
     wide = array.dtype in (np.int64, np.uint64) and not jax.config.jax_enable_x64
     if wide and array.size and values:
         for value in (int(array.min()), int(array.max())):
-            if not INT32.min <= value <= (INT32.max if array.dtype == np.int64 else 2 * INT32.max + 1):
-                raise TypeError(f"{what}: '{name}' holds {value}, which does not fit into 32 bits: leave the array "
-                                "out, or set jax.config.update('jax_enable_x64', True)")
+            if (
+                not INT32.min
+                <= value
+                <= (INT32.max if array.dtype == np.int64 else 2 * INT32.max + 1)
+            ):
+                raise TypeError(
+                    f"{what}: '{name}' holds {value}, which does not fit into 32 bits: leave the array "
+                    "out, or set jax.config.update('jax_enable_x64', True)"
+                )
     return array

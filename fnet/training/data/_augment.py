@@ -95,7 +95,7 @@ def cutout(key: jax.Array, images: jax.Array, size: int = 8) -> jax.Array:
     n, height, width, _ = _batch(images, "cutout")
     rows, columns = jax.random.split(key)
 
-    def covered(key, length):                                          # [batch, length]
+    def covered(key, length):  # [batch, length]
         start = jax.random.randint(key, (n, 1), 0, length) - size // 2
         place = jnp.arange(length)[None]
         return (place >= start) & (place < start + size)
@@ -147,7 +147,7 @@ def random_affine(
     cos, sin = (f(angle)[:, None, None] / factor[:, None, None] for f in (jnp.cos, jnp.sin))
     down, right = offset[:, 0, None, None] * height, offset[:, 1, None, None] * width
     with jax.numpy_rank_promotion("allow"):
-        source_y = cos * y - sin * x + down + (height - 1) / 2         # [batch, height, width]
+        source_y = cos * y - sin * x + down + (height - 1) / 2  # [batch, height, width]
         source_x = sin * y + cos * x + right + (width - 1) / 2
     return _bilinear(images, source_y, source_x)
 

@@ -70,7 +70,12 @@ class Batches:
         `fit` stores the result of `identity` in each checkpoint. `fit` resumes a run only if the result of `identity`,
         a digest of one batch and `digest` have not changed.
         """
-        return {"examples": self.length, "batch_size": self.batch_size, "seed": self.seed, "shuffle": self.shuffle}
+        return {
+            "examples": self.length,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
 
     def digest(self) -> str:
         """Returns a digest of the data: of all values, or of values throughout the data if an array is larger than 1
@@ -82,7 +87,7 @@ class Batches:
         return -int(-epochs * self.length // self.batch_size)
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        if self.shuffle and self._order[0] != epoch:       # a cache: the value depends on epoch alone
+        if self.shuffle and self._order[0] != epoch:  # a cache: the value depends on epoch alone
             generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
             self._order = (epoch, generator.permutation(self.length))
         return self._order[1]

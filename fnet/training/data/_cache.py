@@ -65,8 +65,10 @@ def data_folder(what: object, folder: str | os.PathLike | None, hint: str) -> Pa
     base = Path(folder or os.environ.get("FNET_DATA") or "~/.cache/fnet")
     try:
         return base.expanduser()
-    except RuntimeError:                                   # HOME is not set and the user is unknown
-        raise FileNotFoundError(f"{what}: this user has no home directory for {base}; {hint}") from None
+    except RuntimeError:  # HOME is not set and the user is unknown
+        raise FileNotFoundError(
+            f"{what}: this user has no home directory for {base}; {hint}"
+        ) from None
 
 
 def _digest(path: Path) -> str:

@@ -17,8 +17,13 @@ MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
 _BOOLS = {"true": True, "false": False}
 
 
-def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter: str = ",",
-             missing: Any = None) -> dict[str, np.ndarray]:
+def read_csv(
+    path: str | Path,
+    *,
+    names: Sequence[str] | None = None,
+    delimiter: str = ",",
+    missing: Any = None,
+) -> dict[str, np.ndarray]:
     """Reads a CSV file. Returns a dict {name of a column: array}, which can be passed to `Batches`.
 
     A column of integers gets the dtype int32, or int64 if int32 is too small. A column of numbers that are not all
@@ -62,8 +67,10 @@ def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter:
                 rows.append(cells)
                 lines.append(line)
             else:
-                raise ValueError(f"{path}, line {line}: expected {len(names)} cells ({', '.join(names)[:80]}), got "
-                                 f"{len(cells)}")
+                raise ValueError(
+                    f"{path}, line {line}: expected {len(names)} cells ({', '.join(names)[:80]}), got "
+                    f"{len(cells)}"
+                )
     if not rows:
         raise ValueError(f"{path} has no line of values")
     if unknown := sorted(set(missing) - set(names)) if isinstance(missing, Mapping) else ():
@@ -71,12 +78,19 @@ def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter:
     columns = {name: list(cells) for name, cells in zip(names, zip(*rows))}
     numeric = {name: kind for name, cells in columns.items() if (kind := _kind(cells)) is not None}
     if missing == "drop":
-        kept = [i for i, row in enumerate(rows) if not any(_missing(columns[name][i]) for name in numeric)]
+        kept = [
+            i
+            for i, row in enumerate(rows)
+            if not any(_missing(columns[name][i]) for name in numeric)
+        ]
         if not kept:
             raise ValueError(f"{path}: every line has a missing value")
         columns = {name: [cells[i] for i in kept] for name, cells in columns.items()}
         lines = [lines[i] for i in kept]
-    return {name: _array(path, name, cells, numeric.get(name), lines, missing) for name, cells in columns.items()}
+    return {
+        name: _array(path, name, cells, numeric.get(name), lines, missing)
+        for name, cells in columns.items()
+    }
 
 
 def _rows(path: Path, reader: Any) -> Iterator[tuple[int, list[str]]]:
@@ -86,21 +100,33 @@ def _rows(path: Path, reader: Any) -> Iterator[tuple[int, list[str]]]:
             if cells:
                 yield reader.line_num, cells
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}, after line {reader.line_num}: the file is not in UTF-8 ({error})") from None
+        raise ValueError(
+            f"{path}, after line {reader.line_num}: the file is not in UTF-8 ({error})"
+        ) from None
     except csv.Error as error:
         raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
 
 
 def _header(path: Path, line: int, names: list[str]) -> list[str]:
     if all(not _missing(name) and _kind([name]) for name in names):
-        raise ValueError(f"{path}, line {line}: expected the names of the columns, got numbers: if the file has no "
-                         "such line, pass names=[...]")
+        raise ValueError(
+            f"{path}, line {line}: expected the names of the columns, got numbers: if the file has no "
+            "such line, pass names=[...]"
+        )
     if len(names) == 1 and (found := [mark for mark in ";\t|," if mark in names[0]]):
-        raise ValueError(f"{path}, line {line}: there is one column, {names[0][:80]!r}: pass delimiter={found[0]!r}")
+        raise ValueError(
+            f"{path}, line {line}: there is one column, {names[0][:80]!r}: pass delimiter={found[0]!r}"
+        )
     for number, name in enumerate(names, 1):
         if not name or names.index(name) < number - 1:
-            what = f"the name {name!r} of column {number} is used twice" if name else f"column {number} has no name"
-            raise ValueError(f"{path}, line {line}: {what}: pass a file with one name for each column")
+            what = (
+                f"the name {name!r} of column {number} is used twice"
+                if name
+                else f"column {number} has no name"
+            )
+            raise ValueError(
+                f"{path}, line {line}: {what}: pass a file with one name for each column"
+            )
     return names
 
 
@@ -113,19 +139,24 @@ def _kind(cells: Sequence[str]) -> Callable[[str], Any] | None:
     present = [cell for cell in cells if not _missing(cell)]
     if present and all(cell.strip().lower() in _BOOLS for cell in present):
         return lambda cell: _BOOLS[cell.strip().lower()]
-    if any("_" in cell for cell in present):               # Python reads 1_000 as a number
+    if any("_" in cell for cell in present):  # Python reads 1_000 as a number
         return None
     for kind in (int, float):
         try:
             values = [kind(cell) for cell in present]
         except ValueError:
             continue
-        return kind if kind is float or not present or -(2**63) <= min(values) <= max(values) < 2**63 else None
+        return (
+            kind
+            if kind is float or not present or -(2**63) <= min(values) <= max(values) < 2**63
+            else None
+        )
     return None
 
 
-def _array(path: Path, name: str, cells: list[str], kind: Callable | None, lines: list[int],
-           missing: Any) -> np.ndarray:
+def _array(
+    path: Path, name: str, cells: list[str], kind: Callable | None, lines: list[int], missing: Any
+) -> np.ndarray:
     if kind is None:
         return np.array(cells)
     given = missing.get(name) if isinstance(missing, Mapping) else missing
@@ -134,30 +165,40 @@ def _array(path: Path, name: str, cells: list[str], kind: Callable | None, lines
         if not _missing(cell):
             values.append(kind(cell))
         elif given is None:
-            raise ValueError(f"{path}, line {line}: column '{name}' has a missing value, {cell!r}: pass "
-                             f"missing={{{name!r}: 0}}, or another number, or missing='drop' to leave out such lines")
+            raise ValueError(
+                f"{path}, line {line}: column '{name}' has a missing value, {cell!r}: pass "
+                f"missing={{{name!r}: 0}}, or another number, or missing='drop' to leave out such lines"
+            )
         else:
             values.append(given)
     if all(isinstance(value, bool) for value in values):
         return np.array(values)
     if all(isinstance(value, numbers.Integral) for value in values):
-        return np.array(values, np.int32 if -(2**31) <= min(values) <= max(values) < 2**31 else np.int64)
+        return np.array(
+            values, np.int32 if -(2**31) <= min(values) <= max(values) < 2**31 else np.int64
+        )
     try:
         wide = np.array(values, np.float64)
     except (TypeError, ValueError):
-        raise ValueError(f"{path}: missing={given!r} for column '{name}': expected a number") from None
+        raise ValueError(
+            f"{path}: missing={given!r} for column '{name}': expected a number"
+        ) from None
     with np.errstate(over="ignore"):
         narrow = wide.astype(np.float32)
     whole = np.zeros(len(cells), bool)
     for i, (line, cell) in enumerate(zip(lines, cells)):
         if np.isinf(narrow[i]) and "inf" not in cell.lower() and not _missing(cell):
-            raise ValueError(f"{path}, line {line}: column '{name}' holds {cell[:40]}, more than float32 can hold: "
-                             "scale the column")
+            raise ValueError(
+                f"{path}, line {line}: column '{name}' holds {cell[:40]}, more than float32 can hold: "
+                "scale the column"
+            )
         exact = _integer(cell)
         whole[i] = exact is not None
         if exact is not None and int(wide[i]) != exact:
-            raise ValueError(f"{path}, line {line}: column '{name}' holds the integer {cell[:40]}, and fractions or "
-                             "missing values: float64 rounds it. Use missing='drop', or missing= with an integer")
+            raise ValueError(
+                f"{path}, line {line}: column '{name}' holds the integer {cell[:40]}, and fractions or "
+                "missing values: float64 rounds it. Use missing='drop', or missing= with an integer"
+            )
     return wide if _needs_float64(wide, narrow, whole) else narrow
 
 

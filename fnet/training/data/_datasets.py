@@ -28,7 +28,7 @@ from fnet.training.data._image_formats import (
 __all__ = ["NAMES", "Dataset", "load", "load_digits", "read_idx"]
 
 _CHUNK = 1 << 20
-_TIMEOUT = 8    # seconds to wait for a server; with two mirrors, a failed download takes less than 20
+_TIMEOUT = 8  # seconds to wait for a server; with two mirrors, a failed download takes less than 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +228,9 @@ def _read_digits():
     file is in its usual folder, because importing scikit-learn takes one second."""
     package = importlib.util.find_spec("sklearn")
     if package is None:
-        raise ModuleNotFoundError("digits comes with scikit-learn, which is missing: pip install scikit-learn")
+        raise ModuleNotFoundError(
+            "digits comes with scikit-learn, which is missing: pip install scikit-learn"
+        )
     path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if path.is_file():
         table = np.loadtxt(path, delimiter=",")
@@ -242,8 +244,12 @@ def _find_idx(name, folder):
     """Returns the files of an IDX data set as a dict {published name: path}, and a list of the names of missing
     files."""
     names = [file.name for file in _SOURCES[name].files]
-    found = {each: path for each in names for path in (folder / each.removesuffix(".gz"), folder / each)
-             if path.is_file()}    # of two paths of one file, the compressed one
+    found = {
+        each: path
+        for each in names
+        for path in (folder / each.removesuffix(".gz"), folder / each)
+        if path.is_file()
+    }  # of two paths of one file, the compressed one
     return found, [each for each in names if each not in found]
 
 
@@ -309,7 +315,10 @@ def _download(name, file, folder, *, base_url, announce):
         if announce:
             announce(f"downloading {url} ({file.size / 1e6:.1f} MB)")
         try:
-            with urllib.request.urlopen(url, timeout=_TIMEOUT) as reply, open(temporary, "wb") as out:
+            with (
+                urllib.request.urlopen(url, timeout=_TIMEOUT) as reply,
+                open(temporary, "wb") as out,
+            ):
                 size, md5 = _copy(reply, out, file.size)
             if (size, md5) == (file.size, file.md5):
                 os.replace(temporary, folder / file.name)

@@ -23,9 +23,9 @@ CIFAR_NAMES = "batches.meta.txt"
 _IDX_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _RECORD = 1 + 3 * 32 * 32
 _CIFAR_LIMIT = 10_000 * _RECORD
-_ARCHIVE_LIMIT = 7 * _CIFAR_LIMIT    # CIFAR-10 has six files of this size, and a few small ones
+_ARCHIVE_LIMIT = 7 * _CIFAR_LIMIT  # CIFAR-10 has six files of this size, and a few small ones
 _CHUNK = 1 << 20
-_BLOCK = 512    # bytes of a tar header
+_BLOCK = 512  # bytes of a tar header
 
 
 def read_idx(path: str | os.PathLike, *, max_bytes: int | None = None) -> np.ndarray:
@@ -60,7 +60,9 @@ def read_idx(path: str | os.PathLike, *, max_bytes: int | None = None) -> np.nda
                 # DEFLATE cannot shrink by more than 1032 : 1.
                 return _parse_idx(path, file, 1032 * size if zipped else size, max_bytes)
             except (OSError, EOFError, zlib.error) as error:
-                raise ValueError(f"{path}: not a whole gzip file ({error}); download it again") from None
+                raise ValueError(
+                    f"{path}: not a whole gzip file ({error}); download it again"
+                ) from None
 
 
 def _parse_idx(path, file, capacity, max_bytes):
@@ -76,7 +78,9 @@ def _parse_idx(path, file, capacity, max_bytes):
         raise ValueError(f"{path}: has {ndim} dimensions, but at most 32 can be read")
     dims = file.read(4 * ndim)
     if len(dims) < 4 * ndim:
-        raise ValueError(f"{path}: ends within its header, at byte {4 + len(dims)}; download it again")
+        raise ValueError(
+            f"{path}: ends within its header, at byte {4 + len(dims)}; download it again"
+        )
     shape = tuple(int.from_bytes(dims[i : i + 4], "big") for i in range(0, 4 * ndim, 4))
     size = math.prod(shape) * dtype.itemsize
     promise = f"{path}: its header promises {dtype.name} {shape}, {size} bytes"
@@ -129,7 +133,9 @@ def _parse_member(name, path, blob):
         return _parse_cifar(path, blob)
     classes = tuple(blob.decode("ascii", "replace").split())
     if len(classes) != 10:
-        raise ValueError(f"{path}: names {len(classes)} classes, but CIFAR-10 has 10; download it again")
+        raise ValueError(
+            f"{path}: names {len(classes)} classes, but CIFAR-10 has 10; download it again"
+        )
     return classes
 
 
@@ -142,7 +148,9 @@ def _parse_cifar(path, blob):
             "download it again"
         )
     rows = np.frombuffer(blob, np.uint8).reshape(-1, _RECORD)
-    labels = checked_labels(path, rows[:, 0])    # first: a wrong label is reported before the images are copied
+    labels = checked_labels(
+        path, rows[:, 0]
+    )  # first: a wrong label is reported before the images are copied
     images = rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return np.ascontiguousarray(images), labels
 
@@ -186,7 +194,7 @@ def _read_archive(path):
                     raise _BadArchive(f"it ends within {name}")
                 del blob[size:]
                 parts[name] = _parse_member(name, f"{path}:{CIFAR_FOLDER}/{name}", blob)
-            _skip(file, left)    # to the end, where gzip verifies its checksum
+            _skip(file, left)  # to the end, where gzip verifies its checksum
             if file.read(1):
                 raise _BadArchive("it unpacks to more than CIFAR-10 could")
     except (_BadArchive, OSError, EOFError, zlib.error) as error:
@@ -207,7 +215,13 @@ def _parse_header(block):
         raise _BadArchive("a member's header is damaged")
     kind = block[156:157]
     # Links, devices and folders have no data; ignore their size. Sizes of 8 GiB or more are not stored as octal digits.
-    size = 0 if kind in b"123456" else _octal(block[124:136]) if block[124] < 128 else _ARCHIVE_LIMIT + 1
+    size = (
+        0
+        if kind in b"123456"
+        else _octal(block[124:136])
+        if block[124] < 128
+        else _ARCHIVE_LIMIT + 1
+    )
     if size is None:
         raise _BadArchive("a member's header is damaged")
     parts = [block[:100]]

@@ -22,16 +22,24 @@ from fnet.training.loop._fingerprint import ResumeWarning
 GUARANTEES = {
     "exact": "a resumed run continues with the batches of an uninterrupted run",
     "epoch": "a resumed run reads the epoch again up to its batch; the batches are those of an uninterrupted run if "
-             "the "
-             "source yields the same ones whenever it is asked for that epoch",
+    "the "
+    "source yields the same ones whenever it is asked for that epoch",
     "none": "a resumed run reads the data from its beginning",
 }
-_SAVED = 8       # number of checkpoints whose states are kept
-_STATES = 64     # number of steps whose states are kept, because batches are prepared before they are needed
+_SAVED = 8  # number of checkpoints whose states are kept
+_STATES = (
+    64  # number of steps whose states are kept, because batches are prepared before they are needed
+)
 
 
-def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, shuffle: bool = True,
-                  resume: str | None = None) -> Callable[[int], Any]:
+def from_iterator(
+    source: Any,
+    *,
+    batch_size: int | None = None,
+    seed: int = 0,
+    shuffle: bool = True,
+    resume: str | None = None,
+) -> Callable[[int], Any]:
     """Converts an iterable source of data to batches for `fit`.
 
     The result of `from_iterator` is a function `batches`: `batches(i)` is the batch of step i. After the last batch of
@@ -82,19 +90,31 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
       ([0, 1, 2, 10, 11], 'epoch')
     """
     if resume not in (None, "epoch", "none"):
-        raise ValueError(f"from_iterator: resume={resume!r}: expected 'epoch', 'none' or None, for the best guarantee")
+        raise ValueError(
+            f"from_iterator: resume={resume!r}: expected 'epoch', 'none' or None, for the best guarantee"
+        )
     if batch_size is not None and batch_size < 1:
-        raise ValueError(f"from_iterator: batch_size={batch_size}: a batch needs at least one example")
+        raise ValueError(
+            f"from_iterator: batch_size={batch_size}: a batch needs at least one example"
+        )
     if isinstance(source, Mapping):
-        raise TypeError("from_iterator: expected an iterable of batches, got a dict: use Batches for arrays")
+        raise TypeError(
+            "from_iterator: expected an iterable of batches, got a dict: use Batches for arrays"
+        )
     factory = isinstance(source, type) or (callable(source) and not hasattr(source, "__iter__"))
     if not factory and hasattr(source, "__next__"):
-        raise TypeError(f"from_iterator: expected an iterable that can be iterated for each epoch, got a "
-                        f"{type(source).__name__}, which can be iterated once. Pass the function that creates it")
-    table = hasattr(source, "column_names") and hasattr(source, "iter")           # a data set of Hugging Face
+        raise TypeError(
+            f"from_iterator: expected an iterable that can be iterated for each epoch, got a "
+            f"{type(source).__name__}, which can be iterated once. Pass the function that creates it"
+        )
+    table = hasattr(source, "column_names") and hasattr(
+        source, "iter"
+    )  # a data set of Hugging Face
     if table and batch_size is None:
         raise ValueError("from_iterator: the items of this data set are examples: pass batch_size=")
-    random_access = not factory and all(hasattr(source, name) for name in ("__getitem__", "__len__"))
+    random_access = not factory and all(
+        hasattr(source, name) for name in ("__getitem__", "__len__")
+    )
     if random_access and resume is None:
         if len(source) < 1:
             raise ValueError("from_iterator: the source is empty")
@@ -102,8 +122,10 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
     if table and hasattr(source, "batch"):
         source, batch_size = source.batch(batch_size), None
     if not factory and not hasattr(source, "__iter__"):
-        raise TypeError(f"from_iterator: expected an iterable of batches, or a function that returns one, got a "
-                        f"{type(source).__name__}")
+        raise TypeError(
+            f"from_iterator: expected an iterable of batches, or a function that returns one, got a "
+            f"{type(source).__name__}"
+        )
     return _Stream(source, factory, batch_size, resume)
 
 
@@ -114,8 +136,12 @@ class _Indexed:
 
     def __init__(self, items: Any, batch_size: int | None, seed: int, shuffle: bool):
         self._items, self._many = items, hasattr(items, "column_names")
-        self._rows = batch_size and Batches(np.arange(len(items)), batch_size, seed=seed, shuffle=shuffle)
-        self._endless = hasattr(items, "to_iter_dataset")  # a MapDataset has no last index: epochs differ in order
+        self._rows = batch_size and Batches(
+            np.arange(len(items)), batch_size, seed=seed, shuffle=shuffle
+        )
+        self._endless = hasattr(
+            items, "to_iter_dataset"
+        )  # a MapDataset has no last index: epochs differ in order
         self._structure = _Structure()
 
     def __call__(self, step: int) -> Any:
@@ -129,7 +155,9 @@ class _Indexed:
 
     def steps(self, epochs: float) -> int:
         """Returns the number of batches in `epochs` epochs, rounded up."""
-        return math.ceil(epochs * len(self._items)) if self._rows is None else self._rows.steps(epochs)
+        return (
+            math.ceil(epochs * len(self._items)) if self._rows is None else self._rows.steps(epochs)
+        )
 
     def identity(self) -> dict[str, Any]:
         """Returns a dict of values that identify this data source, as `Batches.identity` does."""
@@ -146,14 +174,16 @@ class _Stream:
 
     def __init__(self, source: Any, factory: bool, batch_size: int | None, resume: str | None):
         self._source, self._factory, self._batch_size = source, factory, batch_size
-        self._lock = threading.Lock()                      # a thread that waits for its first batch may be left behind
+        self._lock = threading.Lock()  # a thread that waits for its first batch may be left behind
         self._structure, self._last = _Structure(), None
-        self._epochs = {0: 0}                              # first step: epoch
-        self._states: dict[int, str] = {}                  # the source's state before a step
-        self._saved: dict[int, None] = {}                  # steps whose states are kept, in order
+        self._epochs = {0: 0}  # first step: epoch
+        self._states: dict[int, str] = {}  # the source's state before a step
+        self._saved: dict[int, None] = {}  # steps whose states are kept, in order
         self._stateful = resume is None
         self._open(0)
-        self._stateful = resume is None and self._methods() is not None and not _forgets(self._opened)
+        self._stateful = (
+            resume is None and self._methods() is not None and not _forgets(self._opened)
+        )
         self.why = "resume='none'" if resume else _unrepeatable(self._opened, self._factory)
         self.resume = resume or ("exact" if self._stateful else "none" if self.why else "epoch")
 
@@ -173,7 +203,9 @@ class _Stream:
           TypeError: the source has no length.
         """
         if not hasattr(self._opened, "__len__"):
-            raise TypeError(f"from_iterator: a {type(self._opened).__name__} has no length: give the number of steps")
+            raise TypeError(
+                f"from_iterator: a {type(self._opened).__name__} has no length: give the number of steps"
+            )
         return math.ceil(epochs * math.ceil(len(self._opened) / (self._batch_size or 1)))
 
     def position(self, step: int) -> dict[str, Any]:
@@ -184,7 +216,9 @@ class _Stream:
             self._saved.pop(old := next(iter(self._saved)))
             if old < step - _STATES:
                 self._states.pop(old, None)
-        first = max(first for first in tuple(self._epochs) if first <= step)      # the thread may add one
+        first = max(
+            first for first in tuple(self._epochs) if first <= step
+        )  # the thread may add one
         return {"epoch": self._epochs[first], "first": first, "state": self._states.get(step)}
 
     def seek(self, step: int, position: Mapping[str, Any] | None) -> None:
@@ -192,8 +226,12 @@ class _Stream:
         this step in an earlier process, or None if the checkpoint contains no such dict. If the number of processes has
         changed, the value of the dict's key "state" is None."""
         if self.resume == "none":
-            warnings.warn(f"the data is read from its beginning at step {step}, not from the position that the run had "
-                          f"reached: {self.why}", ResumeWarning, stacklevel=5)
+            warnings.warn(
+                f"the data is read from its beginning at step {step}, not from the position that the run had "
+                f"reached: {self.why}",
+                ResumeWarning,
+                stacklevel=5,
+            )
         elif position is not None:
             self._epochs[position["first"]] = position["epoch"]
             if self._stateful and position["state"] is not None:
@@ -229,8 +267,10 @@ class _Stream:
         if self._factory:
             source = source(epoch) if _takes_epoch(source) else source()
             if not hasattr(source, "__iter__"):
-                raise TypeError("from_iterator: the function must return an iterable of batches, got a "
-                                f"{type(source).__name__}")
+                raise TypeError(
+                    "from_iterator: the function must return an iterable of batches, got a "
+                    f"{type(source).__name__}"
+                )
         for part in (source, getattr(source, "sampler", None)):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
@@ -238,7 +278,11 @@ class _Stream:
 
     def _start(self) -> None:
         self._iterator = iter(self._opened)
-        self._items = self._iterator if self._batch_size is None else _grouped(self._iterator, self._batch_size)
+        self._items = (
+            self._iterator
+            if self._batch_size is None
+            else _grouped(self._iterator, self._batch_size)
+        )
 
     def _methods(self) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
         return _state_methods(self._opened) or _state_methods(self._iterator)
@@ -251,18 +295,25 @@ class _Stream:
         if item is _END and self._at > self._first:
             epoch, self._first = epoch + 1, self._at
             self._epochs[self._first] = epoch
-            self._states.pop(self._first, None)            # the state at the end of the previous epoch
+            self._states.pop(self._first, None)  # the state at the end of the previous epoch
             self._opened = self._make(epoch)
             self._start()
             item = next(self._items, _END)
         if item is _END:
-            again = ": the function must return a new iterable at each call" if self._factory and epoch else ""
+            again = (
+                ": the function must return a new iterable at each call"
+                if self._factory and epoch
+                else ""
+            )
             raise ValueError(f"from_iterator: epoch {epoch} has no batches{again}")
         self._at += 1
         if self._stateful:
             try:
                 self._states[self._at] = _encoded(self._methods()[0]())
-            except (TypeError, ValueError):                # a state that JSON cannot hold: read the epoch again instead
+            except (
+                TypeError,
+                ValueError,
+            ):  # a state that JSON cannot hold: read the epoch again instead
                 self._stateful, self.resume = False, "none" if self.why else "epoch"
             if (old := self._at - _STATES) not in self._saved:
                 self._states.pop(old, None)
@@ -281,14 +332,20 @@ class _Structure:
         def convert(path, leaf):
             paths.append(jax.tree_util.keystr(path, simple=True, separator="/"))
             array = _array(leaf)
-            return array if isinstance(array, jax.Array) else numbers_of(array, f"batch {step}", paths[-1])
+            return (
+                array
+                if isinstance(array, jax.Array)
+                else numbers_of(array, f"batch {step}", paths[-1])
+            )
 
         batch = jax.tree_util.tree_map_with_path(convert, batch, is_leaf=is_leaf)
         if not paths:
             raise ValueError(f"from_iterator: batch {step} has no arrays: it is {batch!r}")
         if self._paths is not None and paths != self._paths:
-            raise ValueError(f"from_iterator: batch {step} has the arrays {paths}, and the batches before it have "
-                             f"{self._paths}: all batches must have one structure")
+            raise ValueError(
+                f"from_iterator: batch {step} has the arrays {paths}, and the batches before it have "
+                f"{self._paths}: all batches must have one structure"
+            )
         self._paths = paths
         return batch
 
@@ -298,13 +355,19 @@ def _array(leaf: Any) -> np.ndarray | jax.Array:
     unchanged."""
     if hasattr(leaf, "detach"):
         leaf = leaf.detach().cpu()
-        return leaf.float().numpy().astype(jnp.bfloat16) if "bfloat16" in str(leaf.dtype) else leaf.numpy()
+        return (
+            leaf.float().numpy().astype(jnp.bfloat16)
+            if "bfloat16" in str(leaf.dtype)
+            else leaf.numpy()
+        )
     if isinstance(leaf, list):
         leaf = [_array(each) if hasattr(each, "detach") else each for each in leaf]
         try:
             return np.asarray(leaf)
         except ValueError:
-            raise TypeError("from_iterator: a batch holds lists of different lengths: pad them to one length") from None
+            raise TypeError(
+                "from_iterator: a batch holds lists of different lengths: pad them to one length"
+            ) from None
     if isinstance(leaf, jax.Array):
         return leaf
     return np.asarray(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
@@ -315,7 +378,9 @@ def _stacked(examples: list[Any]) -> Any:
     try:
         return jax.tree.map(stack, *examples, is_leaf=is_leaf)
     except ValueError as error:
-        raise ValueError(f"from_iterator: the examples of a batch do not fit together: {error}") from None
+        raise ValueError(
+            f"from_iterator: the examples of a batch do not fit together: {error}"
+        ) from None
 
 
 def _grouped(iterator: Iterator[Any], size: int) -> Iterator[Any]:
@@ -339,10 +404,14 @@ def _unrepeatable(source: Any, fresh: bool) -> str | None:
     """Returns the reason why the order of a DataLoader cannot be repeated, or None if the order can be repeated. The
     order of a shuffled DataLoader can be repeated only if the DataLoader and its random generator are created anew for
     each epoch. `fresh` states whether the user passed a function that creates the DataLoader for each epoch."""
-    sampler = getattr(getattr(source, "batch_sampler", None), "sampler", None) or getattr(source, "sampler", None)
+    sampler = getattr(getattr(source, "batch_sampler", None), "sampler", None) or getattr(
+        source, "sampler", None
+    )
     if hasattr(sampler, "generator") and (sampler.generator is None or not fresh):
-        return ("a shuffled DataLoader has another order in each process: pass a function of the epoch, lambda epoch: "
-                "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(epoch))")
+        return (
+            "a shuffled DataLoader has another order in each process: pass a function of the epoch, lambda epoch: "
+            "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(epoch))"
+        )
     return None
 
 
@@ -374,11 +443,14 @@ def _encoded(state: Any) -> str:
         if isinstance(value, np.generic):
             return value.item()
         raise TypeError
+
     return json.dumps(state, default=other)
 
 
 def _decoded(state: str) -> Any:
-    bytes_of = lambda found: base64.b64decode(found["__base64__"]) if found.keys() == {"__base64__"} else found
+    bytes_of = lambda found: (
+        base64.b64decode(found["__base64__"]) if found.keys() == {"__base64__"} else found
+    )
     return json.loads(state, object_hook=bytes_of)
 
 

@@ -13,7 +13,9 @@ import numpy as np
 from fnet.training.data._arrays import is_leaf, take
 
 
-def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify: Any = None) -> tuple[Any, ...]:
+def split(
+    data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify: Any = None
+) -> tuple[Any, ...]:
     """Divides the examples of a data set at random into disjoint parts.
 
     The division into parts depends only on the number of examples, `sizes`, `seed` and the classes in `stratify`. In
@@ -53,13 +55,18 @@ def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify:
     if stratify is not None:
         labels = np.asarray(stratify)
         if labels.shape != (n,):
-            raise ValueError(f"split: stratify= expects one label for each of {n} examples, got shape {labels.shape}")
+            raise ValueError(
+                f"split: stratify= expects one label for each of {n} examples, got shape {labels.shape}"
+            )
         numbers = np.unique(labels, return_inverse=True)[1]
         order = order[np.argsort(numbers[order], kind="stable")]
         if len(counts) > 2:
-            return tuple(take(data, np.sort(rows)) for rows in _stratified(order, np.bincount(numbers), counts, rng))
+            return tuple(
+                take(data, np.sort(rows))
+                for rows in _stratified(order, np.bincount(numbers), counts, rng)
+            )
     parts = []
-    for count in counts[:0:-1]:                            # evenly spaced in the order of the classes
+    for count in counts[:0:-1]:  # evenly spaced in the order of the classes
         position = np.arange(len(order)) * count
         chosen = (position + count) // len(order) > position // len(order)
         parts.append(order[chosen])
@@ -67,8 +74,9 @@ def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify:
     return tuple(take(data, np.sort(rows)) for rows in (order, *parts[::-1]))
 
 
-def _stratified(order: np.ndarray, classes: np.ndarray, counts: list[int], rng: np.random.Generator
-                ) -> list[np.ndarray]:
+def _stratified(
+    order: np.ndarray, classes: np.ndarray, counts: list[int], rng: np.random.Generator
+) -> list[np.ndarray]:
     """Divides examples into more than two parts with the same proportions of the classes.
 
     Args:
@@ -78,7 +86,7 @@ def _stratified(order: np.ndarray, classes: np.ndarray, counts: list[int], rng: 
     table, parts, start = _rounded(classes.tolist(), counts, rng), [[] for _ in counts], 0
     for row in table:
         for part, count in zip(parts, row):
-            part.append(order[start:start + count])
+            part.append(order[start : start + count])
             start += count
     return [np.concatenate(part) for part in parts]
 
@@ -94,11 +102,15 @@ def _rounded(classes: list[int], counts: list[int], rng: np.random.Generator) ->
     """
     n = sum(counts)
     table = [[one * count // n for count in counts] for one in classes]
-    rest = [[one * count % n for count in counts] for one in classes]      # the fractions, in units of 1 / n
+    rest = [
+        [one * count % n for count in counts] for one in classes
+    ]  # the fractions, in units of 1 / n
     open_rows: list[int] = []
     for row in range(len(classes)):
         open_rows.append(row)
-        while cycle := _cycle({each: [p for p, part in enumerate(rest[each]) if part] for each in open_rows}):
+        while cycle := _cycle(
+            {each: [p for p, part in enumerate(rest[each]) if part] for each in open_rows}
+        ):
             plus, minus = cycle[::2], cycle[1::2]
             up = min([n - rest[r][p] for r, p in plus] + [rest[r][p] for r, p in minus])
             down = min([rest[r][p] for r, p in plus] + [n - rest[r][p] for r, p in minus])
@@ -120,7 +132,7 @@ def _cycle(rows: dict[int, list[int]]) -> list[tuple[int, int]]:
             columns.setdefault(column, []).append(row)
     done = set()
     for start in rows:
-        path = [(True, start)]                             # nodes: (whether it is a row, its number)
+        path = [(True, start)]  # nodes: (whether it is a row, its number)
         ways = [iter(rows[start])] if (True, start) not in done else []
         while ways:
             is_row, _ = path[-1]
@@ -132,8 +144,10 @@ def _cycle(rows: dict[int, list[int]]) -> list[tuple[int, int]]:
                 continue
             node = (not is_row, following)
             if node in path:
-                nodes = [*path[path.index(node):], node]
-                return [(a[1], b[1]) if a[0] else (b[1], a[1]) for a, b in itertools.pairwise(nodes)]
+                nodes = [*path[path.index(node) :], node]
+                return [
+                    (a[1], b[1]) if a[0] else (b[1], a[1]) for a, b in itertools.pairwise(nodes)
+                ]
             if node not in done:
                 path.append(node)
                 ways.append(iter(columns[following] if is_row else rows[following]))
@@ -143,16 +157,30 @@ def _cycle(rows: dict[int, list[int]]) -> list[tuple[int, int]]:
 def _counts(sizes: float | Sequence[float], n: int) -> list[int]:
     """Returns the number of examples in each part of the data set."""
     wanted = [sizes] if isinstance(sizes, numbers.Real) else list(sizes)
-    whole = all(isinstance(size, numbers.Integral) and not isinstance(size, bool) for size in wanted)
+    whole = all(
+        isinstance(size, numbers.Integral) and not isinstance(size, bool) for size in wanted
+    )
     total = n if whole else 1.0
     if isinstance(sizes, numbers.Real):
         wanted = [total - sizes, sizes]
-    if len(wanted) < 2 or not all(size > 0 for size in wanted) or abs(sum(wanted) - total) > 1e-6 * total:
+    if (
+        len(wanted) < 2
+        or not all(size > 0 for size in wanted)
+        or abs(sum(wanted) - total) > 1e-6 * total
+    ):
         expected = f"numbers of examples with the sum {n}" if whole else "fractions with the sum 1"
-        raise ValueError(f"split: sizes={sizes!r}: expected a fraction such as 0.2, a number of examples below {n}, or "
-                         f"{expected} for two parts or more")
-    ends = np.array(wanted).cumsum() if whole else np.round(np.array(wanted, np.float64).cumsum() * n).astype(int)
+        raise ValueError(
+            f"split: sizes={sizes!r}: expected a fraction such as 0.2, a number of examples below {n}, or "
+            f"{expected} for two parts or more"
+        )
+    ends = (
+        np.array(wanted).cumsum()
+        if whole
+        else np.round(np.array(wanted, np.float64).cumsum() * n).astype(int)
+    )
     counts = np.diff(ends, prepend=0).tolist()
     if not all(counts):
-        raise ValueError(f"split: sizes={sizes!r} of {n} examples leave a part without any: it has {counts}")
+        raise ValueError(
+            f"split: sizes={sizes!r} of {n} examples leave a part without any: it has {counts}"
+        )
     return counts

@@ -10,8 +10,11 @@ import numpy as np
 from fnet.training.data._arrays import INT32, digest
 from fnet.training.data._cache import local
 
-_PAIRS, _FEW = 4096, 8    # pairs of 16-bit numbers from which their width is told, and the fewest that tell it
-_BLOCK = 1 << 16          # pairs that are read at a time
+_PAIRS, _FEW = (
+    4096,
+    8,
+)  # pairs of 16-bit numbers from which their width is told, and the fewest that tell it
+_BLOCK = 1 << 16  # pairs that are read at a time
 
 
 class Windows:
@@ -64,12 +67,16 @@ class Windows:
         starts = self.starts(step)
         tokens = np.stack([self.tokens[start : start + self.length + 1] for start in starts])
         if not INT32.min <= tokens.min() <= tokens.max() <= INT32.max:
-            raise ValueError(f"batch {step} holds tokens from {tokens.min()} to {tokens.max()}: expected numbers that "
-                             "fit into int32. Was the file written with another dtype?")
+            raise ValueError(
+                f"batch {step} holds tokens from {tokens.min()} to {tokens.max()}: expected numbers that "
+                "fit into int32. Was the file written with another dtype?"
+            )
         tokens = tokens.astype(np.int32)
         if self.vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)][0]
-            raise ValueError(f"batch {step} holds the token {wrong}, outside a vocabulary of {self.vocab_size}")
+            raise ValueError(
+                f"batch {step} holds the token {wrong}, outside a vocabulary of {self.vocab_size}"
+            )
         return {"tokens": tokens}
 
     def identity(self) -> dict[str, Any]:
@@ -78,7 +85,12 @@ class Windows:
         `fit` stores the result of `identity` in each checkpoint. `fit` resumes a run only if the result of `identity`,
         a digest of one batch and `digest` have not changed.
         """
-        return {"tokens": len(self.tokens), "length": self.length, "batch_size": self.batch_size, "seed": self.seed}
+        return {
+            "tokens": len(self.tokens),
+            "length": self.length,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+        }
 
     def digest(self) -> str:
         """Returns a digest of the tokens, as `Batches.digest` does."""
@@ -145,20 +157,28 @@ def read_tokens(path: str | os.PathLike, dtype: Any = None) -> np.ndarray:
     """
     kind = np.dtype("<u2" if dtype is None else dtype)
     if kind.kind not in "iu":
-        raise TypeError(f"read_tokens: dtype={dtype!r}: expected an integer dtype, such as 'uint16' or 'uint32'")
+        raise TypeError(
+            f"read_tokens: dtype={dtype!r}: expected an integer dtype, such as 'uint16' or 'uint32'"
+        )
     file = local(path)
     size = file.stat().st_size
     if not size or size % kind.itemsize:
-        raise ValueError(f"{path} has {size} bytes: a file of {8 * kind.itemsize}-bit tokens has a multiple of "
-                         f"{kind.itemsize} bytes")
+        raise ValueError(
+            f"{path} has {size} bytes: a file of {8 * kind.itemsize}-bit tokens has a multiple of "
+            f"{kind.itemsize} bytes"
+        )
     with file.open("rb") as start:
         if start.read(6) == b"\x93NUMPY":
-            raise ValueError(f"{path} is a .npy file, which has a header: read it with np.load(path, mmap_mode='r')")
+            raise ValueError(
+                f"{path} is a .npy file, which has a header: read it with np.load(path, mmap_mode='r')"
+            )
     tokens = np.memmap(file, kind if kind.byteorder == ">" else kind.newbyteorder("<"), "r")
     if dtype is None and _looks_wider(tokens):
-        raise ValueError(f"{path}: every second 16-bit number is 0 or small, so these are tokens of 32 or 64 bits: "
-                         "pass dtype='uint32' (or the dtype with which the file was written), or dtype='uint16' if the "
-                         "tokens are what they seem")
+        raise ValueError(
+            f"{path}: every second 16-bit number is 0 or small, so these are tokens of 32 or 64 bits: "
+            "pass dtype='uint32' (or the dtype with which the file was written), or dtype='uint16' if the "
+            "tokens are what they seem"
+        )
     return tokens
 
 
@@ -172,7 +192,7 @@ def _looks_wider(tokens: np.ndarray) -> bool:
         return False
     pairs, found = tokens.reshape(-1, 2), np.zeros((0, 2), tokens.dtype)
     for start in range(0, len(pairs), _BLOCK):
-        block = pairs[start:start + _BLOCK]
+        block = pairs[start : start + _BLOCK]
         found = np.concatenate([found, block[block.any(1)]])[:_PAIRS]
         if len(found) == _PAIRS:
             break

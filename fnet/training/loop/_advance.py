@@ -14,7 +14,9 @@ from fnet.training import _metrics
 from fnet.training.loop import _contract, _nonfinite
 
 
-def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str], metrics: bool) -> Callable:
+def function(
+    step: Callable, state: Any, *, keeps: bool, exempt: Collection[str], metrics: bool
+) -> Callable:
     """Returns a compiled function `advance`, which runs one step, checks the new state and adds up the metrics.
 
         state, total, watch, metrics = advance(state, total, watch, batch)
@@ -40,8 +42,11 @@ def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str]
         new, measured = step(state, batch)
         _contract.check_state(state, new)
         # Keeps the sharding: XLA would choose another, but a resumed run starts with this one.
-        new = jax.tree.map(lambda x, place: x if place is None else jax.lax.with_sharding_constraint(x, place),
-                           new, places)
+        new = jax.tree.map(
+            lambda x, place: x if place is None else jax.lax.with_sharding_constraint(x, place),
+            new,
+            places,
+        )
         measured = _metrics.as_metrics(measured)
         sound, watch = _nonfinite.look(watch, state, new, measured, skip=keeps, exempt=exempt)
         more = _metrics.add(total, measured)
@@ -55,6 +60,7 @@ def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str]
 def _after(step, *, keeps, exempt, metrics):
     """Returns a function that calls `step`, and then checks the new state and adds up the metrics in a separate
     compiled program. `step` itself may call several compiled programs, such as one for each model of a population."""
+
     def check(new, old, total, watch, measured):
         measured = _metrics.as_metrics(measured)
         before = new.replace(step=new.step - 1) if old is None else old
@@ -67,11 +73,11 @@ def _after(step, *, keeps, exempt, metrics):
     whole, part = jax.jit(check, donate_argnums=(0, 2)), jax.jit(check, donate_argnums=2)
 
     def advance(state, total, watch, batch):
-        old = jax.tree.map(jnp.copy, state) if keeps else None      # the step donates the state
+        old = jax.tree.map(jnp.copy, state) if keeps else None  # the step donates the state
         new, measured = step(state, batch)
         if old is not None:
             _contract.check_state(old, new)
-        elif hasattr(new, "members"):                      # members are exempt, and reading them is slow
+        elif hasattr(new, "members"):  # members are exempt, and reading them is slow
             return new, *part(new.replace(members=()), None, total, watch, measured)[1:]
         return whole(new, old, total, watch, measured)
 
@@ -82,6 +88,10 @@ def _place(x: jax.Array) -> NamedSharding | None:
     """Returns the sharding that the step must preserve for the array `x`. Returns None if the array is on one device,
     or if JAX preserves the sharding itself (explicit mesh axes)."""
     place = x.sharding
-    if not isinstance(place, NamedSharding) or place.num_devices == 1 or AxisType.Explicit in place.mesh.axis_types:
+    if (
+        not isinstance(place, NamedSharding)
+        or place.num_devices == 1
+        or AxisType.Explicit in place.mesh.axis_types
+    ):
         return None
     return place

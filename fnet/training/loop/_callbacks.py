@@ -63,8 +63,10 @@ class StepEnd:
         for name, value in values.items():
             number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, np.number)
             if not number and not isinstance(value, bool | np.bool_ | MEDIA):
-                raise TypeError(f"log: '{name}' is a {type(value).__name__}: expected a number, tr.Histogram(values), "
-                                "tr.Image(pixels) or tr.Text(text)")
+                raise TypeError(
+                    f"log: '{name}' is a {type(value).__name__}: expected a number, tr.Histogram(values), "
+                    "tr.Image(pixels) or tr.Text(text)"
+                )
         self._write(values)
 
     def stop(self) -> None:
@@ -77,6 +79,7 @@ def call(run: Run, metrics: Any) -> None:
 
     If an `on_step` function raises an error or is ended by a signal, `call` saves the state before the run ends. The
     checkpoint also records whether the last step must still be logged and evaluated."""
+
     def write(values):
         if run.logger is not None:
             run.logger.write(run.at, values)
@@ -87,12 +90,12 @@ def call(run: Run, metrics: Any) -> None:
     if not run.on_step:
         return
     try:
-        with run.seen.interrupting(run.alone, grace=GRACE):      # a function may wait for something
+        with run.seen.interrupting(run.alone, grace=GRACE):  # a function may wait for something
             for function in run.on_step:
                 function(StepEnd(run.at, run.state, metrics, write, stop))
     except Stopping:
         _ending.put_off(run)
-        _ending.interruption(run, boundary=False)          # raises Interrupted unless the run is complete
+        _ending.interruption(run, boundary=False)  # raises Interrupted unless the run is complete
     except BaseException:
         _ending.put_off(run)
         _ending.rescue(run)

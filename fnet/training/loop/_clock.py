@@ -33,7 +33,7 @@ class Clock:
         """Returns the number of steps per second since the last call of `lap`. The caller must wait for the device
         before it calls `lap`."""
         now = time.perf_counter()
-        if at > self._lap_at and now > self._lap_began:    # a coarse clock may not have moved
+        if at > self._lap_at and now > self._lap_began:  # a coarse clock may not have moved
             self.rate = (at - self._lap_at) / (now - self._lap_began)
         self._lap_at, self._lap_began = at, now
         return self.rate

@@ -20,11 +20,11 @@ from pathlib import Path
 from fnet import _jax
 from fnet.hardware._cache import cache_folder
 
-LIMIT = 4 << 30      # bytes; if the cache is larger, the least recently used programs are deleted
-SHORTEST = 0.05      # seconds of compilation; programs that compile faster are not stored
+LIMIT = 4 << 30  # bytes; if the cache is larger, the least recently used programs are deleted
+SHORTEST = 0.05  # seconds of compilation; programs that compile faster are not stored
 _DIGEST = hashlib.sha256().digest_size
 _lock, _users = threading.Lock(), 0
-_store: Store | None = None                     # the store in use
+_store: Store | None = None  # the store in use
 _preloaded: set[str] = set()
 
 
@@ -112,7 +112,9 @@ class Store:
             found = self.path.stat()
         except OSError:
             return False
-        return not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
+        return not hasattr(os, "getuid") or (
+            found.st_uid == os.getuid() and not found.st_mode & 0o022
+        )
 
     def get(self, key: str) -> bytes | None:
         file = self._file(key)
@@ -131,13 +133,18 @@ class Store:
             partial.write_bytes(hashlib.sha256(value).digest() + value)
             os.replace(partial, file)
             self._trim()
-        except OSError:                                    # such as a full disk
+        except OSError:  # such as a full disk
             with contextlib.suppress(OSError):
                 partial.unlink()
 
     def _trim(self):
-        files = sorted(((entry.stat().st_mtime, entry.stat().st_size, entry.path) for entry in os.scandir(self.path)),
-                       reverse=True)
+        files = sorted(
+            (
+                (entry.stat().st_mtime, entry.stat().st_size, entry.path)
+                for entry in os.scandir(self.path)
+            ),
+            reverse=True,
+        )
         total = 0
         for _, size, path in files:
             total += size

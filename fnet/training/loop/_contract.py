@@ -21,10 +21,13 @@ def traced(step: Callable) -> Callable:
     Raises:
       TypeError: raised by the returned function if the step does not return a tuple (state, metrics).
     """
+
     def outputs(state, batch):
         result = step(state, batch)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise TypeError(f"step(state, batch) must return (state, metrics); got a {type(result).__name__}")
+            raise TypeError(
+                f"step(state, batch) must return (state, metrics); got a {type(result).__name__}"
+            )
         return result[0], _metrics.as_metrics(result[1])
 
     return jax.jit(outputs, inline=True)
@@ -41,12 +44,18 @@ def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
       TypeError: the step changes the structure, a shape or a dtype of the state; a run with such a step could not be
         resumed. A TypeError is also raised if a leaf of the batch is neither an array nor a number.
     """
-    leaves = [((), batch)] if isinstance(batch, Iterator) else jax.tree_util.tree_leaves_with_path(batch)
+    leaves = (
+        [((), batch)] if isinstance(batch, Iterator) else jax.tree_util.tree_leaves_with_path(batch)
+    )
     for path, leaf in leaves:
         if not (isinstance(leaf, jax.Array) or _metrics.real(leaf) or np.iscomplexobj(leaf)):
-            where = f" as '{jax.tree_util.keystr(path, simple=True, separator='/')}'" if path else ""
-            raise TypeError(f"batches(i) returned {_metrics.described(leaf)}{where}: a batch is a tree of arrays and "
-                            "numbers")
+            where = (
+                f" as '{jax.tree_util.keystr(path, simple=True, separator='/')}'" if path else ""
+            )
+            raise TypeError(
+                f"batches(i) returned {_metrics.described(leaf)}{where}: a batch is a tree of arrays and "
+                "numbers"
+            )
 
     new, metrics = jax.eval_shape(step, state, batch)
     check_state(state, new)
@@ -62,15 +71,25 @@ def check_state(state: Any, new: Any) -> None:
       TypeError: the step changes the structure, a shape or a dtype of the state; a run with such a step could not be
         resumed.
     """
-    took, returned = ({path: _leaves.describe(_leaves.entry(path, leaf)) for path, leaf in _leaves.paths(tree).items()}
-                      for tree in (state, new))
-    lines = [f"'{path}': {took.get(path, 'nothing')} became {returned.get(path, 'nothing')}"
-             for path in sorted(took.keys() | returned.keys()) if took.get(path) != returned.get(path)]
+    took, returned = (
+        {
+            path: _leaves.describe(_leaves.entry(path, leaf))
+            for path, leaf in _leaves.paths(tree).items()
+        }
+        for tree in (state, new)
+    )
+    lines = [
+        f"'{path}': {took.get(path, 'nothing')} became {returned.get(path, 'nothing')}"
+        for path in sorted(took.keys() | returned.keys())
+        if took.get(path) != returned.get(path)
+    ]
     if not lines and jax.tree.structure(new) != jax.tree.structure(state):
         lines = [f"{jax.tree.structure(state)} became {jax.tree.structure(new)}"]
     if lines:
-        raise TypeError("fit: step(state, batch) must return a state with the structure, shapes and dtypes of the one "
-                        "it takes, or the run could not be resumed:\n  " + "\n  ".join(lines))
+        raise TypeError(
+            "fit: step(state, batch) must return a state with the structure, shapes and dtypes of the one "
+            "it takes, or the run could not be resumed:\n  " + "\n  ".join(lines)
+        )
 
 
 def evaluated(name: str, metrics: Any) -> Mapping[str, Any]:
@@ -81,17 +100,26 @@ def evaluated(name: str, metrics: Any) -> Mapping[str, Any]:
         `Image` or `Text`.
     """
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"the evaluation '{name}' must return a dict of metrics, such as {{'accuracy': 0.97}}; got a "
-                        f"{type(metrics).__name__}")
+        raise TypeError(
+            f"the evaluation '{name}' must return a dict of metrics, such as {{'accuracy': 0.97}}; got a "
+            f"{type(metrics).__name__}"
+        )
     for metric, value in metrics.items():
         if not (isinstance(value, MEDIA) or _metrics.real(value)):
-            raise TypeError(f"the evaluation '{name}' returned {_metrics.described(value)} as '{metric}': expected a "
-                            "number, an array of numbers, tr.Histogram, tr.Image or tr.Text")
+            raise TypeError(
+                f"the evaluation '{name}' returned {_metrics.described(value)} as '{metric}': expected a "
+                "number, an array of numbers, tr.Histogram, tr.Image or tr.Text"
+            )
     return metrics
 
 
-def check_watched(watched: Collection[str], evaluate: Mapping[str, Callable], *, state: Any = None,
-                  values: Mapping[str, Any] | None = None) -> None:
+def check_watched(
+    watched: Collection[str],
+    evaluate: Mapping[str, Callable],
+    *,
+    state: Any = None,
+    values: Mapping[str, Any] | None = None,
+) -> None:
     """Checks that the evaluations return the metrics that `best` and `early_stop` name.
 
     Args:
@@ -107,9 +135,11 @@ def check_watched(watched: Collection[str], evaluate: Mapping[str, Callable], *,
     for metric in watched:
         name = metric.partition("/")[0]
         if name not in evaluate:
-            raise ValueError(f"'{metric}' is the monitored metric, but evaluate= has {sorted(evaluate)}: a "
-                             f"metric is called "
-                             "'evaluation/metric', as in 'validation/accuracy'")
+            raise ValueError(
+                f"'{metric}' is the monitored metric, but evaluate= has {sorted(evaluate)}: a "
+                f"metric is called "
+                "'evaluation/metric', as in 'validation/accuracy'"
+            )
         if values is not None:
             known = sorted(values)
         elif hasattr(evaluate[name], "names"):
@@ -118,9 +148,13 @@ def check_watched(watched: Collection[str], evaluate: Mapping[str, Callable], *,
             continue
         if metric not in known:
             near = difflib.get_close_matches(metric, known, 1)
-            raise ValueError(f"'{metric}' is the monitored metric, but the evaluations return {known}"
-                             + (f": did you mean '{near[0]}'?" if near else ""))
+            raise ValueError(
+                f"'{metric}' is the monitored metric, but the evaluations return {known}"
+                + (f": did you mean '{near[0]}'?" if near else "")
+            )
         if values is not None and (isinstance(values[metric], MEDIA) or np.ndim(values[metric])):
-            raise ValueError(f"'{metric}' is the monitored metric, but it is "
-                             f"{_metrics.described(values[metric])}: expected a "
-                             "single number")
+            raise ValueError(
+                f"'{metric}' is the monitored metric, but it is "
+                f"{_metrics.described(values[metric])}: expected a "
+                "single number"
+            )

@@ -44,7 +44,9 @@ class EarlyStop:
         if not self.patience >= 1:
             raise ValueError(f"patience={self.patience}: wait for at least one evaluation")
         if not 0 <= self.min_delta < math.inf:
-            raise ValueError(f"min_delta={self.min_delta}: the smallest improvement is a number from 0 up")
+            raise ValueError(
+                f"min_delta={self.min_delta}: the smallest improvement is a number from 0 up"
+            )
 
     def update(self, best: float, stale: int, value: float) -> tuple[float, int]:
         """Returns the new best value of the metric, and the number of evaluations since the best value.

@@ -58,8 +58,15 @@ def put_off(run: Run) -> None:
 def rescue(run: Run) -> None:
     """Saves the last complete step before an error ends the run. If the next step has already started, nothing is
     saved, because the state was donated to it."""
-    if run.alone and run.at > run.begun and not any(
-            x.is_deleted() for x in jax.tree.leaves((run.state, run.loop)) if isinstance(x, jax.Array)):
+    if (
+        run.alone
+        and run.at > run.begun
+        and not any(
+            x.is_deleted()
+            for x in jax.tree.leaves((run.state, run.loop))
+            if isinstance(x, jax.Array)
+        )
+    ):
         with contextlib.suppress(CheckpointError, OSError, jax.errors.JaxRuntimeError):
             run.save()
             run.checkpoints and run.checkpoints.wait()
@@ -98,10 +105,14 @@ def interruption(run: Run, *, boundary: bool) -> None:
 def _interrupted(run):
     name = run.seen.received
     if run.checkpoints is None:
-        raise Interrupted(f"{name}: stopped at step {run.at}; without a workdir, the state is not saved")
+        raise Interrupted(
+            f"{name}: stopped at step {run.at}; without a workdir, the state is not saved"
+        )
     run.checkpoints.wait()
     saved = "it"
-    if run.nonfinite != "skip" and (bad := int(run.watch["bad"])) >= 0:      # such a state was not saved
+    if (
+        run.nonfinite != "skip" and (bad := int(run.watch["bad"])) >= 0
+    ):  # such a state was not saved
         if run.nonfinite == "stop" or run.checkpoints.latest() is None:
             raise _recovery.diverged(run, bad)
         saved = f"step {run.checkpoints.latest()}, the last that was finite,"

@@ -44,16 +44,20 @@ def as_dict(config: Any, name: str = "config") -> dict[str, Any] | None:
         return None
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         config = dataclasses.asdict(config)
-    elif hasattr(config, "to_dict"):                       # ml_collections.ConfigDict
+    elif hasattr(config, "to_dict"):  # ml_collections.ConfigDict
         config = config.to_dict()
     if not isinstance(config, Mapping):
-        raise TypeError(f"{name} is a dataclass or a dict of JSON types; got a {type(config).__name__}")
+        raise TypeError(
+            f"{name} is a dataclass or a dict of JSON types; got a {type(config).__name__}"
+        )
     values = {}
     for field, value in config.items():
         try:
             values[str(field)] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{name}: '{field}' is {value!r}, which JSON does not hold ({error})") from None
+            raise type(error)(
+                f"{name}: '{field}' is {value!r}, which JSON does not hold ({error})"
+            ) from None
     return values
 
 
@@ -75,7 +79,9 @@ def identity(batches: Callable[[int], Any], at: int, sample: Any) -> dict[str, A
         if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         array = np.asarray(leaf)
-        raw = repr(leaf).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes()
+        raw = (
+            repr(leaf).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes()
+        )
         head = f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}"
         digest = zlib.crc32(raw, zlib.crc32(head.encode(), digest))
     whole = {"digest of all examples": batches.digest()} if hasattr(batches, "digest") else {}
@@ -103,35 +109,56 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], config: Any, wher
     data = _differences(before.get("data") or {}, now["data"], "the data's ")
     data += _differences(before.get("step") or {}, now.get("step") or {}, "the population's ")
     if now["steps"] < before.get("steps", 0):
-        data.append(f"steps was {before['steps']}, is {now['steps']}, and a run is only ever made longer")
+        data.append(
+            f"steps was {before['steps']}, is {now['steps']}, and a run is only ever made longer"
+        )
     if new is not None and old is not None:
         fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
         free = {*LENGTHS, *(field.name for field in fields if not field.compare)}
-        old, new = ({name: value for name, value in each.items() if name not in free} for each in (old, new))
-        data = _missing(old, new, {field.name: field.default for field in fields}) + _differences(old, new) + data
+        old, new = (
+            {name: value for name, value in each.items() if name not in free} for each in (old, new)
+        )
+        data = (
+            _missing(old, new, {field.name: field.default for field in fields})
+            + _differences(old, new)
+            + data
+        )
     if new is not None and data:
-        raise ConfigError(f"{where} holds a run with another configuration ({'; '.join(data)}): use the old "
-                          "values, choose another workdir, or restart")
+        raise ConfigError(
+            f"{where} holds a run with another configuration ({'; '.join(data)}): use the old "
+            "values, choose another workdir, or restart"
+        )
     if new is None or old is None:
         which = "this call" if new is None else "the checkpoint"
         changed = f"{'; '.join(data)}. " if data else ""
-        warnings.warn(f"{where}: {changed}{which} has no config=, so the model, the optimizer and their "
-                      "hyperparameters cannot be compared with those of the saved run. Pass fit(..., config=) "
-                      "each time",
-                      ResumeWarning, stacklevel=5)
+        warnings.warn(
+            f"{where}: {changed}{which} has no config=, so the model, the optimizer and their "
+            "hyperparameters cannot be compared with those of the saved run. Pass fit(..., config=) "
+            "each time",
+            ResumeWarning,
+            stacklevel=5,
+        )
 
 
 def same_json(a: Any, b: Any) -> bool:
     """Whether two values are equal as JSON. In Python, 1 == 1.0 == True."""
-    return json.dumps(a, sort_keys=True, default=repr) == json.dumps(b, sort_keys=True, default=repr)
+    return json.dumps(a, sort_keys=True, default=repr) == json.dumps(
+        b, sort_keys=True, default=repr
+    )
 
 
 def _differences(old, new, prefix=""):
-    return [f"{prefix}{name} was {old[name]!r}, is {new[name]!r}" for name in old
-            if name in new and not same_json(old[name], new[name])]
+    return [
+        f"{prefix}{name} was {old[name]!r}, is {new[name]!r}"
+        for name in old
+        if name in new and not same_json(old[name], new[name])
+    ]
 
 
 def _missing(old, new, defaults):
-    added = [f"{name} was not there, is {new[name]!r}" for name in new
-             if name not in old and not (name in defaults and same_json(new[name], defaults[name]))]
+    added = [
+        f"{name} was not there, is {new[name]!r}"
+        for name in new
+        if name not in old and not (name in defaults and same_json(new[name], defaults[name]))
+    ]
     return added + [f"{name} was {old[name]!r}, is not there" for name in old if name not in new]

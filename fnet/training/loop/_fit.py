@@ -203,20 +203,34 @@ def fit(
     _check_functions(step, batches, state, {} if evaluate is None else evaluate)
     on_step = tuple(on_step) if isinstance(on_step, Sequence) else (on_step,)
     if not all(map(callable, on_step)):
-        raise TypeError(f"fit(..., on_step=): expected a function of a StepEnd, or several; got {on_step!r}")
-    for name, value, kind in (("progress", progress, Progress), ("early_stop", early_stop, EarlyStop),
-                              ("best", best, str), ("plan", plan, Plan)):
+        raise TypeError(
+            f"fit(..., on_step=): expected a function of a StepEnd, or several; got {on_step!r}"
+        )
+    for name, value, kind in (
+        ("progress", progress, Progress),
+        ("early_stop", early_stop, EarlyStop),
+        ("best", best, str),
+        ("plan", plan, Plan),
+    ):
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"fit(..., {name}=): expected {kind.__name__}, got {value!r}")
     steps, every, log_every, save_every, keep_every = _counts(
-        state, steps=steps, every=every, log_every=log_every, save_every=save_every, keep_every=keep_every)
+        state,
+        steps=steps,
+        every=every,
+        log_every=log_every,
+        save_every=save_every,
+        keep_every=keep_every,
+    )
     if early_stop is not None and best is None:
         best, best_mode = early_stop.metric, early_stop.mode
     if best is not None:
         best_mode = direction(best, best_mode, "best_mode=")
     if restore_best and (best is None or workdir is None):
-        raise ValueError("restore_best=True: name the metric (best='validation/accuracy', or early_stop=) and a "
-                         "workdir, where the best state is kept")
+        raise ValueError(
+            "restore_best=True: name the metric (best='validation/accuracy', or early_stop=) and a "
+            "workdir, where the best state is kept"
+        )
     if nonfinite not in NONFINITE:
         raise ValueError(f"nonfinite='{nonfinite}': use {', '.join(NONFINITE)}")
     configured = as_dict(config)
@@ -230,34 +244,67 @@ def fit(
             stack.callback(progress.close)
         seen = stack.enter_context(signals())
         collects = gc.isenabled()
-        if collects:                                       # until the end of the first step; see `Run.advance_once`
+        if collects:  # until the end of the first step; see `Run.advance_once`
             gc.disable()
             stack.callback(gc.enable)
-        if profile_steps is None:                          # a loaded program may have other names of scopes
+        if profile_steps is None:  # a loaded program may have other names of scopes
             stack.enter_context(compilation_cache())
         checkpoints = None
         if workdir is not None:
-            checkpoints = Checkpoints(location(workdir) / CHECKPOINTS, keep=keep, keep_every=keep_every, best=best,
-                                      mode=best_mode)
-        run = Run(step, state, batches, seen=seen, steps=steps, evaluate=evaluate or {}, every=every or steps,
-                  save_every=save_every or every or steps, log_every=log_every, best=best and (best, best_mode),
-                  early_stop=early_stop, progress=progress, on_step=on_step, nonfinite=nonfinite, debug=debug,
-                  notes=notes, tune=tune, plan=plan, collects=collects)
+            checkpoints = Checkpoints(
+                location(workdir) / CHECKPOINTS,
+                keep=keep,
+                keep_every=keep_every,
+                best=best,
+                mode=best_mode,
+            )
+        run = Run(
+            step,
+            state,
+            batches,
+            seen=seen,
+            steps=steps,
+            evaluate=evaluate or {},
+            every=every or steps,
+            save_every=save_every or every or steps,
+            log_every=log_every,
+            best=best and (best, best_mode),
+            early_stop=early_stop,
+            progress=progress,
+            on_step=on_step,
+            nonfinite=nonfinite,
+            debug=debug,
+            notes=notes,
+            tune=tune,
+            plan=plan,
+            collects=collects,
+        )
         if checkpoints is not None:
             run.checkpoints = stack.enter_context(checkpoints)
-            sample = run.example if run.alone else None    # each process may have rows of its own
-            begun_with = {"config": configured, "steps": steps, "data": identity(batches, run.at, sample)}
-            if run.alone and hasattr(step, "identity"):    # of a population, whose hyperparameters are in the state
+            sample = run.example if run.alone else None  # each process may have rows of its own
+            begun_with = {
+                "config": configured,
+                "steps": steps,
+                "data": identity(batches, run.at, sample),
+            }
+            if run.alone and hasattr(
+                step, "identity"
+            ):  # of a population, whose hyperparameters are in the state
                 begun_with["step"] = step.identity(run.state, run.spread.shapes(lambda: sample))
             _begin(run, workdir, begun_with, config, restart=restart)
             if profile_steps is not None and jax.process_index() == 0:
                 run.profiled = _profiling.Profiling(run, profile_steps, location(workdir))
                 stack.callback(run.profiled.close)
             if jax.process_index() == 0:
+
                 def logs():
-                    logger = Logger(workdir, step=run.at, tensorboard=tensorboard,
-                                    again=[*run.evaluate] * bool(run.loop["due"])
-                                    + [f"train/{name}" for name in run.zeros] * run.unlogged)
+                    logger = Logger(
+                        workdir,
+                        step=run.at,
+                        tensorboard=tensorboard,
+                        again=[*run.evaluate] * bool(run.loop["due"])
+                        + [f"train/{name}" for name in run.zeros] * run.unlogged,
+                    )
                     logger.hyperparameters, logger.compared = configured, sorted(run.watched())
                     return logger
 
@@ -268,7 +315,9 @@ def fit(
             run.train()
         except BaseException as error:
             if run.logger is not None:
-                run.logger.note(run.at, f"ended by {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+                run.logger.note(
+                    run.at, f"ended by {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                )
             raise
         state = _best(run) if restore_best else run.state
         if run.logger is not None:
@@ -279,16 +328,24 @@ def fit(
 def _check_functions(step, batches, state, evaluate):
     for name, value in {"step": step, "batches": batches}.items():
         if not callable(value):
-            raise TypeError(f"fit(step, state, batches): {name} is a function; got a {type(value).__name__}")
+            raise TypeError(
+                f"fit(step, state, batches): {name} is a function; got a {type(value).__name__}"
+            )
     if not isinstance(evaluate, Mapping) or not all(map(callable, evaluate.values())):
-        raise TypeError("fit(..., evaluate=): expected functions by name, such as {'validation': function}; got "
-                        f"{evaluate!r}")
+        raise TypeError(
+            "fit(..., evaluate=): expected functions by name, such as {'validation': function}; got "
+            f"{evaluate!r}"
+        )
     if not hasattr(state, "step"):
-        raise TypeError("fit: a state has an integer array `step`, as a TrainState has; "
-                        f"got a {type(state).__name__} without one")
+        raise TypeError(
+            "fit: a state has an integer array `step`, as a TrainState has; "
+            f"got a {type(state).__name__} without one"
+        )
     if np.ndim(state.step) or not jnp.issubdtype(jnp.result_type(state.step), jnp.integer):
-        raise TypeError(f"fit: state.step counts the steps made, an integer; got {jnp.result_type(state.step)}"
-                        f"{list(np.shape(state.step))}")
+        raise TypeError(
+            f"fit: state.step counts the steps made, an integer; got {jnp.result_type(state.step)}"
+            f"{list(np.shape(state.step))}"
+        )
 
 
 def _counts(state, **counts):
@@ -298,9 +355,13 @@ def _counts(state, **counts):
     checked = []
     for name, value in counts.items():
         if value is not None or name in ("steps", "log_every"):
-            whole = isinstance(value, numbers.Real) and not isinstance(value, bool) and value % 1 == 0
+            whole = (
+                isinstance(value, numbers.Real) and not isinstance(value, bool) and value % 1 == 0
+            )
             if not whole or not 1 <= value <= most:
-                raise ValueError(f"{name}={value!r}: expected a number of steps, an integer from 1 to {most}")
+                raise ValueError(
+                    f"{name}={value!r}: expected a number of steps, an integer from 1 to {most}"
+                )
             value = int(value)
         checked.append(value)
     return checked
@@ -309,12 +370,14 @@ def _counts(state, **counts):
 def _begin(run: Run, workdir, begun_with: dict[str, Any], config: Any, *, restart: bool) -> None:
     """Locks the run's folder and restores the newest checkpoint. The caller must have checked all arguments of
     `fit`."""
-    try:                                                   # a store's lock may have to expire first
+    try:  # a store's lock may have to expire first
         with run.seen.interrupting(run.alone and isinstance(run.checkpoints.folder, StorePath)):
             run.checkpoints.lock()
     except Stopping:
-        raise Interrupted(f"{run.seen.received}: stopped while waiting for the lock of {run.checkpoints.folder}; "
-                          "nothing was trained or changed") from None
+        raise Interrupted(
+            f"{run.seen.received}: stopped while waiting for the lock of {run.checkpoints.folder}; "
+            "nothing was trained or changed"
+        ) from None
     if restart and jax.process_index() == 0:
         run.checkpoints.clear()
         remove_logs(workdir)
@@ -334,7 +397,10 @@ def _begin(run: Run, workdir, begun_with: dict[str, Any], config: Any, *, restar
 def _best(run: Run) -> Any:
     step = run.checkpoints.best()
     if step is None:
-        warnings.warn(f"restore_best: '{run.best[0]}' was never finite, so the last state is returned", stacklevel=3)
+        warnings.warn(
+            f"restore_best: '{run.best[0]}' was never finite, so the last state is returned",
+            stacklevel=3,
+        )
         return run.state
     run.say(f"returning the state of step {step}, the best by {run.best[0]}")
     return run.checkpoints.restore(run.state, step, part="state")

@@ -48,24 +48,40 @@ def error(reason: BaseException, run: Run) -> OutOfMemory:
     first = "the first step" if run.clock.compiled is None else f"the step, near step {run.at},"
     lines = [f"{run.busy or first} ran out of memory ({str(reason).strip().splitlines()[0][:160]})"]
     step, batch, plan = run.step, run.batch_kinds.shapes(), run.spread.plan
-    device = next(iter(next(x for x in jax.tree.leaves(run.state) if isinstance(x, jax.Array)).sharding.device_set))
+    device = next(
+        iter(
+            next(
+                x for x in jax.tree.leaves(run.state) if isinstance(x, jax.Array)
+            ).sharding.device_set
+        )
+    )
     memory = hw.detect(device).per_device.memory_bytes
     state, batch = jax.tree.map(_shape, (run.state, batch))
-    held = (state, batch) if plan is None else jax.tree.map(_part, (state, batch), (plan.state, plan.batch))
-    largest = [(x.size * x.dtype.itemsize, f"{x.dtype.name}{list(x.shape)} {name}{path}")
-               for name, tree in (("", held[0]), ("batch/", held[1]))
-               for path, x in _leaves.paths(tree).items() if not _leaves.is_key(x)]
+    held = (
+        (state, batch)
+        if plan is None
+        else jax.tree.map(_part, (state, batch), (plan.state, plan.batch))
+    )
+    largest = [
+        (x.size * x.dtype.itemsize, f"{x.dtype.name}{list(x.shape)} {name}{path}")
+        for name, tree in (("", held[0]), ("batch/", held[1]))
+        for path, x in _leaves.paths(tree).items()
+        if not _leaves.is_key(x)
+    ]
     if not run.busy:
         try:
             lines += _needs(step, state, batch, plan, memory, largest)
-        except Exception as failed:                        # an error in the report must not hide the original error
+        except Exception as failed:  # an error in the report must not hide the original error
             lines.append(f"  (what it needs cannot be estimated: {type(failed).__name__})")
     largest.sort(key=lambda array: -array[0])
     where = " on each device" if plan else ""
     lines.append(f"  largest arrays{' of the state and batch' if run.busy else ''}{where}:")
     lines += [f"    {_gib(size):>9}  {what}" for size, what in largest[:_SHOWN]]
-    lines.append("Use a smaller batch_size in tr.evaluator" if run.busy else
-                 "Use a smaller batch, ft.microbatch, ft.rematerialize, or more devices (parallel.plan)")
+    lines.append(
+        "Use a smaller batch_size in tr.evaluator"
+        if run.busy
+        else "Use a smaller batch, ft.microbatch, ft.rematerialize, or more devices (parallel.plan)"
+    )
     return OutOfMemory("\n".join(lines))
 
 
@@ -73,14 +89,23 @@ def _needs(step, state, batch, plan, memory, largest) -> list[str]:
     """Returns the lines of the error message that state the peak memory and the largest batch that fits. Adds to the
     list `largest` the largest activations that are live when the memory use is at its peak."""
     rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=0)
-    unit = 1 if plan is None else plan.options.microbatches * math.prod(plan.mesh.shape[name] for name in plan.axes)
+    unit = (
+        1
+        if plan is None
+        else plan.options.microbatches * math.prod(plan.mesh.shape[name] for name in plan.axes)
+    )
     estimated = lambda rows_: _estimated(step, state, _resized(batch, rows, rows_), plan)
     found = estimated(rows)
-    largest += [(held.bytes, f"{held.what}{f', {held.line}' if held.line else ''} (estimated)")
-                for held in found.largest if held.line != "an argument"]
+    largest += [
+        (held.bytes, f"{held.what}{f', {held.line}' if held.line else ''} (estimated)")
+        for held in found.largest
+        if held.line != "an argument"
+    ]
     where = "each device" if plan else "the device"
     has = f", and {where} has {_gib(memory)}" if memory else ""
-    lines = [f"  the step needs {_gib(found.peak)}{' on each device' if plan else ''} (estimated){has}"]
+    lines = [
+        f"  the step needs {_gib(found.peak)}{' on each device' if plan else ''} (estimated){has}"
+    ]
     if not memory or rows < 2 * unit or rows % unit:
         return lines
     room = ROOM * memory
@@ -97,7 +122,11 @@ def _needs(step, state, batch, plan, memory, largest) -> list[str]:
         slope = max(1.0, (at_high - at_low) / (high - low))
         guess = min(max(int(low + (room - at_low) / slope), fits + 1), fails - 1)
     multiple = f", a multiple of {unit}" if unit > 1 else ""
-    which = f"{fits * unit} (estimated{multiple})" if fits else f"none: not even a batch of {unit} fits (estimated)"
+    which = (
+        f"{fits * unit} (estimated{multiple})"
+        if fits
+        else f"none: not even a batch of {unit} fits (estimated)"
+    )
     return [*lines, f"  the largest batch that fits: {which}; this batch has {rows}"]
 
 
@@ -109,7 +138,9 @@ def _estimated(step, state, batch, plan) -> Estimate:
 
 
 def _resized(batch, rows, to):
-    resized = lambda x: jax.ShapeDtypeStruct((to, *x.shape[1:]), x.dtype) if x.shape[:1] == (rows,) else x
+    resized = lambda x: (
+        jax.ShapeDtypeStruct((to, *x.shape[1:]), x.dtype) if x.shape[:1] == (rows,) else x
+    )
     return jax.tree.map(resized, batch)
 
 

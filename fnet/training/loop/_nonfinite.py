@@ -32,10 +32,16 @@ def start(skipped: Any) -> dict[str, Any]:
     """Returns the initial value of the dict `watch`, which records non-finite steps (steps with NaN or infinity). The
     dict `watch` contains the number of the first non-finite step, the index of the first non-finite leaf of this step
     (both -1 if there is none), and the number of skipped steps."""
-    return {"bad": np.array(-1, np.int32), "leaf": np.array(-1, np.int32), "skipped": np.asarray(skipped, np.int32)}
+    return {
+        "bad": np.array(-1, np.int32),
+        "leaf": np.array(-1, np.int32),
+        "skipped": np.asarray(skipped, np.int32),
+    }
 
 
-def watched(metrics: Mapping[str, Any], state: Any, exempt: Collection[str] = ()) -> list[tuple[str, Any]]:
+def watched(
+    metrics: Mapping[str, Any], state: Any, exempt: Collection[str] = ()
+) -> list[tuple[str, Any]]:
     """Returns the floating-point leaves to check, each with its name in messages: first the loss, then the other
     metrics, then the state."""
     found = []
@@ -44,7 +50,9 @@ def watched(metrics: Mapping[str, Any], state: Any, exempt: Collection[str] = ()
         found += [(called, leaf) for leaf in jax.tree.leaves(metrics[name])]
     for path, leaf in _leaves.paths(state).items():
         if path not in exempt:
-            found.append((f"the parameter '{path}'" if path.startswith("params/") else f"'{path}'", leaf))
+            found.append(
+                (f"the parameter '{path}'" if path.startswith("params/") else f"'{path}'", leaf)
+            )
     return [(called, leaf) for called, leaf in found if _inexact(leaf)]
 
 
@@ -52,16 +60,29 @@ def exempt(state: Any) -> set[str]:
     """Returns the paths of the leaves of the state that contain NaN or infinity before the first step. For example, the
     state of `optax.contrib.reduce_on_plateau` starts with a best value of infinity. `exempt` checks neither the
     parameters nor other leaves of the state that are larger than 1 MiB."""
+
     def infinite(path, leaf):
-        if path.startswith("params/") or not _inexact(leaf) or leaf.nbytes > 1 << 20 or not leaf.is_fully_replicated:
+        if (
+            path.startswith("params/")
+            or not _inexact(leaf)
+            or leaf.nbytes > 1 << 20
+            or not leaf.is_fully_replicated
+        ):
             return False
         return not np.isfinite(np.asarray(leaf.addressable_data(0)).astype(np.complex128)).all()
 
     return {path for path, leaf in _leaves.paths(state).items() if infinite(path, leaf)}
 
 
-def look(watch: Mapping[str, Any], old: Any, new: Any, metrics: Mapping[str, Any], *, skip: bool,
-         exempt: Collection[str] = ()) -> tuple[jax.Array, dict[str, Any]]:
+def look(
+    watch: Mapping[str, Any],
+    old: Any,
+    new: Any,
+    metrics: Mapping[str, Any],
+    *,
+    skip: bool,
+    exempt: Collection[str] = (),
+) -> tuple[jax.Array, dict[str, Any]]:
     """Returns whether the metrics and the state `new` after a step are finite, as a bool on the device. Also returns
     the updated `watch` (the record of non-finite steps)."""
     leaf = _first([leaf for _, leaf in watched(metrics, new, exempt)])
@@ -70,7 +91,9 @@ def look(watch: Mapping[str, Any], old: Any, new: Any, metrics: Mapping[str, Any
     return sound, {
         "bad": jnp.where(first, old.step.astype(jnp.int32), watch["bad"]),
         "leaf": jnp.where(first, leaf, watch["leaf"]),
-        "skipped": watch["skipped"] + (~sound).astype(jnp.int32) if skip else jnp.asarray(watch["skipped"]),
+        "skipped": watch["skipped"] + (~sound).astype(jnp.int32)
+        if skip
+        else jnp.asarray(watch["skipped"]),
     }
 
 
@@ -93,7 +116,7 @@ def _first(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _square(x):
-    spread = any(axes is not None for axes in jax.typeof(x).sharding.spec)      # on an explicit mesh
+    spread = any(axes is not None for axes in jax.typeof(x).sharding.spec)  # on an explicit mesh
     if x.ndim and x.dtype in (jnp.float32, jnp.float64) and not spread:
         axes = tuple(range(x.ndim))
         return jax.lax.dot_general(x, x, ((axes, axes), ((), ())))
@@ -103,6 +126,7 @@ def _square(x):
 def kept(sound: jax.Array, new: Any, old: Any) -> Any:
     """Returns `new` if the step was finite, otherwise `old`. The counter `step` increases whether or not the step is
     skipped."""
+
     def choose(path, a, b):
         if jax.tree_util.keystr(path, simple=True, separator="/") == "step":
             return a
@@ -135,9 +159,13 @@ def first_layer(step: Callable, inputs: tuple[Any, Any], before: tuple[Any, Any]
     usual = set() if before is None else {index for index, *_ in origins(*before)}
     made = [origin for origin in origins(*inputs) if origin[0] not in usual]
     state, batch = inputs
-    given = [f"'{jax.tree_util.keystr(path, simple=True, separator='/')}'"
-             for path, leaf in jax.tree.leaves_with_path({"batch": batch, "state": getattr(state, "params", state)})
-             if _inexact(leaf) and not bool(jnp.isfinite(leaf).all())]
+    given = [
+        f"'{jax.tree_util.keystr(path, simple=True, separator='/')}'"
+        for path, leaf in jax.tree.leaves_with_path(
+            {"batch": batch, "state": getattr(state, "params", state)}
+        )
+        if _inexact(leaf) and not bool(jnp.isfinite(leaf).all())
+    ]
     if given:
         return f"On a replay of that step {', '.join(given[:4])} went into it already not finite"
     if not made:
@@ -162,7 +190,9 @@ def _tracer(step) -> Callable[[Any, Any], list[tuple[int, str, str, str, str]]]:
 
     def rule(primitive, scope, inputs, equation):
         floats = [v for v in equation.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-        same = jaxpr.traits(primitive).precision == "exact" or primitive == "neg"    # it produces no new values
+        same = (
+            jaxpr.traits(primitive).precision == "exact" or primitive == "neg"
+        )  # it produces no new values
         if primitive in jaxpr.ENTERED or same or not floats:
             return NotImplemented
         outputs = _jax.bind_again(equation, inputs)
@@ -177,7 +207,9 @@ def _tracer(step) -> Callable[[Any, Any], list[tuple[int, str, str, str, str]]]:
         fired.clear()
         jax.block_until_ready(looking(state, batch))
         jax.effects_barrier()
-        return [(index, *known[index][:2], fired[index], known[index][2]) for index in sorted(fired)]
+        return [
+            (index, *known[index][:2], fired[index], known[index][2]) for index in sorted(fired)
+        ]
 
     return origins
 

@@ -41,7 +41,10 @@ def own(saved: Mapping[str, Any] | None, step: int) -> Mapping[str, Any] | None:
     every, count = saved.get("processes", [saved]), jax.process_count()
     if len(every) == count:
         return every[jax.process_index()]
-    warnings.warn(f"the data was read by {len(every)} processes and is now read by {count}: each one reads its epoch "
-                  f"from the start up to step {step}, and the batches differ from those of an uninterrupted run",
-                  ResumeWarning, stacklevel=5)
+    warnings.warn(
+        f"the data was read by {len(every)} processes and is now read by {count}: each one reads its epoch "
+        f"from the start up to step {step}, and the batches differ from those of an uninterrupted run",
+        ResumeWarning,
+        stacklevel=5,
+    )
     return {**every[0], "state": None}

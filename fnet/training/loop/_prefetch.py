@@ -13,7 +13,7 @@ import numpy as np
 
 from fnet.training.loop._signals import POLL, Signals, Stopping
 
-_GRACE = 0.5           # seconds that `close` waits for the thread, because a source may never return
+_GRACE = 0.5  # seconds that `close` waits for the thread, because a source may never return
 
 
 class Prefetch:
@@ -33,15 +33,25 @@ class Prefetch:
       waited: the total time that `__call__` has waited, in seconds.
     """
 
-    def __init__(self, batches: Callable[[int], Any], start: int, stop: int, *, depth: int = 2,
-                 seen: Signals | None = None, move: bool = True):
+    def __init__(
+        self,
+        batches: Callable[[int], Any],
+        start: int,
+        stop: int,
+        *,
+        depth: int = 2,
+        seen: Signals | None = None,
+        move: bool = True,
+    ):
         self.waited = 0.0
         self._seen = seen
         self._ready: queue.Queue = queue.Queue(depth)
         self._closed = threading.Event()
         # A daemon thread, because a source that never returns must not keep the process alive.
         arguments = batches, start, stop, move
-        self._thread = threading.Thread(target=self._fill, args=arguments, daemon=True, name="batches")
+        self._thread = threading.Thread(
+            target=self._fill, args=arguments, daemon=True, name="batches"
+        )
         self._thread.start()
 
     def __call__(self) -> Any:
@@ -65,9 +75,11 @@ class Prefetch:
         if `batches` will be called again."""
         self._closed.set()
         end = time.monotonic() + _GRACE
-        while self._thread.is_alive() and (time.monotonic() < end or (wait and not self._stopping())):
+        while self._thread.is_alive() and (
+            time.monotonic() < end or (wait and not self._stopping())
+        ):
             try:
-                self._ready.get(timeout=0.02)              # the thread may be waiting for a free slot
+                self._ready.get(timeout=0.02)  # the thread may be waiting for a free slot
             except queue.Empty:
                 pass
 
@@ -80,7 +92,9 @@ class Prefetch:
             if self._stopping():
                 raise Stopping
             if not self._thread.is_alive() and self._ready.empty():
-                raise RuntimeError("the thread that prepares batches ended without a batch or an error")
+                raise RuntimeError(
+                    "the thread that prepares batches ended without a batch or an error"
+                )
 
     def _stopping(self):
         return self._seen is not None and self._seen.received is not None
@@ -90,7 +104,7 @@ class Prefetch:
         while item is None or (item[1] is None and i < stop):
             try:
                 item = jax.tree.map(_moved, batches(i)) if move else batches(i), None
-            except BaseException as error:                 # `__call__` raises the error
+            except BaseException as error:  # `__call__` raises the error
                 item = None, error
             i += 1
             if self._closed.is_set():

@@ -14,22 +14,36 @@ if TYPE_CHECKING:
     from fnet.training.loop._run import Run
 
 FOLDER = "profile"
-_PAGE = ("<!doctype html><meta charset=utf-8><title>{title}</title><style>body{{font:14px sans-serif;margin:2em}}"
-         "td,th{{padding:.2em .8em;text-align:right;white-space:nowrap}}td:first-child{{text-align:left}}"
-         "</style><h1>{title}</h1>{table}")
+_PAGE = (
+    "<!doctype html><meta charset=utf-8><title>{title}</title><style>body{{font:14px sans-serif;margin:2em}}"
+    "td,th{{padding:.2em .8em;text-align:right;white-space:nowrap}}td:first-child{{text-align:left}}"
+    "</style><h1>{title}</h1>{table}"
+)
 
 
 def check(steps: Any, *, total: int, workdir: Any, jit: bool) -> None:
     """Raises ValueError if the given steps of the run cannot be profiled."""
-    if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start < steps.stop <= total:
-        raise ValueError(f"fit(..., profile_steps=): expected consecutive steps of the {total:,}, such as range(1, "
-                         f"6); got {steps!r}")
+    if (
+        not isinstance(steps, range)
+        or steps.step != 1
+        or not 0 <= steps.start < steps.stop <= total
+    ):
+        raise ValueError(
+            f"fit(..., profile_steps=): expected consecutive steps of the {total:,}, such as range(1, "
+            f"6); got {steps!r}"
+        )
     if isinstance(workdir, str) and "://" in workdir:
-        raise ValueError(f"fit(..., profile_steps=): expected a local workdir, got {workdir}; profile a short run")
+        raise ValueError(
+            f"fit(..., profile_steps=): expected a local workdir, got {workdir}; profile a short run"
+        )
     if workdir is None:
-        raise ValueError("fit(..., profile_steps=): the profile is written into the run's folder; name a workdir")
+        raise ValueError(
+            "fit(..., profile_steps=): the profile is written into the run's folder; name a workdir"
+        )
     if not jit:
-        raise ValueError("fit(..., profile_steps=): with jit=False there is no compiled program to profile")
+        raise ValueError(
+            "fit(..., profile_steps=): with jit=False there is no compiled program to profile"
+        )
 
 
 class Profiling:
@@ -49,9 +63,15 @@ class Profiling:
 
     def __call__(self, advance: Callable) -> Callable:
         """Returns a function that runs `advance`, and starts and stops the profiler at the selected steps."""
+
         def profiled(*args):
             at = self.run.at
-            if self.begun is None and not self.done and at in self.steps and self.run.clock.compiled is not None:
+            if (
+                self.begun is None
+                and not self.done
+                and at in self.steps
+                and self.run.clock.compiled is not None
+            ):
                 self.start(args)
             result = advance(*args)
             if self.begun is not None and at + 1 >= min(self.steps.stop, self.run.steps):
@@ -82,17 +102,31 @@ class Profiling:
         jax.profiler.stop_trace()
         self.begun, self.done = None, True
         leaves = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)]
-        bounds = hw.roofline(advance, *self.shapes, chip=hw.detect(min(leaves[0].devices(), key=lambda d: d.id)),
-                             measure=False, depth=None)
-        found = _profile.of_trace(_trace.read(recorded), bounds.scopes, bounds.chip, steps=at - begun,
-                                  notes=bounds.count.notes)
+        bounds = hw.roofline(
+            advance,
+            *self.shapes,
+            chip=hw.detect(min(leaves[0].devices(), key=lambda d: d.id)),
+            measure=False,
+            depth=None,
+        )
+        found = _profile.of_trace(
+            _trace.read(recorded),
+            bounds.scopes,
+            bounds.chip,
+            steps=at - begun,
+            notes=bounds.count.notes,
+        )
         self.temporary.cleanup()
         folder = self.folder / FOLDER / f"{begun}-{at}"
         folder.mkdir(parents=True, exist_ok=True)
         title = f"steps {begun} to {at}"
         page = _PAGE.format(title=html.escape(title), table=found.html())
         data = json.dumps(found.data(), indent=1)
-        for name, content in {"profile.txt": f"{found}\n", "profile.html": page, "profile.json": data}.items():
+        for name, content in {
+            "profile.txt": f"{found}\n",
+            "profile.html": page,
+            "profile.json": data,
+        }.items():
             (folder / name).write_text(content, encoding="utf-8")
         found.trace.save(folder / "trace.json.gz")
         self.run.say(f"profile of {title} in {folder}")

@@ -66,7 +66,7 @@ class Progress:
             from rich.console import Console
 
             class Raising(Console):
-                def on_broken_pipe(self):                  # rich would end the process here
+                def on_broken_pipe(self):  # rich would end the process here
                     raise BrokenPipeError
 
             self._bar = progress.Progress(
@@ -84,7 +84,9 @@ class Progress:
         """Prints `text` on a separate line."""
         text = self._encodable(text)
         if self._bar is not None:
-            self._written(lambda: self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True))
+            self._written(
+                lambda: self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            )
         else:
             self._written(lambda: print(text, file=self._stream, flush=True))
 
@@ -123,7 +125,11 @@ class Progress:
         words = [f"step {step}/{self._steps}"]
         words += [] if rate is None else [f"{rate:.1f} steps/s"]
         words += [] if left is None else [f"ETA {duration(left)}"]
-        self._written(lambda: self._bar.update(self._task, completed=step, description="  ".join(words), refresh=True))
+        self._written(
+            lambda: self._bar.update(
+                self._task, completed=step, description="  ".join(words), refresh=True
+            )
+        )
 
     def log(
         self,

@@ -17,19 +17,34 @@ def facts(state: Any) -> dict[str, Any]:
     """Returns the chip, the numbers of devices and processes, and the jaxlib version."""
     arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
     devices = {device for leaf in arrays for device in leaf.sharding.device_set}
-    here = [device for device in devices if device.process_index == jax.process_index()] or jax.local_devices()
+    here = [
+        device for device in devices if device.process_index == jax.process_index()
+    ] or jax.local_devices()
     chip = hw.detect(min(here, key=lambda device: device.id))
-    return {"chip": chip.name, "kind": chip.kind, "devices": len(devices), "processes": jax.process_count(),
-            "jaxlib": jaxlib.__version__}
+    return {
+        "chip": chip.name,
+        "kind": chip.kind,
+        "devices": len(devices),
+        "processes": jax.process_count(),
+        "jaxlib": jaxlib.__version__,
+    }
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describes changes of a run's environment that may change how results are rounded. Returns "" if nothing in the
     environment has changed."""
-    words = {"chip": "the chip", "devices": "the number of devices", "processes": "the number of processes",
-             "plan": "the plan", "jaxlib": "jaxlib"}
-    changed = [f"{what} was {before[name]}, is {now[name]}" for name, what in words.items()
-               if name in before and before[name] != now[name]]
+    words = {
+        "chip": "the chip",
+        "devices": "the number of devices",
+        "processes": "the number of processes",
+        "plan": "the plan",
+        "jaxlib": "jaxlib",
+    }
+    changed = [
+        f"{what} was {before[name]}, is {now[name]}"
+        for name, what in words.items()
+        if name in before and before[name] != now[name]
+    ]
     return "; ".join(changed)
 
 

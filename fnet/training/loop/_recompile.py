@@ -11,7 +11,7 @@ from jax.tree_util import keystr
 if TYPE_CHECKING:
     from fnet.training.loop._run import Run
 
-_REPORTS = 8     # largest number of reports for one leaf
+_REPORTS = 8  # largest number of reports for one leaf
 
 
 class Arguments:
@@ -24,7 +24,7 @@ class Arguments:
 
     def __init__(self, name: str):
         self.name = name
-        self.last: Any = None                              # (structure, [(shape, dtype, weakly typed)])
+        self.last: Any = None  # (structure, [(shape, dtype, weakly typed)])
         self._seen: set[Any] = set()
         self._reports: dict[str, int] = {}
 
@@ -36,8 +36,17 @@ class Arguments:
         `changed` also returns None, to limit the number of messages.
         """
         leaves, structure = jax.tree.flatten(tree)
-        kind = structure, tuple([(x.shape, x.dtype, getattr(x, "weak_type", False)) if hasattr(x, "shape")
-                                 else ((), type(x), True) for x in leaves])
+        kind = (
+            structure,
+            tuple(
+                [
+                    (x.shape, x.dtype, getattr(x, "weak_type", False))
+                    if hasattr(x, "shape")
+                    else ((), type(x), True)
+                    for x in leaves
+                ]
+            ),
+        )
         before, self.last = self.last, kind
         if kind in self._seen:
             return None
@@ -48,13 +57,17 @@ class Arguments:
         """Returns the last tree that `changed` received, with a `jax.ShapeDtypeStruct` for each leaf."""
         structure, kinds = self.last
         leaf = lambda shape, dtype, _: jax.ShapeDtypeStruct(
-            shape, dtype if hasattr(dtype, "name") else jnp.result_type(dtype))
+            shape, dtype if hasattr(dtype, "name") else jnp.result_type(dtype)
+        )
         return jax.tree.unflatten(structure, [leaf(*kind) for kind in kinds])
 
     def _difference(self, before, kind, tree) -> str | None:
         if before[0] != kind[0]:
             return f"{self.name}: its structure or a static value was {_short(before[0])}, is {_short(kind[0])}"
-        paths = [keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        paths = [
+            keystr(path, simple=True, separator="/")
+            for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+        ]
         words, told = [], False
         for path, old, new in zip(paths, before[1], kind[1]):
             if old == new:
@@ -63,14 +76,16 @@ class Arguments:
             count = self._reports[path] = self._reports.get(path, 0) + 1
             told |= count <= _REPORTS
             more = f"; further shapes of {path} are not reported: pad it to a few fixed ones"
-            words.append(f"{path} was {_described(*old)}, is {_described(*new)}{more if count == _REPORTS else ''}")
+            words.append(
+                f"{path} was {_described(*old)}, is {_described(*new)}{more if count == _REPORTS else ''}"
+            )
         return ", ".join(words) if told else None
 
 
 def notice(run: Run, batch: Any) -> None:
     """Reports an argument whose new shapes, dtypes or structure cause a new compilation of the step."""
     changed = run.batch_kinds.changed(batch)
-    if run.at <= run.begun + 1:                            # later states have the shapes of the first result
+    if run.at <= run.begun + 1:  # later states have the shapes of the first result
         changed = run.state_kinds.changed(run.state) or changed
     if changed and not jax.config.jax_disable_jit:
         run.say(f"step {run.at + 1} is compiled again: {changed}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fnet.training.loop._run import Run
 
 NONFINITE = ("stop", "skip", "rollback")
-_ROLLBACKS = 3         # largest number of rollbacks to the same checkpoint
+_ROLLBACKS = 3  # largest number of rollbacks to the same checkpoint
 
 
 def broken(run: Run) -> bool:
@@ -45,7 +45,9 @@ def broken(run: Run) -> bool:
     run.loop["offset"] = np.array(batch + 1 - run.at)
     if run.logger is not None:
         run.logger = run.logs()
-    run.say(f"step {bad + 1} was not finite: rolled back to step {run.at}, continuing with batch {batch + 1}")
+    run.say(
+        f"step {bad + 1} was not finite: rolled back to step {run.at}, continuing with batch {batch + 1}"
+    )
     run.feed()
     run.clock.lap(run.at)
     return True
@@ -59,7 +61,7 @@ def target(run: Run, most: int) -> int | None:
         return None
     run.checkpoints.wait()
     for step in reversed(run.checkpoints.steps()):
-        with contextlib.suppress(CheckpointError):         # damaged
+        with contextlib.suppress(CheckpointError):  # damaged
             if step <= most and run.checkpoints.notes(step).get("regular", True):
                 return step
     return None

@@ -45,7 +45,7 @@ from fnet.training.loop._signals import Signals, Stopping
 from fnet.training.loop._spread import Spread
 from fnet.training.loop._utilization import utilization
 
-_IN_FLIGHT = 2         # steps that the device may be behind the host, which limits the time to stop
+_IN_FLIGHT = 2  # steps that the device may be behind the host, which limits the time to stop
 
 
 class Run:
@@ -55,68 +55,102 @@ class Run:
     checkpoints: Checkpoints | None = None
     logger: Logger | None = None
     logs: Callable[[], Logger] | None = None
-    saved: int | None = None           # the step of the newest checkpoint
-    unlogged: bool = False             # whether the log of this step is still to be written
+    saved: int | None = None  # the step of the newest checkpoint
+    unlogged: bool = False  # whether the log of this step is still to be written
     prefetch: Prefetch | None = None
     use: Callable[[float], Any] | None = None
     profiled: Callable[[Callable], Callable] = staticmethod(lambda advance: advance)
 
-    def __init__(self, step, state, batches, *, seen: Signals, steps: int, evaluate: Mapping[str, Any], every: int,
-                 save_every: int, log_every: int, best: tuple[str, str] | None, early_stop: EarlyStop | None,
-                 progress: Progress | None, on_step: Sequence[Callable], nonfinite: str, debug: bool,
-                 notes: Mapping[str, Any], tune: bool, plan: Plan | None, collects: bool):
+    def __init__(
+        self,
+        step,
+        state,
+        batches,
+        *,
+        seen: Signals,
+        steps: int,
+        evaluate: Mapping[str, Any],
+        every: int,
+        save_every: int,
+        log_every: int,
+        best: tuple[str, str] | None,
+        early_stop: EarlyStop | None,
+        progress: Progress | None,
+        on_step: Sequence[Callable],
+        nonfinite: str,
+        debug: bool,
+        notes: Mapping[str, Any],
+        tune: bool,
+        plan: Plan | None,
+        collects: bool,
+    ):
         self.seen, self.alone = seen, jax.process_count() == 1
         function = getattr(step, "__qualname__", type(step).__name__)
         self.name = f"{function} with {[jnp.shape(x) for x in jax.tree.leaves(state)]}"
         _compilation_cache.preload(self.name)
-        self.collects = collects           # whether garbage is collected after the first step
+        self.collects = collects  # whether garbage is collected after the first step
         self.spread = Spread(plan)
         self.state = self.spread.state(state)
         self.given = state if debug else None
         self.at = self.begun = int(state.step)
         self.step, self.batches, self.steps, self.evaluate = step, batches, steps, evaluate
         self.every, self.save_every, self.log_every = every, save_every, log_every
-        self.best, self.early_stop, self.progress, self.on_step = best, early_stop, progress, on_step
+        self.best, self.early_stop, self.progress, self.on_step = (
+            best,
+            early_stop,
+            progress,
+            on_step,
+        )
         self.nonfinite, self.debug, self.tune = nonfinite, debug, tune
         self.example = self.first()
         shapes = self.spread.shapes(lambda: self.example)
-        self.traced = _contract.traced(getattr(step, "plain", step))    # as one function
+        self.traced = _contract.traced(getattr(step, "plain", step))  # as one function
         self.zeros = _metrics.zeros(_contract.metrics_of(self.traced, self.state, shapes))
         _contract.check_watched(self.watched(), self.evaluate, state=self.state)
-        if not self.alone:                                 # with several processes, metrics start on the host
+        if not self.alone:  # with several processes, metrics start on the host
             self.zeros = jax.tree.map(np.asarray, self.zeros)
         self.loop = {
             "metrics": self.spread.whole(self.zeros),
-            "best": np.array(math.nan), "stale": np.array(0), "stopped": np.array(False),
-            "top": np.array(math.nan),                     # the best value of the metric that `best` names
-            "due": np.array(False),                        # whether the evaluation at this step is pending
-            "offset": np.array(0), "skipped": np.array(0, np.int32),
+            "best": np.array(math.nan),
+            "stale": np.array(0),
+            "stopped": np.array(False),
+            "top": np.array(math.nan),  # the best value of the metric that `best` names
+            "due": np.array(False),  # whether the evaluation at this step is pending
+            "offset": np.array(0),
+            "skipped": np.array(0, np.int32),
         }
         self.watch = self.spread.whole(_nonfinite.start(0))
         self.facts = _provenance.facts(self.state) | {"plan": str(self.spread)} | dict(notes)
-        self.rollbacks = (-1, 0)                           # the last rollback: to which step, the how manieth to it
-        self.checked = (self.at, 0)                        # the last check: its step, the steps skipped until then
-        self.batch_kinds, self.state_kinds = _recompile.Arguments("batch"), _recompile.Arguments("state")
-        self.busy: str | None = None                       # the current activity, if it is not a step
+        self.rollbacks = (-1, 0)  # the last rollback: to which step, the how manieth to it
+        self.checked = (self.at, 0)  # the last check: its step, the steps skipped until then
+        self.batch_kinds, self.state_kinds = (
+            _recompile.Arguments("batch"),
+            _recompile.Arguments("state"),
+        )
+        self.busy: str | None = None  # the current activity, if it is not a step
 
     def first(self) -> Any:
         """Returns the first batch, whose shapes and digest describe the data of the run. A signal ends the wait for the
         first batch."""
         if not self.alone and self.spread.plan is not None:
             return None
-        feed = Prefetch(self.batches, self.at, self.at + 1, seen=self.seen if self.alone else None, move=False)
+        feed = Prefetch(
+            self.batches, self.at, self.at + 1, seen=self.seen if self.alone else None, move=False
+        )
         try:
             return feed()
         except Stopping:
-            raise Interrupted(f"{self.seen.received}: stopped before the first batch was available; nothing was "
-                              "trained or changed") from None
+            raise Interrupted(
+                f"{self.seen.received}: stopped before the first batch was available; nothing was "
+                "trained or changed"
+            ) from None
         finally:
             feed.close()
 
     def restore(self) -> None:
         """Restores the newest complete checkpoint, if there is one."""
         exists = self.checkpoints.latest() is not None or bool(self.checkpoints.damaged())
-        if not self.alone:                                 # waits until the first process has cleared the folder
+        if not self.alone:  # waits until the first process has cleared the folder
             from jax.experimental import multihost_utils
 
             exists = bool(multihost_utils.broadcast_one_to_all(np.array(exists)))
@@ -128,7 +162,7 @@ class Run:
         self.rollbacks = tuple(notes.get("rollbacks", self.rollbacks))
         self.checked = tuple(notes.get("checked", (self.at, int(self.loop["skipped"]))))
         self.checkpoints.anchor = _recovery.target(self, self.at)
-        if hasattr(self.batches, "seek"):                  # of `from_iterator`
+        if hasattr(self.batches, "seek"):  # of `from_iterator`
             position = _positions.own(notes.get("position"), self.at)
             self.batches.seek(self.at + int(self.loop["offset"]), position)
         if self.tune:
@@ -136,8 +170,12 @@ class Run:
         if notes.get("kind") == self.facts["kind"] and "members" in notes:
             self.facts["members"] = notes["members"]
         if changed := _provenance.differences(notes, self.facts):
-            warnings.warn(f"{where}: {changed}; from this step on, the results agree with those of an "
-                          "uninterrupted run to rounding, not bit for bit", ResumeWarning, stacklevel=3)
+            warnings.warn(
+                f"{where}: {changed}; from this step on, the results agree with those of an "
+                "uninterrupted run to rounding, not bit for bit",
+                ResumeWarning,
+                stacklevel=3,
+            )
 
     def load(self, step: int | None = None) -> None:
         """Restores the state and the loop of a checkpoint: that of `step`, or the newest one."""
@@ -148,12 +186,16 @@ class Run:
         notes = self.checkpoints.notes(self.at)
         self.unlogged = notes.get("unlogged", False)
         before = notes.get("fit", {})
-        if before.get("best", now := self.criteria()["best"]) != now:        # values of two metrics cannot be compared
+        if (
+            before.get("best", now := self.criteria()["best"]) != now
+        ):  # values of two metrics cannot be compared
             self.loop["top"] = np.array(math.nan)
         if before.get("early_stop", now := self.criteria()["early_stop"]) != now:
             self.loop |= {"best": np.array(math.nan), "stale": np.array(0)}
         done = notes.get("evaluated")
-        if self.loop["due"] and done is not None and self.watched() <= done.keys():      # amended after it
+        if (
+            self.loop["due"] and done is not None and self.watched() <= done.keys()
+        ):  # amended after it
             self.loop["due"] = np.array(False)
             self.judge({name: math.nan if value is None else value for name, value in done.items()})
 
@@ -173,9 +215,10 @@ class Run:
                 raise
             kept = self.checkpoints and self.checkpoints.latest()
             then = "begin again at the first step" if kept is None else f"resume from step {kept}"
-            raise PeerLost(f"process {jax.process_index()} of {jax.process_count()} lost the others at step {self.at} "
-                           f"({str(error).strip().splitlines()[0][:150].strip()}): start all of them again, they {then}"
-                           ) from error
+            raise PeerLost(
+                f"process {jax.process_index()} of {jax.process_count()} lost the others at step {self.at} "
+                f"({str(error).strip().splitlines()[0][:150].strip()}): start all of them again, they {then}"
+            ) from error
 
     def until_done(self) -> None:
         self.clock = Clock()
@@ -186,7 +229,7 @@ class Run:
         if self.unlogged:
             _recovery.broken(self)
             trained, self.saved = self.log(), None
-            self.save()                                    # again, because the metrics were reset
+            self.save()  # again, because the metrics were reset
         else:
             trained = {}
         if self.loop["due"]:
@@ -196,9 +239,13 @@ class Run:
         if self.at < self.steps and not self.loop["stopped"]:
             _ending.interruption(self, boundary=True)
             if self.progress is not None or self.logger is not None:
-                self.use = utilization(self.traced, self.state, self.spread.shapes(lambda: self.example))
-            if hasattr(self.step, "prepare"):              # of a population: it measures how its members run
-                self.facts["members"] = self.step.prepare(self.state, self.example, self.facts.get("members"))
+                self.use = utilization(
+                    self.traced, self.state, self.spread.shapes(lambda: self.example)
+                )
+            if hasattr(self.step, "prepare"):  # of a population: it measures how its members run
+                self.facts["members"] = self.step.prepare(
+                    self.state, self.example, self.facts.get("members")
+                )
             self.compile()
             self.example = None
             self.clock = Clock()
@@ -217,30 +264,42 @@ class Run:
 
     def fresh(self) -> Any:
         """Returns the initial sums of the metrics, which are zero."""
-        return self.spread.whole(jax.tree.map(jnp.zeros_like if self.alone else np.copy, self.zeros))
+        return self.spread.whole(
+            jax.tree.map(jnp.zeros_like if self.alone else np.copy, self.zeros)
+        )
 
     def feed(self) -> None:
-        self.prefetch = Prefetch(self.batch, self.at, self.steps, seen=self.seen if self.alone else None)
+        self.prefetch = Prefetch(
+            self.batch, self.at, self.steps, seen=self.seen if self.alone else None
+        )
         self.waited, self.logged = 0.0, self.at
         self.flying: collections.deque = collections.deque()
 
     def compile(self) -> None:
         self.exempt = _nonfinite.exempt(self.state)
-        if hasattr(self.step, "prepare"):                  # a population handles members that diverge
-            self.exempt |= {path for path in _leaves.paths(self.state) if path.startswith("members/")}
+        if hasattr(self.step, "prepare"):  # a population handles members that diverge
+            self.exempt |= {
+                path for path in _leaves.paths(self.state) if path.startswith("members/")
+            }
         plain = self.spread.plan is None and not hasattr(self.step, "plain")
-        advance = _advance.function(self.traced if plain else self.spread.step(self.step), self.state,
-                                    keeps=self.nonfinite == "skip", exempt=self.exempt, metrics=bool(self.on_step))
-        if self.tune and not getattr(self.step, "separate", False):      # whose programs are tuned
+        advance = _advance.function(
+            self.traced if plain else self.spread.step(self.step),
+            self.state,
+            keeps=self.nonfinite == "skip",
+            exempt=self.exempt,
+            metrics=bool(self.on_step),
+        )
+        if self.tune and not getattr(self.step, "separate", False):  # whose programs are tuned
             advance = _tuning.tuned(self, advance)
         self.advance = self.profiled(advance)
 
     def advance_once(self) -> None:
         batch = self.next_batch()
         _recompile.notice(self, batch)
-        with _ending.rescuing(self):                       # for example, the step cannot be traced with this batch
+        with _ending.rescuing(self):  # for example, the step cannot be traced with this batch
             self.state, self.loop["metrics"], self.watch, metrics = self.advance(
-                self.state, self.loop["metrics"], self.watch, batch)
+                self.state, self.loop["metrics"], self.watch, batch
+            )
         self.at += 1
         self.flying.append(self.watch["bad"])
         if len(self.flying) > _IN_FLIGHT:
@@ -250,7 +309,7 @@ class Run:
             jax.block_until_ready(self.state)
             self.check_counter()
             _compilation_cache.remember(self.name)
-            if self.collects:              # during tracing, collections would take up to a fifth of the time
+            if self.collects:  # during tracing, collections would take up to a fifth of the time
                 gc.enable()
             clock.start(self.at)
             self.waited = self.prefetch.waited
@@ -281,32 +340,45 @@ class Run:
 
     def check_counter(self) -> None:
         if (counted := int(self.state.step)) != self.at:
-            raise ValueError(f"fit: step {self.at - 1} must return a state whose `step` is {self.at}; it is {counted}. "
-                             "Use state.apply(tx, grads), or state.replace(step=state.step + 1)")
+            raise ValueError(
+                f"fit: step {self.at - 1} must return a state whose `step` is {self.at}; it is {counted}. "
+                "Use state.apply(tx, grads), or state.replace(step=state.step + 1)"
+            )
 
     def show(self, values: Mapping[str, float]) -> None:
         if self.progress is not None:
-            values = {name: value for name, value in values.items() if not name.rpartition("/")[2].isdigit()}
+            values = {
+                name: value
+                for name, value in values.items()
+                if not name.rpartition("/")[2].isdigit()
+            }
             rate = self.clock.rate
-            left, mfu = rate and self.clock.left(self.at, self.steps), self.use(rate) if rate and self.use else None
-            with _ending.rescuing(self):                   # a stream or a subclass of the user's
+            left, mfu = (
+                rate and self.clock.left(self.at, self.steps),
+                self.use(rate) if rate and self.use else None,
+            )
+            with _ending.rescuing(self):  # a stream or a subclass of the user's
                 self.progress.log(self.at, values, rate, left, mfu)
 
     def log(self) -> dict[str, float]:
         self.check_counter()
         values = _metrics.results(self.loop["metrics"])
         times = {}
-        if self.prefetch is not None:                      # it has begun
+        if self.prefetch is not None:  # it has begun
             rate, lap, self.logged = self.clock.lap(self.at), self.at - self.logged, self.at
             waited, self.waited = self.prefetch.waited - self.waited, self.prefetch.waited
-            times = {"steps_per_second": rate, "mfu": rate and self.use and self.use(rate).value,
-                     "compile_seconds": self.clock.compiled, "data": rate and waited * rate / lap}
+            times = {
+                "steps_per_second": rate,
+                "mfu": rate and self.use and self.use(rate).value,
+                "compile_seconds": self.clock.compiled,
+                "data": rate and waited * rate / lap,
+            }
         if self.logger is not None:
             row = {f"train/{k}": v for k, v in values.items()}
             row |= {f"time/{k}": v for k, v in times.items() if v is not None}
             try:
                 self.logger.write(self.at, row)
-            except BaseException:                          # a disk that is full, a store that refuses
+            except BaseException:  # a disk that is full, a store that refuses
                 _ending.put_off(self)
                 _ending.rescue(self)
                 raise
@@ -331,9 +403,17 @@ class Run:
         improved = self.judge(values)
         if self.saved == self.at and self.checkpoints is not None:
             scalars = _scalars(values)
-            evaluated = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
-            self.checkpoints.amend(self.at, metrics=scalars, notes={
-                "evaluated": evaluated, "regular": improved or self.at % self.save_every == 0})
+            evaluated = {
+                name: value if math.isfinite(value) else None for name, value in scalars.items()
+            }
+            self.checkpoints.amend(
+                self.at,
+                metrics=scalars,
+                notes={
+                    "evaluated": evaluated,
+                    "regular": improved or self.at % self.save_every == 0,
+                },
+            )
         elif improved or self.loop["stopped"]:
             self.save(values, improved=improved)
 
@@ -359,17 +439,24 @@ class Run:
             if improved := better(value, float(self.loop["top"]), mode):
                 self.loop["top"] = np.array(value)
         if (rule := self.early_stop) is not None:
-            best, stale = rule.update(float(self.loop["best"]), int(self.loop["stale"]), float(values[rule.metric]))
+            best, stale = rule.update(
+                float(self.loop["best"]), int(self.loop["stale"]), float(values[rule.metric])
+            )
             self.loop |= {"best": np.array(best), "stale": np.array(stale)}
             if stale >= rule.patience:
                 self.loop["stopped"] = np.array(True)
-                self.say(f"stopped early: {rule.metric} has not been better than {best:.4g} for {stale} evaluations")
+                self.say(
+                    f"stopped early: {rule.metric} has not been better than {best:.4g} for {stale} evaluations"
+                )
         return improved
 
     def criteria(self) -> dict[str, list[str | None] | None]:
         """Returns the metric and mode of `best` and of `early_stop`, as a dict to be stored in each checkpoint."""
         rule = self.early_stop
-        return {"best": self.best and list(self.best), "early_stop": rule and [rule.metric, rule.mode]}
+        return {
+            "best": self.best and list(self.best),
+            "early_stop": rule and [rule.metric, rule.mode],
+        }
 
     def watched(self) -> set[str]:
         return {self.best and self.best[0], self.early_stop and self.early_stop.metric} - {None}
@@ -383,7 +470,9 @@ class Run:
     def save(self, values: Mapping[str, Any] | None = None, *, improved: bool = False) -> None:
         if self.checkpoints is None or self.saved == self.at:
             return
-        regular = improved or self.at % self.save_every == 0       # an uninterrupted run has this checkpoint, too
+        regular = (
+            improved or self.at % self.save_every == 0
+        )  # an uninterrupted run has this checkpoint, too
         if regular and self.nonfinite == "rollback":
             self.checkpoints.anchor = self.at
         self.loop["skipped"] = self.watch["skipped"]
@@ -391,11 +480,23 @@ class Run:
             at = self.at + int(self.loop["offset"])
             self.facts["position"] = _positions.gathered(self.batches.position(at))
         sound = _nonfinite.sound(self.watch, self.nonfinite == "skip")
-        self.checkpoints.save(self.at, {"state": self.state, "loop": self.loop}, metrics=_scalars(values or {}),
-                              notes=self.facts | {"unlogged": self.unlogged, "regular": regular,
-                                                  "rollbacks": self.rollbacks, "checked": self.checked}, sound=sound)
+        self.checkpoints.save(
+            self.at,
+            {"state": self.state, "loop": self.loop},
+            metrics=_scalars(values or {}),
+            notes=self.facts
+            | {
+                "unlogged": self.unlogged,
+                "regular": regular,
+                "rollbacks": self.rollbacks,
+                "checked": self.checked,
+            },
+            sound=sound,
+        )
         self.saved = self.at
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(x) for name, x in values.items() if np.ndim(x) == 0 and not isinstance(x, MEDIA)}
+    return {
+        name: float(x) for name, x in values.items() if np.ndim(x) == 0 and not isinstance(x, MEDIA)
+    }

@@ -14,12 +14,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-NUMBERS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-ONE = 1.0              # seconds within which signals count as one: `timeout` signals its child and its group
-REST = ONE             # seconds after the first signal for which the handlers stay, to catch a repeated signal
-POLL = 0.1             # seconds between two checks for a signal while the main thread waits
-GRACE = 0.5            # seconds for functions that must run even after a signal
-_runs: list[Signals] = []      # nested runs; the innermost run handles signals, which are sent to the process
+NUMBERS = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+    if hasattr(signal, name)
+)
+ONE = 1.0  # seconds within which signals count as one: `timeout` signals its child and its group
+REST = ONE  # seconds after the first signal for which the handlers stay, to catch a repeated signal
+POLL = 0.1  # seconds between two checks for a signal while the main thread waits
+GRACE = 0.5  # seconds for functions that must run even after a signal
+_runs: list[
+    Signals
+] = []  # nested runs; the innermost run handles signals, which are sent to the process
 
 
 class Stopping(BaseException):
@@ -104,13 +110,18 @@ def signals() -> Iterator[Signals]:
     interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
     pid, first = os.getpid(), 0.0
     handlers = {number: signal.getsignal(number) for number in NUMBERS}
-    own = {number: signal.SIG_DFL if handler is None else handler      # None: installed by C, cannot be restored
-           for number, handler in handlers.items() if handler is not signal.SIG_IGN
-           and not (number == getattr(signal, "SIGUSR1", None) and callable(handler))}
+    own = {
+        number: signal.SIG_DFL
+        if handler is None
+        else handler  # None: installed by C, cannot be restored
+        for number, handler in handlers.items()
+        if handler is not signal.SIG_IGN
+        and not (number == getattr(signal, "SIGUSR1", None) and callable(handler))
+    }
 
     def note(number, frame):
         nonlocal first
-        if os.getpid() != pid:                             # a child that was forked without Python's fork hooks
+        if os.getpid() != pid:  # a child that was forked without Python's fork hooks
             signal.signal(number, own[number])
             os.kill(os.getpid(), number)
             return
@@ -143,7 +154,7 @@ def signals() -> Iterator[Signals]:
                 time.sleep(max(0.0, first + REST - time.monotonic()))
 
 
-_IN_CHILD: list[Callable[[], None]] = []      # innermost run last
+_IN_CHILD: list[Callable[[], None]] = []  # innermost run last
 
 
 def _after_fork() -> None:
@@ -168,13 +179,13 @@ def _later_ends(numbers) -> Iterator[None]:
 
     def watch():
         first = None
-        while number := os.read(reading, 1)[0]:            # 0 ends it: a forked child may keep the pipe open
+        while number := os.read(reading, 1)[0]:  # 0 ends it: a forked child may keep the pipe open
             if number not in numbers:
                 continue
             now = time.monotonic()
             first = now if first is None else first
             if now - first > ONE:
-                with contextlib.suppress(OSError):         # the terminal may be gone
+                with contextlib.suppress(OSError):  # the terminal may be gone
                     os.write(2, b"ended at once; the run resumes from its last checkpoint\n")
                 os._exit(128 + number)
 

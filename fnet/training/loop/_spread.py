@@ -28,8 +28,10 @@ class Spread:
 
     def __init__(self, plan: Plan | None):
         if plan is not None and not plan.attached:
-            raise ValueError(f"fit: this plan is for {plan.mesh.size} x {plan.chip.name} that are not here; plan for "
-                             "devices='local' or jax.devices() to run")
+            raise ValueError(
+                f"fit: this plan is for {plan.mesh.size} x {plan.chip.name} that are not here; plan for "
+                "devices='local' or jax.devices() to run"
+            )
         self.plan = plan
         self.rows = None if plan is None else LocalBatches(plan, False)
 
@@ -52,10 +54,14 @@ class Spread:
         if self.plan is None:
             return jax.tree.map(_copy, state)
         if jax.tree.structure(state) != jax.tree.structure(self.plan.state):
-            raise ValueError("fit: the plan is for a state of another structure: plan with the init that makes this "
-                             f"one; it has {jax.tree.structure(state)}, the plan {jax.tree.structure(self.plan.state)}")
-        placed = [getattr(x, "sharding", None) == place and x.committed
-                  for x, place in zip(jax.tree.leaves(state), jax.tree.leaves(self.plan.state))]
+            raise ValueError(
+                "fit: the plan is for a state of another structure: plan with the init that makes this "
+                f"one; it has {jax.tree.structure(state)}, the plan {jax.tree.structure(self.plan.state)}"
+            )
+        placed = [
+            getattr(x, "sharding", None) == place and x.committed
+            for x, place in zip(jax.tree.leaves(state), jax.tree.leaves(self.plan.state))
+        ]
         return jax.tree.map(_copy, state) if all(placed) else self.plan.place(state)
 
     def batch(self, batch: Any, at: int) -> Any:
@@ -64,7 +70,7 @@ class Spread:
         if self.rows is None:
             return batch
         placed = self.rows.place(self.rows.fill(batch, at, whole=True))
-        return jax.block_until_ready(placed)               # the source may reuse the arrays of the batch
+        return jax.block_until_ready(placed)  # the source may reuse the arrays of the batch
 
     def shapes(self, batch: Callable[[], Any]) -> Any:
         """Returns a tree whose leaves have the shapes and dtypes of a batch. If there is a plan, the tree is

@@ -9,7 +9,7 @@ from typing import Any
 from fnet import transforms
 from fnet.training.loop import _provenance
 
-_LONG = 600    # seconds; for runs of at least this time, a minute of measurements is worthwhile
+_LONG = 600  # seconds; for runs of at least this time, a minute of measurements is worthwhile
 
 
 def tuned(run: Any, advance: Callable) -> Callable:
@@ -27,7 +27,12 @@ def tuned(run: Any, advance: Callable) -> Callable:
 
 def _is_long(run) -> bool:
     """Whether the run is on a CPU and takes at least 600 seconds (`_LONG`) at the CPU's peak rate."""
-    if run.use is None or run.facts["kind"] != "cpu" or run.spread.plan is not None or not run.alone:
+    if (
+        run.use is None
+        or run.facts["kind"] != "cpu"
+        or run.spread.plan is not None
+        or not run.alone
+    ):
         return False
-    share = run.use(1e-6).value    # share of the peak rate if a step took a million seconds
+    share = run.use(1e-6).value  # share of the peak rate if a step took a million seconds
     return share is not None and 1e6 * share * (run.steps - run.at) >= _LONG

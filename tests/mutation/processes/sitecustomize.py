@@ -9,13 +9,17 @@ import sys
 from pathlib import Path
 
 FNET = f"{Path(__file__).resolve().parents[3] / 'fnet'}{os.sep}"
-test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]    # without the phase, such as " (call)"
+test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[
+    0
+]  # without the phase, such as " (call)"
 if test and "FNET_LINES" in os.environ and sys.version_info >= (3, 12):
-    _file = os.open(f"{os.environ['FNET_LINES']}/{os.getpid()}.lines", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    _file = os.open(
+        f"{os.environ['FNET_LINES']}/{os.getpid()}.lines", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    )
 
     def _line(code, number):
         if code.co_filename.startswith(FNET):
-            os.write(_file, f"{test}\t{code.co_filename[len(FNET):]}\t{number}\n".encode())
+            os.write(_file, f"{test}\t{code.co_filename[len(FNET) :]}\t{number}\n".encode())
         return sys.monitoring.DISABLE
 
     sys.monitoring.use_tool_id(sys.monitoring.COVERAGE_ID, "fnet lines")
